@@ -1,0 +1,30 @@
+"""Exact time: units, amounts, the clock, the length of a run, conversion and triggers."""
+
+from stretto.timing.batch_sizes import BatchSizes, ConstantBatchSize, LastBatch
+from stretto.timing.conversion import convert
+from stretto.timing.horizon import Axis, Horizon
+from stretto.timing.time import Time, TimeLike
+from stretto.timing.timer import Timer
+from stretto.timing.timestamp import Timestamp
+from stretto.timing.triggers import AnyOf, At, BoundTrigger, Every, Trigger, parse_trigger
+from stretto.timing.unit import TimeUnit
+
+__all__ = [
+    "AnyOf",
+    "At",
+    "Axis",
+    "BatchSizes",
+    "BoundTrigger",
+    "ConstantBatchSize",
+    "Every",
+    "Horizon",
+    "LastBatch",
+    "Time",
+    "TimeLike",
+    "TimeUnit",
+    "Timer",
+    "Timestamp",
+    "Trigger",
+    "convert",
+    "parse_trigger",
+]
