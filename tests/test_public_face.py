@@ -23,7 +23,8 @@ def stub_of(face: dict[str, tuple[str, ...]]) -> str:
     for module, names in face.items():
         lines += [f"from {module} import {name} as {name}" for name in names]
     exported = sorted(name for names in face.values() for name in names)
-    lines += ["", "__version__: str", "__all__ = ["]
+    lines += ["", "_FACE: dict[str, tuple[str, ...]]", "_HOME: dict[str, str]"]
+    lines += ["__version__: str", "__all__ = ["]
     lines += [f'    "{name}",' for name in exported]
     return "\n".join([*lines, "]", ""])
 

@@ -20,6 +20,8 @@ from stretto.timing import Timer as Timer
 from stretto.timing import Timestamp as Timestamp
 from stretto.timing import convert as convert
 
+_FACE: dict[str, tuple[str, ...]]
+_HOME: dict[str, str]
 __version__: str
 __all__ = [
     "At",
