@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.checkpoint import pack_optimizer, unpack_optimizer
+from stretto.errors import CheckpointError
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.8, 0.9), amsgrad=True),
+    "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        model(torch.randn(4, 3, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_to_the_last_bit(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train(model, optimizer, 3, seed=1)
+    tensors, record = pack_optimizer(optimizer)
+    tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    record = json.loads(json.dumps(record))
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    train(model, optimizer, 3, seed=2)
+
+    other = nn.Linear(3, 2)
+    other.load_state_dict(weights)
+    resumed = OPTIMIZERS[name](other.parameters())
+    unpack_optimizer(resumed, tensors, record)
+    train(other, resumed, 3, seed=2)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+    assert resumed.param_groups[0].keys() == optimizer.param_groups[0].keys()
+
+
+def test_another_optimizers_state_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    tensors, record = pack_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(CheckpointError, match="cannot give the saved state to SGD"):
+        unpack_optimizer(other, tensors, record)
