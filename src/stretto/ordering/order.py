@@ -1,0 +1,73 @@
+"""`SampleOrder`: which sample of the data set stands at which position of the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from stretto.errors import DataError, cannot, shown
+from stretto.ordering.permutation import network, permuted
+
+_MOST_SAMPLES = 2**62
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SampleOrder:
+    """The order of samples over the whole run, evaluated at any position in constant memory.
+
+    A run is a line of positions 0, 1, 2, ...; position `p` belongs to epoch `p // num_samples`.
+    Shuffled, every epoch is a pseudo-random permutation of the data set that depends on the seed
+    and the epoch alone. So a billion samples start at once, and any position is reached at once.
+
+    >>> order = SampleOrder(6, seed=7)
+    >>> sorted(order[position] for position in range(6, 12))
+    [0, 1, 2, 3, 4, 5]
+    >>> [SampleOrder(3, shuffle=False)[position] for position in range(6)]
+    [0, 1, 2, 0, 1, 2]
+
+    Raises:
+        DataError: there are no samples, or the seed is not an integer.
+    """
+
+    num_samples: int
+    """Samples in an epoch."""
+    seed: int = 0
+    """Chooses the permutations; any integer."""
+    shuffle: bool = True
+    """Whether epochs are permuted; else each runs from the first sample to the last."""
+
+    def __post_init__(self) -> None:
+        if type(self.num_samples) is not int or not 1 <= self.num_samples <= _MOST_SAMPLES:
+            raise DataError(
+                cannot(
+                    f"put {shown(self.num_samples)} samples in order",
+                    why="their number is not an integer from 1 to 2^62",
+                    instead="pass the number of samples in the data set, such as 50000",
+                )
+            )
+        if type(self.seed) is not int:
+            raise DataError(
+                cannot(
+                    f"shuffle with seed {shown(self.seed)}",
+                    why="it is not an integer",
+                    instead="write a number such as 7",
+                )
+            )
+
+    def __getitem__(self, position: int) -> int:
+        """Return the index of the sample at `position` of the run, counted from 0."""
+        if position < 0:
+            raise IndexError(f"positions are counted from 0, got {position}")
+        epoch, within = divmod(position, self.num_samples)
+        if not self.shuffle:
+            return within
+        return permuted(within, network(self.num_samples, self.seed, epoch))
+
+    def epoch_of(self, position: int) -> int:
+        """Return the epoch that `position` belongs to.
+
+        >>> SampleOrder(6).epoch_of(13)
+        2
+        """
+        return position // self.num_samples
