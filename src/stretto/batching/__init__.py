@@ -1,0 +1,66 @@
+"""Batch size policies, how a batch is split, and learning rates that follow its size."""
+
+from stretto.batching.fixed import Fixed, Steps, StepsLike
+from stretto.batching.functions import SizeFunction
+from stretto.batching.hysteresis import Hysteresis
+from stretto.batching.increase import IncreaseFunction
+from stretto.batching.parse import PolicyLike, as_policy
+from stretto.batching.periods import PeriodSizes
+from stretto.batching.policy import (
+    NO_SIGNALS,
+    BatchSizePolicy,
+    BoundPolicy,
+    Hold,
+    PolicyState,
+    Signals,
+    TimedPolicy,
+    checked_size,
+    checked_state,
+)
+from stretto.batching.ramps import DoublingRamp, LinearRamp, StagedRamp, rampup
+from stretto.batching.rules import (
+    FunctionRule,
+    LearningRateRule,
+    LinearRule,
+    NoRule,
+    SquareRootRule,
+)
+from stretto.batching.split import Split, split
+from stretto.batching.wrappers import AtLeast, AtMost, Monotone, MultipleOf, PowerOfTwo
+
+__all__ = [
+    "AtLeast",
+    "AtMost",
+    "BatchSizePolicy",
+    "BoundPolicy",
+    "DoublingRamp",
+    "Fixed",
+    "FunctionRule",
+    "Hold",
+    "Hysteresis",
+    "IncreaseFunction",
+    "LearningRateRule",
+    "LinearRamp",
+    "LinearRule",
+    "Monotone",
+    "MultipleOf",
+    "NO_SIGNALS",
+    "NoRule",
+    "PeriodSizes",
+    "PolicyLike",
+    "PolicyState",
+    "PowerOfTwo",
+    "Signals",
+    "SizeFunction",
+    "Split",
+    "SquareRootRule",
+    "StagedRamp",
+    "Steps",
+    "StepsLike",
+    "TimedPolicy",
+    "as_policy",
+    "checked_size",
+    "checked_state",
+    "rampup",
+    "split",
+]

@@ -1,0 +1,153 @@
+"""Sizes that are written down: one for the whole run, or steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn, TypeAlias, final
+
+from stretto.batching.policy import BatchSizePolicy, BoundPolicy, checked_size, stretched
+from stretto.batching.staircase import BoundStairs
+from stretto.errors import BatchSizeError, cannot
+from stretto.timing import Horizon, Time
+from stretto.timing.time import Number
+
+StepsLike: TypeAlias = str | Mapping[str, int] | Mapping[Time, int]
+"""Steps as they are written: text, or times and sizes."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fixed(BatchSizePolicy):
+    """The same size for the whole run.
+
+    >>> policy = Fixed(64).bind(Horizon("1ep"))
+    >>> from stretto.timing import Timestamp
+    >>> policy.holds_until(Timestamp(), {})
+    Hold(limits=())
+
+    Raises:
+        BatchSizeError: the size is not an integer of at least 1.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", checked_size(self.size))
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Return the constant."""
+        del horizon
+        return BoundStairs((), (self.size,))
+
+    def scaled(self, ratio: Number) -> Fixed:
+        """Return the policy itself: it has no times."""
+        del ratio
+        return self
+
+    def times(self) -> tuple[Time, ...]:
+        """Return no times."""
+        return ()
+
+    def __repr__(self) -> str:
+        return f"Fixed({self.size})"
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False)
+class Steps(BatchSizePolicy):
+    """A size from each of some times on, the first of them 0; text as Megatron writes it.
+
+    The times may be of different units: each is read on its own counter of the clock, so
+    batches mix with samples and epochs exactly.
+
+    >>> Steps("0tok:768 250Btok:1536")
+    Steps('0tok:768 250000000000tok:1536')
+    >>> Steps({"0ep": 32, "10%": 64, "3000ba": 128}) == Steps("0ep:32 0.1dur:64 3000ba:128")
+    True
+
+    Args:
+        steps: `"<time>:<size> <time>:<size> ..."`, or a mapping from times to sizes.
+
+    Raises:
+        BatchSizeError: there are no steps, the first is not at 0, a size is not an integer of at
+            least 1, or the times are not in ascending order.
+        TimeError: a time cannot be read.
+    """
+
+    steps: tuple[tuple[Time, int], ...]
+
+    def __init__(self, steps: StepsLike) -> None:
+        object.__setattr__(self, "steps", _checked(_pairs(steps)))
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Resolve the times of the steps for one run.
+
+        Raises:
+            BatchSizeError: on this run the times are out of order.
+            ConversionError: a time needs a fact that is not known.
+        """
+        times = [time for time, _ in self.steps[1:]]
+        sizes = tuple(size for _, size in self.steps)
+        return BoundStairs.on(horizon, times, sizes, what=f"the steps {str(self)!r}")
+
+    def scaled(self, ratio: Number) -> Steps:
+        """Return the steps with their times stretched."""
+        return Steps({stretched(time, ratio): size for time, size in self.steps})
+
+    def times(self) -> tuple[Time, ...]:
+        """Return the times of the steps."""
+        return tuple(time for time, _ in self.steps)
+
+    def __str__(self) -> str:
+        return " ".join(f"{time}:{size}" for time, size in self.steps)
+
+    def __repr__(self) -> str:
+        return f"Steps({str(self)!r})"
+
+
+def _pairs(steps: object) -> list[tuple[Time, int]]:
+    if isinstance(steps, str):
+        return [_step(text, steps) for text in steps.split()]
+    if not isinstance(steps, Mapping):
+        _refuse(steps, "they are neither text nor a mapping", "'0ep:32 2ep:64'")
+    pairs = []
+    for time, size in steps.items():
+        if not isinstance(time, (Time, str)):
+            _refuse(dict(steps), f"{time!r} is not a time", "{'0ep': 32, '2ep': 64}")
+        pairs.append((Time(time), checked_size(size)))
+    return pairs
+
+
+def _step(text: str, whole: str) -> tuple[Time, int]:
+    time, colon, size = text.rpartition(":")
+    if not colon:
+        _refuse(whole, f"{text!r} is not '<time>:<size>'", "'0tok:768 250Btok:1536'")
+    digits = size.replace("_", "")
+    # 18 digits are more samples than any run has, and bound the work on a hostile text.
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
+        _refuse(whole, f"{size!r} is not a number of samples", "'0tok:768 250Btok:1536'")
+    # Megatron's own text counts samples from a bare 0; a time here always has a unit.
+    if time == "0":
+        _refuse(whole, "the 0 has no unit", f"'0sp:{size}' or '0tok:{size}'")
+    return Time(time), checked_size(int(digits))
+
+
+def _checked(pairs: list[tuple[Time, int]]) -> tuple[tuple[Time, int], ...]:
+    shown = " ".join(f"{time}:{size}" for time, size in pairs)
+    if not pairs:
+        _refuse(shown, "there are none", "'0ep:32 2ep:64'")
+    if pairs[0][0].amount != 0:
+        first = Time(0, pairs[0][0].unit)
+        _refuse(shown, "the first one does not start at 0", f"'{first}:{pairs[0][1]} {shown}'")
+    for (before, _), (after, _) in itertools.pairwise(pairs):
+        if after.amount <= 0 or (after.unit is before.unit and after <= before):
+            _refuse(shown, f"'{after}' does not come after '{before}'", "them in ascending order")
+    return tuple(pairs)
+
+
+def _refuse(steps: object, why: str, write: str) -> NoReturn:
+    raise BatchSizeError(
+        cannot(f"read {steps!r} as batch size steps", why=why, instead=f"write {write}")
+    )

@@ -1,0 +1,204 @@
+"""`SizeFunction`: sizes from a function of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias, cast, final
+
+from stretto.batching.policy import (
+    BatchSizePolicy,
+    BoundPolicy,
+    Hold,
+    PolicyState,
+    Signals,
+    checked_size,
+    stretched,
+)
+from stretto.errors import BatchSizeError, cannot
+from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
+from stretto.timing.time import Number
+
+SizeCallable: TypeAlias = Callable[[Timestamp, int | None], int]
+"""`(timestamp, current) -> size`; before the first batch `current` is the given start, or None."""
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False)
+class SizeFunction(BatchSizePolicy):
+    """Asks a function of yours for the size: `function(timestamp, current) -> size`.
+
+    It must be pure: the same arguments give the same size, or a plan, a resumed run and the other
+    ranks come to other sizes. Only without a plan may it look at wall time, or at tokens that
+    the data cannot count beforehand: say `planned=False`.
+
+    >>> grow = SizeFunction(lambda timestamp, current: current * 2, 4, every="1ep")
+    >>> bound = grow.bind(Horizon("2ep", dataset_num_samples=100))
+    >>> bound.decide(Timestamp(), bound.start(), Signals())[0]
+    8
+
+    Args:
+        function: gives the size of the batch that starts at `timestamp`; `current` is the size
+            before it.
+        start: what `current` is for the first batch; left out, None.
+        every: ask only when another such time has passed, counted from the start of the run;
+            left out, before every batch.
+        planned: whether the sizes follow from the counts of epochs, batches and samples (and
+            tokens where each sample has equally many), so that they are known before the run.
+
+    Raises:
+        BatchSizeError: `function` cannot be called, `start` is not an integer of at least 1, or
+            `every` has no length.
+    """
+
+    function: SizeCallable
+    start: int | None
+    every: Time | None
+    planned: bool
+
+    def __init__(
+        self,
+        function: SizeCallable,
+        start: int | None = None,
+        *,
+        every: TimeLike | None = None,
+        planned: bool = True,
+    ) -> None:
+        check_callable(function, "(timestamp, current) -> size")
+        interval = None if every is None else Time(every)
+        if interval is not None and interval.amount <= 0:
+            raise BatchSizeError(
+                cannot(
+                    f"ask for a batch size every '{interval}'",
+                    why="it is not longer than 0",
+                    instead="write a time such as '1ep', or leave it out to ask for each batch",
+                )
+            )
+        object.__setattr__(self, "function", function)
+        object.__setattr__(self, "start", None if start is None else checked_size(start))
+        object.__setattr__(self, "every", interval)
+        object.__setattr__(self, "planned", planned)
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Resolve `every` for one run."""
+        if self.every is None:
+            return BoundFunction(self)
+        axis = horizon.axis(self.every.unit)
+        ticks = horizon.ticks(self.every, axis)
+        return BoundPeriodicFunction(self, axis, ticks.numerator, ticks.denominator)
+
+    def scaled(self, ratio: Number) -> SizeFunction:
+        """Return the policy with `every` stretched; times inside the function stay."""
+        every = None if self.every is None else stretched(self.every, ratio)
+        return SizeFunction(self.function, self.start, every=every, planned=self.planned)
+
+    def times(self) -> tuple[Time, ...]:
+        """Return `every`, if there is one."""
+        return () if self.every is None else (self.every,)
+
+    def __repr__(self) -> str:
+        start = "" if self.start is None else f", {self.start}"
+        every = "" if self.every is None else f", every='{self.every}'"
+        planned = "" if self.planned else ", planned=False"
+        return f"SizeFunction({shown(self.function)}{start}{every}{planned})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BoundFunction(BoundPolicy):
+    """A function asked before every batch."""
+
+    policy: SizeFunction
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the function reads counts alone, as its author says."""
+        return self.policy.planned
+
+    @property
+    def units(self) -> frozenset[TimeUnit]:
+        """The unit that a function of counts can always read."""
+        return frozenset({TimeUnit.SAMPLE})
+
+    def start(self) -> PolicyState:
+        """Return the state before the first size."""
+        return {"size": self.policy.start}
+
+    def decide(
+        self, timestamp: Timestamp, state: PolicyState, signals: Signals
+    ) -> tuple[int, PolicyState]:
+        """Return what the function says."""
+        del signals
+        size = asked(self.policy.function, timestamp, state)
+        return size, {"size": size}
+
+    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> None:
+        """Return None: the next batch may have another size."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BoundPeriodicFunction(BoundPolicy):
+    """A function asked when another `above / below` ticks have passed."""
+
+    policy: SizeFunction
+    axis: Axis
+    above: int
+    below: int
+
+    @property
+    def is_static(self) -> bool:
+        """Whether neither the function nor `every` reads the wall clock."""
+        return self.policy.planned and self.axis.unit is not TimeUnit.SECOND
+
+    @property
+    def units(self) -> frozenset[TimeUnit]:
+        """The unit of `every`."""
+        return frozenset({self.axis.unit})
+
+    def start(self) -> PolicyState:
+        """Return the state before the first size."""
+        return {"size": self.policy.start, "asked": None}
+
+    def decide(
+        self, timestamp: Timestamp, state: PolicyState, signals: Signals
+    ) -> tuple[int, PolicyState]:
+        """Return what the function says, or has said in this interval."""
+        del signals
+        interval = self._interval(timestamp)
+        if state["asked"] == interval:
+            return cast(int, state["size"]), state
+        size = asked(self.policy.function, timestamp, state)
+        return size, {"size": size, "asked": interval}
+
+    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold:
+        """Return a hold until the next interval."""
+        del state
+        tick = -(-(self._interval(timestamp) + 1) * self.above // self.below)
+        return Hold(((self.axis, tick),))
+
+    def _interval(self, timestamp: Timestamp) -> int:
+        return self.axis.read(timestamp) * self.below // self.above
+
+
+def asked(function: SizeCallable, timestamp: Timestamp, state: PolicyState) -> int:
+    """Return the size that `function` gives, checked."""
+    size = function(timestamp, cast("int | None", state["size"]))
+    return checked_size(size, f"the batch size that {shown(function)} returned")
+
+
+def check_callable(function: object, form: str) -> None:
+    """Refuse what cannot be called."""
+    if not callable(function):
+        raise BatchSizeError(
+            cannot(
+                f"ask {function!r} for a batch size",
+                why="it is not a function",
+                instead=f"pass a function {form}",
+            )
+        )
+
+
+def shown(function: Callable[..., object]) -> str:
+    """Return the name by which a function can be found again."""
+    return getattr(function, "__qualname__", None) or repr(function)

@@ -1,0 +1,167 @@
+"""`Hysteresis`: a size that moves only when it matters, and not too often."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import cast, final
+
+from stretto.batching.policy import (
+    BatchSizePolicy,
+    BoundPolicy,
+    Hold,
+    PolicyState,
+    Signals,
+    inner_state,
+    stretched,
+)
+from stretto.batching.wrappers import checked_policy
+from stretto.errors import BatchSizeError, cannot
+from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
+from stretto.timing.time import Number
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False)
+class Hysteresis(BatchSizePolicy):
+    """Moves only when the size wanted is at least `ratio` times larger or smaller than the size.
+
+    From a size B it moves to B' when `B' >= ratio * B` or `B' <= B / ratio`, and only when `wait`
+    has passed since it last moved. Sizes in between are not reached: what the policy inside wants
+    is either taken whole or not at all.
+
+    >>> from stretto.batching import LinearRamp
+    >>> Hysteresis(LinearRamp(8, 64, "1ep"), 1.5, wait="5%")
+    Hysteresis(LinearRamp(start=8, end=64, over=Time('1ep'), increment=1), 1.5, wait='0.05dur')
+
+    Args:
+        policy: what the size follows.
+        ratio: how far the two must be apart, above 1.
+        wait: the least time between two changes; left out, none.
+
+    Raises:
+        BatchSizeError: the ratio is not a finite number above 1, or `wait` has no length.
+    """
+
+    policy: BatchSizePolicy
+    ratio: Fraction
+    wait: Time | None
+
+    def __init__(
+        self, policy: BatchSizePolicy, ratio: Number, *, wait: TimeLike | None = None
+    ) -> None:
+        pause = None if wait is None else Time(wait)
+        if pause is not None and pause.amount <= 0:
+            raise BatchSizeError(
+                cannot(
+                    f"wait '{pause}' between changes of the batch size",
+                    why="it is not longer than 0",
+                    instead="write a time such as '1%', or leave out wait",
+                )
+            )
+        object.__setattr__(self, "policy", checked_policy(policy))
+        object.__setattr__(self, "ratio", _ratio(ratio))
+        object.__setattr__(self, "wait", pause)
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Bind the policy inside, and resolve `wait`."""
+        inner = self.policy.bind(horizon)
+        if self.wait is None:
+            return BoundHysteresis(inner, self.ratio, None, 0)
+        axis = horizon.axis(self.wait.unit)
+        return BoundHysteresis(inner, self.ratio, axis, math.ceil(horizon.ticks(self.wait, axis)))
+
+    def scaled(self, ratio: Number) -> Hysteresis:
+        """Return the stretched policy inside, with `wait` stretched too."""
+        wait = None if self.wait is None else stretched(self.wait, ratio)
+        return Hysteresis(self.policy.scaled(ratio), self.ratio, wait=wait)
+
+    def times(self) -> tuple[Time, ...]:
+        """Return the times of the policy inside, and `wait`."""
+        return self.policy.times() + (() if self.wait is None else (self.wait,))
+
+    def __repr__(self) -> str:
+        exact = Fraction(repr(float(self.ratio))) == self.ratio
+        ratio = repr(float(self.ratio) if exact else self.ratio)
+        wait = "" if self.wait is None else f", wait='{self.wait}'"
+        return f"Hysteresis({self.policy!r}, {ratio}{wait})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BoundHysteresis(BoundPolicy):
+    """Hysteresis on one run; remembers the size and when it last changed."""
+
+    inner: BoundPolicy
+    ratio: Fraction
+    axis: Axis | None
+    wait_ticks: int
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the policy inside is, and `wait` is not wall time."""
+        reads_wall = self.axis is not None and self.axis.unit is TimeUnit.SECOND
+        return self.inner.is_static and not reads_wall
+
+    @property
+    def units(self) -> frozenset[TimeUnit]:
+        """The units of the policy inside, and that of `wait`."""
+        return self.inner.units | ({self.axis.unit} if self.axis else set())
+
+    def start(self) -> PolicyState:
+        """Return the state before any size."""
+        return {"size": None, "changed": None, "inner": self.inner.start()}
+
+    def decide(
+        self, timestamp: Timestamp, state: PolicyState, signals: Signals
+    ) -> tuple[int, PolicyState]:
+        """Return the size kept, or the one wanted where it is far enough away."""
+        wanted, inner = self.inner.decide(timestamp, inner_state(state), signals)
+        size = cast("int | None", state["size"])
+        if size is None:
+            return wanted, {"size": wanted, "changed": None, "inner": inner}
+        if not self._is_far(size, wanted) or timestamp_tick(self.axis, timestamp) < self._free(
+            state
+        ):
+            return size, {**state, "inner": inner}
+        tick = timestamp_tick(self.axis, timestamp)
+        return wanted, {"size": wanted, "changed": tick, "inner": inner}
+
+    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold | None:
+        """Return the hold of the policy inside, ended earlier where only `wait` stops a change."""
+        inner = inner_state(state)
+        hold = self.inner.holds_until(timestamp, inner)
+        free = self._free(state)
+        if hold is None or self.axis is None or timestamp_tick(self.axis, timestamp) >= free:
+            return hold
+        return hold & Hold(((self.axis, free),))
+
+    def _is_far(self, size: int, wanted: int) -> bool:
+        return wanted >= size * self.ratio or wanted * self.ratio <= size
+
+    def _free(self, state: PolicyState) -> int:
+        """The tick from which the size may change again."""
+        changed = cast("int | None", state["changed"])
+        return 0 if changed is None else changed + self.wait_ticks
+
+
+def timestamp_tick(axis: Axis | None, timestamp: Timestamp) -> int:
+    """Return what `axis` reads, or 0 where there is none: no wait, always free."""
+    return 0 if axis is None else axis.read(timestamp)
+
+
+def _ratio(ratio: object) -> Fraction:
+    try:
+        exact = (Time(1, TimeUnit.DURATION) * ratio).amount  # type: ignore[operator]
+    except (TypeError, ValueError):
+        exact = Fraction(0)
+    if exact <= 1:
+        raise BatchSizeError(
+            cannot(
+                f"move the batch size when it is {ratio!r} times as large",
+                why="it is not a finite number above 1",
+                instead="write a ratio such as 1.25",
+            )
+        )
+    return exact

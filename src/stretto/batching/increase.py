@@ -1,0 +1,141 @@
+"""`IncreaseFunction`: growth once an epoch, by a function of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias, cast, final
+
+from stretto.batching.functions import check_callable, shown
+from stretto.batching.policy import (
+    BatchSizePolicy,
+    BoundPolicy,
+    Hold,
+    PolicyState,
+    Signals,
+    checked_size,
+)
+from stretto.errors import BatchSizeError, cannot
+from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
+from stretto.timing.time import Number
+
+IncreaseCallable: TypeAlias = Callable[[int, int], int | None]
+"""`(epoch, current_batch_size) -> increment`; 0 or None for no increase."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class IncreaseFunction(BatchSizePolicy):
+    """Asks a function of yours once an epoch by how much to grow.
+
+    Before the first batch of each epoch, the first one included, in order:
+    `increment = function(epoch, current_batch_size)`, and
+    `if increment and current_batch_size + increment <= max_batch_size`, it is added. An increment
+    that does not fit is not applied at all, and the next epoch asks again. (This is
+    `batch_increase_function` of the adaptive batching RFC of torchtune, pytorch/torchtune#2199.)
+
+    >>> policy = IncreaseFunction(lambda epoch, size: size if epoch in (1, 2) else 0, 8, 20)
+    >>> bound = policy.bind(Horizon("3ep", dataset_num_samples=100))
+    >>> size, state = bound.decide(Timestamp(epoch=1), bound.start(), Signals())
+    >>> size, bound.decide(Timestamp(epoch=2), state, Signals())[0]
+    (16, 16)
+
+    Args:
+        function: gives the increment; 0 or None for none. It must be pure.
+        start: the size that the first call sees.
+        max_batch_size: the largest size that an increment may lead to.
+
+    Raises:
+        BatchSizeError: a size is not an integer of at least 1, `start` is above
+            `max_batch_size`, or `function` cannot be called.
+    """
+
+    function: IncreaseCallable
+    start: int
+    max_batch_size: int
+
+    def __post_init__(self) -> None:
+        check_callable(self.function, "(epoch, current_batch_size) -> increment")
+        object.__setattr__(self, "start", checked_size(self.start))
+        largest = checked_size(self.max_batch_size, "max_batch_size")
+        object.__setattr__(self, "max_batch_size", largest)
+        if self.start > largest:
+            raise BatchSizeError(
+                cannot(
+                    f"start with a batch size of {self.start}",
+                    why=f"it is above max_batch_size={largest}",
+                    instead="write a smaller start or a larger max_batch_size",
+                )
+            )
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Return the policy on the epochs of one run."""
+        return BoundIncrease(self, horizon.axis(TimeUnit.EPOCH))
+
+    def scaled(self, ratio: Number) -> IncreaseFunction:
+        """Return the policy itself: it goes by epochs, whose length does not change."""
+        del ratio
+        return self
+
+    def times(self) -> tuple[Time, ...]:
+        """Return no times."""
+        return ()
+
+    def __repr__(self) -> str:
+        return f"IncreaseFunction({shown(self.function)}, {self.start}, {self.max_batch_size})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BoundIncrease(BoundPolicy):
+    """An increase function on one run; remembers the size and how many epochs were asked about."""
+
+    policy: IncreaseFunction
+    epochs: Axis
+
+    @property
+    def is_static(self) -> bool:
+        """True: sizes follow from the epoch alone."""
+        return True
+
+    @property
+    def units(self) -> frozenset[TimeUnit]:
+        """Epochs."""
+        return frozenset({TimeUnit.EPOCH})
+
+    def start(self) -> PolicyState:
+        """Return the starting size, with no epoch asked about."""
+        return {"size": self.policy.start, "epochs_asked": 0}
+
+    def decide(
+        self, timestamp: Timestamp, state: PolicyState, signals: Signals
+    ) -> tuple[int, PolicyState]:
+        """Return the size, after asking about each epoch that has begun since the last call."""
+        del signals
+        size, asked_before = cast(int, state["size"]), cast(int, state["epochs_asked"])
+        if timestamp.epoch < asked_before:
+            return size, state
+        # Under `carry` a batch may be longer than an epoch: none is left out.
+        for epoch in range(asked_before, timestamp.epoch + 1):
+            size = self._grown(epoch, size)
+        return size, {"size": size, "epochs_asked": timestamp.epoch + 1}
+
+    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold:
+        """Return a hold until the next epoch."""
+        del state
+        return Hold(((self.epochs, int((timestamp.epoch + 1) * self.epochs.scale)),))
+
+    def _grown(self, epoch: int, size: int) -> int:
+        increment = self.policy.function(epoch, size)
+        if increment is None:
+            return size
+        if type(increment) is not int or increment < 0:
+            raise BatchSizeError(
+                cannot(
+                    f"increase the batch size of {size} by {increment!r}",
+                    why="it is not an integer of at least 0",
+                    instead="return how many samples to add, 0 for none",
+                    where=f"{shown(self.policy.function)}({epoch}, {size})",
+                )
+            )
+        return size + increment if size + increment <= self.policy.max_batch_size else size

@@ -1,0 +1,234 @@
+"""What a batch size policy is: a pure function of the clock, its own state and the signals."""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TypeAlias, cast, final
+
+from stretto.errors import BatchSizeError, cannot
+from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
+from stretto.timing.conversion import rounded
+from stretto.timing.time import Number
+
+PolicyState: TypeAlias = Mapping[str, "int | float | str | PolicyState | None"]
+"""What a policy remembers: a small record that JSON keeps exactly. Never edited, only replaced."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signals:
+    """What the last step measured; None where it measured nothing.
+
+    Any value may be nan or infinite: a policy must answer all the same.
+
+    >>> Signals(loss=2.5).metric is None
+    True
+    """
+
+    loss: float | None = None
+    """The mean loss of the last batch."""
+    metric: float | None = None
+    """The metric of the last evaluation, if there was one since the last batch."""
+    noise_numerator: float | None = None
+    """An unbiased estimate of tr(Sigma), the variance of a sample's gradient."""
+    noise_denominator: float | None = None
+    """An unbiased estimate of |G|^2, the squared norm of the true gradient."""
+
+
+NO_SIGNALS = Signals()
+"""Nothing was measured: what a static policy, which ignores signals, is given."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """For how long a size stays as it is: until any of its limits is reached.
+
+    A limit is a counter of the clock and the tick at which the hold is over, so the size is that
+    of every batch that *starts* at a smaller tick. No limits: to the end of the run.
+
+    >>> axis = Horizon("100sp").axis("sp")
+    >>> Hold(((axis, 40),)).covers(Timestamp(sample=39))
+    True
+    """
+
+    limits: tuple[tuple[Axis, int], ...] = ()
+
+    def covers(self, timestamp: Timestamp) -> bool:
+        """Return whether a batch that starts at `timestamp` is still in the hold."""
+        return all(axis.read(timestamp) < tick for axis, tick in self.limits)
+
+    def __and__(self, other: Hold) -> Hold:
+        """Return the hold that ends when the first of the two does."""
+        return Hold(self.limits + other.limits)
+
+
+class BoundPolicy(ABC):
+    """A policy on one run, with all its times resolved.
+
+    It is pure: the caller keeps the state and passes it in, so a checkpoint holds the state and
+    nothing else, and every rank that sees the same arguments decides the same.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def is_static(self) -> bool:
+        """Whether sizes follow from counts alone, without signals and wall time."""
+
+    @property
+    @abstractmethod
+    def units(self) -> frozenset[TimeUnit]:
+        """The units that it reads from the clock."""
+
+    @abstractmethod
+    def start(self) -> PolicyState:
+        """Return the state before the first batch."""
+
+    @abstractmethod
+    def decide(
+        self, timestamp: Timestamp, state: PolicyState, signals: Signals
+    ) -> tuple[int, PolicyState]:
+        """Return the size of the batch that starts at `timestamp`, and the state after deciding.
+
+        Called once for each batch, in order. The size is at least 1 whatever the signals are.
+        """
+
+    @abstractmethod
+    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold | None:
+        """Return for how long the decision just made at `timestamp` stands.
+
+        `state` is the state that `decide` returned there. For every batch that starts later and
+        is covered by the hold, `decide` would return the same size and the same state, so it need
+        not be called. None: it stands for this batch only.
+        """
+
+
+class BatchSizePolicy(ABC):
+    """How many samples, over all ranks, each optimizer step takes. A frozen value."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Resolve every time for one run.
+
+        Raises:
+            ConversionError: a time needs a fact that is not known.
+            BatchSizeError: the times are out of order on this run.
+        """
+
+    @abstractmethod
+    def scaled(self, ratio: Number) -> BatchSizePolicy:
+        """Return the policy with every time that is not a fraction of the run stretched."""
+
+    @abstractmethod
+    def times(self) -> tuple[Time, ...]:
+        """Return every time that it is written with."""
+
+
+class TimedPolicy(BoundPolicy):
+    """A bound policy that is a function of the time alone: no state, no signals."""
+
+    __slots__ = ()
+
+    @property
+    @final
+    def is_static(self) -> bool:
+        """Whether sizes follow from counts: not where they follow the wall clock."""
+        return TimeUnit.SECOND not in self.units
+
+    @final
+    def start(self) -> PolicyState:
+        """Return the empty state."""
+        return {}
+
+    @final
+    def decide(
+        self, timestamp: Timestamp, state: PolicyState, signals: Signals
+    ) -> tuple[int, PolicyState]:
+        """Return the size at `timestamp`."""
+        del signals
+        return self.size_at(timestamp), state
+
+    @abstractmethod
+    def size_at(self, timestamp: Timestamp) -> int:
+        """Return the size of a batch that starts at `timestamp`."""
+
+
+def checked_size(value: object, what: str = "a batch size") -> int:
+    """Return `value` as an int, if it is a whole number of samples of at least 1.
+
+    >>> checked_size(32)
+    32
+
+    Raises:
+        BatchSizeError: it is anything else; floats and booleans are never converted.
+    """
+    if type(value) is int and value >= 1:
+        return value
+    try:
+        size = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        size = 0
+    if size < 1:
+        raise BatchSizeError(
+            cannot(
+                f"use {value!r} as {what}",
+                why="it is not an integer of at least 1",
+                instead="write a number of samples such as 128",
+            )
+        )
+    return size
+
+
+def checked_state(policy: BoundPolicy, state: PolicyState) -> PolicyState:
+    """Return a saved `state` if it is one that `policy` keeps.
+
+    >>> from stretto.batching import Fixed
+    >>> checked_state(Fixed(8).bind(Horizon("1ep")), {})
+    {}
+
+    Raises:
+        BatchSizeError: it was saved by another policy.
+    """
+    expected = policy.start()
+    if set(state) != set(expected):
+        raise BatchSizeError(
+            cannot(
+                f"continue a batch size policy from the state {dict(state)!r}",
+                why=f"this policy keeps {', '.join(sorted(expected)) or 'no state'}",
+                instead="resume with the policy that the run was saved with",
+            )
+        )
+    return state
+
+
+def stretched(time: Time, ratio: Number) -> Time:
+    """Return `time` stretched, rounded up to whole counts; fractions of the run stay as they are.
+
+    >>> stretched(Time("5ba"), 0.5)
+    Time('3ba')
+    """
+    if time.unit is TimeUnit.DURATION:
+        return time
+    exact: Fraction = (Time(1, TimeUnit.DURATION) * ratio).amount
+    if exact <= 0:
+        raise BatchSizeError(
+            cannot(
+                f"stretch the times of a batch size policy by {ratio}",
+                why="it is not positive",
+                instead="write a ratio such as 0.5",
+            )
+        )
+    return rounded(time.amount * exact, time.unit)
+
+
+def inner_state(state: PolicyState) -> PolicyState:
+    """Return the state of the policy that a wrapper holds."""
+    return cast(PolicyState, state["inner"])

@@ -1,0 +1,151 @@
+"""Learning rate rules: by which factor the learning rate follows the batch size."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+from stretto.batching.functions import shown
+from stretto.batching.policy import checked_size
+from stretto.errors import BatchSizeError, cannot
+
+
+class LearningRateRule(ABC):
+    """A function from the batch size to a factor of the learning rate.
+
+    The size is the one that the policy decided: a batch cut at the end of an epoch keeps the
+    factor of the whole ones. The factor is computed from it each time, never accumulated.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, size: int, /) -> float:
+        """Return the factor for a batch of `size` samples."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NoRule(LearningRateRule):
+    """The learning rate does not follow the batch size.
+
+    >>> NoRule()(512)
+    1.0
+    """
+
+    def __call__(self, size: int, /) -> float:
+        """Return 1."""
+        del size
+        return 1.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LinearRule(LearningRateRule):
+    """`size / reference`: usual with SGD (Goyal et al. 2017, arXiv 1706.02677, section 2.1).
+
+    >>> LinearRule(256)(1024)
+    4.0
+
+    Args:
+        reference: the batch size for which the learning rate was chosen.
+
+    Raises:
+        BatchSizeError: the reference is not an integer of at least 1.
+    """
+
+    reference: int
+
+    def __post_init__(self) -> None:
+        reference = checked_size(self.reference, "the reference of a learning rate rule")
+        object.__setattr__(self, "reference", reference)
+
+    def __call__(self, size: int, /) -> float:
+        """Return `size / reference`."""
+        return size / self.reference
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SquareRootRule(LearningRateRule):
+    """`sqrt(size / reference)`: usual with Adam (Malladi et al. 2022, arXiv 2205.10287).
+
+    >>> SquareRootRule(256)(1024)
+    2.0
+
+    Args:
+        reference: the batch size for which the learning rate was chosen.
+
+    Raises:
+        BatchSizeError: the reference is not an integer of at least 1.
+    """
+
+    reference: int
+
+    def __post_init__(self) -> None:
+        reference = checked_size(self.reference, "the reference of a learning rate rule")
+        object.__setattr__(self, "reference", reference)
+
+    def __call__(self, size: int, /) -> float:
+        """Return `sqrt(size / reference)`."""
+        return math.sqrt(size / self.reference)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FunctionRule(LearningRateRule):
+    """A function of your own from the size to a factor.
+
+    >>> FunctionRule(lambda size: min(2.0, size / 256))(1024)
+    2.0
+
+    Args:
+        function: gives a finite factor of at least 0 for each size; it must be pure.
+
+    Raises:
+        BatchSizeError: it cannot be called.
+    """
+
+    function: Callable[[int], float]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise BatchSizeError(
+                cannot(
+                    f"use {self.function!r} as a learning rate rule",
+                    why="it is not a function",
+                    instead="pass a function size -> factor, or LinearRule(256)",
+                )
+            )
+
+    def __call__(self, size: int, /) -> float:
+        """Return the factor.
+
+        Raises:
+            BatchSizeError: the function gave no finite number of at least 0.
+        """
+        factor: object = self.function(size)
+        if (
+            isinstance(factor, bool)
+            or not isinstance(factor, (int, float))
+            or not _is_factor(factor)
+        ):
+            raise BatchSizeError(
+                cannot(
+                    f"multiply the learning rate by {factor!r}",
+                    why="it is not a finite number of at least 0",
+                    instead="return a factor such as 1.0",
+                    where=f"{shown(self.function)}({size})",
+                )
+            )
+        return float(factor)
+
+    def __repr__(self) -> str:
+        return f"FunctionRule({shown(self.function)})"
+
+
+def _is_factor(factor: float) -> bool:
+    return math.isfinite(factor) and factor >= 0

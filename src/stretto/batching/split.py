@@ -1,0 +1,120 @@
+"""`split`: one batch over ranks and micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from stretto.batching.policy import checked_size
+from stretto.errors import BatchSizeError, cannot
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How the batch `[start, start + size)` is shared; made by `split`.
+
+    Rank r of W owns the positions i with `i % W == r`, so its share follows by arithmetic and
+    the shares differ by at most one sample. All ranks run the same number of micro-batches, as
+    collectives inside a model need; one without samples runs a dummy of weight 0.
+    """
+
+    size: int
+    """Samples of the batch, over all ranks."""
+    world_size: int
+    """How many ranks share it."""
+    micro_batch_size: int | None
+    """The most samples in one micro-batch; None where a share is one micro-batch."""
+    start: int = 0
+    """The position of the batch's first sample."""
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The samples of each rank."""
+        return tuple(self.share(rank) for rank in range(self.world_size))
+
+    def share(self, rank: int) -> int:
+        """Return the samples of one rank: the positions i in the batch with `i % W == rank`."""
+        end, world = self.start + self.size, self.world_size
+        return -((rank - end) // world) + (rank - self.start) // world
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of each rank: as many as the largest share needs."""
+        if self.micro_batch_size is None:
+            return 1
+        largest = -(-self.size // self.world_size)
+        return -(-largest // self.micro_batch_size)
+
+    def micro_batch_sizes(self, rank: int) -> tuple[int, ...]:
+        """Return the sizes of one rank's micro-batches: they differ by at most one.
+
+        >>> split(13, 4, 2).micro_batch_sizes(0), split(13, 4, 2).micro_batch_sizes(3)
+        ((2, 2), (2, 1))
+        """
+        each, larger = divmod(self.share(rank), self.accumulation)
+        return (each + 1,) * larger + (each,) * (self.accumulation - larger)
+
+
+def split(
+    size: int,
+    world_size: int,
+    micro_batch_size: int | None = None,
+    *,
+    even: bool = False,
+    start: int = 0,
+) -> Split:
+    """Share a batch over ranks and micro-batches.
+
+    >>> shared = split(13, 4, 2)
+    >>> shared.shares, shared.accumulation
+    ((4, 3, 3, 3), 2)
+
+    Args:
+        size: samples of the batch, over all ranks.
+        world_size: how many ranks share it.
+        micro_batch_size: the most samples that one rank takes at once; left out, all its share.
+        even: allow only multiples of `world_size * micro_batch_size`, so that every rank runs
+            full micro-batches.
+        start: the position of the batch's first sample, which says whose the odd samples are.
+
+    Raises:
+        BatchSizeError: a size is not an integer of at least 1, or `even` and the size is not such
+            a multiple.
+    """
+    size = checked_size(size)
+    world_size = checked_size(world_size, "a world size")
+    if micro_batch_size is not None:
+        micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
+    if type(start) is not int or start < 0:
+        raise BatchSizeError(
+            cannot(
+                f"start a batch at position {start!r}",
+                why="positions are integers of at least 0",
+                instead="pass the number of samples before the batch",
+            )
+        )
+    unit = even_unit(world_size, micro_batch_size)
+    if even and size % unit:
+        raise not_even(size, world_size, micro_batch_size)
+    return Split(size, world_size, micro_batch_size, start)
+
+
+def even_unit(world_size: int, micro_batch_size: int | None) -> int:
+    """Return what an evenly split size is a multiple of."""
+    return world_size * (micro_batch_size or 1)
+
+
+def not_even(size: int, world_size: int, micro_batch_size: int | None) -> BatchSizeError:
+    """Return the error for a size that cannot be split evenly."""
+    unit = even_unit(world_size, micro_batch_size)
+    lower = max(unit, size - size % unit)
+    micro = "" if micro_batch_size is None else f" with micro-batches of {micro_batch_size}"
+    return BatchSizeError(
+        cannot(
+            f"split {size} samples evenly over {world_size} ranks{micro}",
+            why=f"it is not a multiple of {unit}",
+            instead=f"write a multiple such as {lower} or {lower + unit}, "
+            f"MultipleOf(policy, {unit}), or even=False",
+        )
+    )

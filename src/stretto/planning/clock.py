@@ -1,0 +1,294 @@
+"""The one place where batches follow each other: cut, carried, passed over, and the run's end.
+
+A plan, the data loader and the trainer all take their batches from here, so they cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import NamedTuple
+
+from stretto.batching.equal import is_countable, next_epoch, outgrows_epoch
+from stretto.batching.policy import NO_SIGNALS, BoundPolicy, PolicyState, Signals
+from stretto.errors import BatchSizeError, PlanError, cannot
+from stretto.timing import Horizon, Timer, Timestamp, TimeUnit
+
+
+class StepPlan(NamedTuple):
+    """One batch before it is run."""
+
+    timestamp: Timestamp
+    """The clock at its start."""
+    size: int
+    """Its samples: the decided size, cut where the epoch or the run ends inside it."""
+    decided: int
+    """The size that the policy decided; learning rate rules go by this one."""
+    skipped: int
+    """Samples passed over right before it, because it does not fit into what was left of the
+    epoch (`last_batch="drop"`). Only where the size has just grown: otherwise the clock passes
+    over them at the end of the epoch's last batch."""
+    ends_epochs: int
+    """How many epochs end inside it or at its end."""
+    state: PolicyState
+    """The policy's state after deciding."""
+
+
+class Rollover(NamedTuple):
+    """What happens to the epoch at the end of a batch."""
+
+    epochs: int
+    """How many epochs have ended."""
+    sample_in_epoch: int
+    """Samples passed in the epoch that has begun, or goes on."""
+    passed_over: int
+    """Samples left out because they are fewer than a batch (`last_batch="drop"`)."""
+
+
+def rollover(horizon: Horizon, sample_in_epoch: int, size: int) -> Rollover:
+    """Return what happens to the epoch when a batch of `size` has brought it to `sample_in_epoch`.
+
+    Under `drop` the epoch ends when fewer samples are left than that batch had.
+
+    >>> rollover(Horizon("2ep", dataset_num_samples=20, last_batch="drop"), 16, 8)
+    Rollover(epochs=1, sample_in_epoch=0, passed_over=4)
+    """
+    num_samples = horizon.dataset_num_samples
+    if num_samples is None:
+        return Rollover(0, sample_in_epoch, 0)
+    if horizon.last_batch == "drop":
+        left = num_samples - sample_in_epoch
+        return Rollover(1, 0, left) if left < size else Rollover(0, sample_in_epoch, 0)
+    epochs, within = divmod(sample_in_epoch, num_samples)
+    return Rollover(epochs, within, 0)
+
+
+def advance(
+    horizon: Horizon,
+    timestamp: Timestamp,
+    size: int,
+    *,
+    tokens: int | None = None,
+    nanoseconds: int = 0,
+    ends_epoch: bool = False,
+) -> Timestamp:
+    """Return the clock after a batch of `size` samples that started at `timestamp`.
+
+    >>> horizon = Horizon("2ep", dataset_num_samples=20, last_batch="carry")
+    >>> after = advance(horizon, Timestamp(batch=2, sample=16, sample_in_epoch=16), 8)
+    >>> after.epoch, after.batch, after.sample, after.sample_in_epoch
+    (1, 3, 24, 4)
+
+    Args:
+        horizon: what an epoch is and what happens at its end.
+        timestamp: the clock at the start of the batch.
+        size: the batch's samples, over all ranks.
+        tokens: the batch's tokens, over all ranks; left out, those of `tokens_per_sample`, or 0.
+        nanoseconds: the wall time that the batch took.
+        ends_epoch: whether data without a known size have just ended.
+    """
+    each = horizon.tokens_per_sample or 0
+    if tokens is None:
+        tokens = size * each
+    epoch, batch, sample, token, batch_, sample_, token_, run, job, epoch_ns, _ = timestamp
+    roll = rollover(horizon, sample_ + size, size)
+    if roll.epochs:
+        batch_, token_ = 0, tokens_carried(roll.sample_in_epoch, size, tokens)
+        epoch_ns = -nanoseconds
+    elif ends_epoch:
+        roll, batch_, token_, epoch_ns = Rollover(1, 0, 0), 0, 0, -nanoseconds
+    else:
+        batch_, token_ = batch_ + 1, token_ + tokens
+    return tuple.__new__(
+        Timestamp,
+        (
+            epoch + roll.epochs, batch + 1, sample + size + roll.passed_over,
+            token + tokens + roll.passed_over * each,
+            batch_, roll.sample_in_epoch, token_,
+            run + nanoseconds, job + nanoseconds, epoch_ns + nanoseconds, nanoseconds,
+        ),
+    )  # fmt: skip
+
+
+def tokens_carried(samples: int, size: int, tokens: int) -> int:
+    """Return how many of a batch's `tokens` count for its last `samples` of `size` samples.
+
+    Exact where all samples have equally many; else their share, rounded down, as what each single
+    sample has is not counted.
+    """
+    return tokens * samples // size
+
+
+def tick(
+    timer: Timer,
+    horizon: Horizon,
+    size: int,
+    *,
+    tokens: int | None = None,
+    seconds: float | None = None,
+    ends_epoch: bool = False,
+) -> None:
+    """Move `timer` over a batch of `size` samples, exactly as `advance` moves a timestamp.
+
+    >>> horizon = Horizon("2ep", dataset_num_samples=20)
+    >>> timer = Timer(horizon)
+    >>> tick(timer, horizon, 16), tick(timer, horizon, 4)
+    (None, None)
+    >>> timer.epoch, timer.batch, timer.sample
+    (1, 2, 20)
+    """
+    each = horizon.tokens_per_sample or 0
+    if tokens is None:
+        tokens = size * each
+    timer.update(samples=size, tokens=tokens, seconds=seconds)
+    roll = rollover(horizon, timer.sample_in_epoch, size)
+    if roll.epochs:
+        pass_over(timer, horizon, roll.passed_over)
+        num_samples = horizon.dataset_num_samples or 0
+        for epoch in range(roll.epochs, 0, -1):
+            carried = (epoch - 1) * num_samples + roll.sample_in_epoch
+            timer.end_epoch(samples=carried, tokens=tokens_carried(carried, size, tokens))
+    elif ends_epoch:
+        timer.end_epoch()
+
+
+def pass_over(timer: Timer, horizon: Horizon, samples: int) -> None:
+    """Move `timer` over samples that `last_batch="drop"` leaves out, without a batch."""
+    if samples:
+        timer.skip(samples=samples, tokens=samples * (horizon.tokens_per_sample or 0))
+
+
+def next_step(
+    horizon: Horizon,
+    policy: BoundPolicy,
+    timestamp: Timestamp,
+    state: PolicyState,
+    signals: Signals = NO_SIGNALS,
+) -> tuple[Timestamp, StepPlan | None]:
+    """Decide the batch that comes next; where the run is over there is none.
+
+    >>> from stretto.batching import Fixed
+    >>> horizon = Horizon("1ep", dataset_num_samples=20)
+    >>> policy = Fixed(16).bind(horizon)
+    >>> now, step = next_step(horizon, policy, Timestamp(), policy.start())
+    >>> step.size
+    16
+    >>> now, step = next_step(horizon, policy, advance(horizon, now, step.size), step.state)
+    >>> step.size, step.decided
+    (4, 16)
+
+    Returns:
+        The clock at which the batch starts, or the run has ended: `timestamp`, moved on only where
+        `last_batch="drop"` leaves out samples because the size has just outgrown the epoch's rest.
+        And the batch, or None.
+
+    Raises:
+        BatchSizeError: under `drop`, a batch is larger than an epoch.
+    """
+    if horizon.is_done(timestamp):
+        return timestamp, None
+    decided, decided_state = policy.decide(timestamp, state, signals)
+    before = timestamp.sample
+    if outgrows_epoch(horizon, timestamp, decided):
+        timestamp = next_epoch(horizon, timestamp)
+        if horizon.is_done(timestamp):
+            return timestamp, None
+        # The batch starts elsewhere than was asked about, so the policy is asked again.
+        decided, decided_state = policy.decide(timestamp, state, signals)
+        if outgrows_epoch(horizon, timestamp, decided):
+            raise larger_than_epoch(horizon, decided)
+    size = cut(horizon, timestamp, decided)
+    ends = rollover(horizon, timestamp.sample_in_epoch + size, decided).epochs
+    skipped = timestamp.sample - before
+    return timestamp, StepPlan(timestamp, size, decided, skipped, ends, decided_state)
+
+
+def cut(horizon: Horizon, timestamp: Timestamp, size: int) -> int:
+    """Return how many samples of a batch of `size` the epoch and the run have left for it."""
+    mode = horizon.last_batch
+    if mode == "drop":
+        return size
+    if mode == "keep" and horizon.dataset_num_samples is not None:
+        size = min(size, horizon.dataset_num_samples - timestamp.sample_in_epoch)
+    end = horizon.end_sample
+    return size if end is None else min(size, end - timestamp.sample)
+
+
+def larger_than_epoch(horizon: Horizon, size: int) -> BatchSizeError:
+    """Return the error for a batch that no epoch can hold."""
+    num_samples = horizon.dataset_num_samples
+    return BatchSizeError(
+        cannot(
+            f"take a batch of {size} samples with last_batch='drop'",
+            why=f"an epoch has only {num_samples}, so each would be dropped",
+            instead=f"write AtMost(policy, {num_samples}) or last_batch='carry'",
+        )
+    )
+
+
+def walk(
+    horizon: Horizon,
+    policy: BoundPolicy,
+    *,
+    timestamp: Timestamp | None = None,
+    state: PolicyState | None = None,
+) -> Generator[StepPlan, None, Timestamp]:
+    """Yield every batch of the run from `timestamp` on; return the clock at its end.
+
+    Without end where the run's length is a wall time, or is in tokens that are not known before.
+
+    >>> from stretto.batching import DoublingRamp
+    >>> horizon = Horizon("40sp")
+    >>> [step.size for step in walk(horizon, DoublingRamp(4, 16, "50%").bind(horizon))]
+    [4, 4, 4, 8, 16, 4]
+
+    Args:
+        horizon: the run.
+        policy: the batch size policy, bound to it.
+        timestamp: where to go on; the start of the run where left out.
+        state: the policy's state there.
+
+    Raises:
+        PlanError: the sizes are not known before the run.
+        BatchSizeError: under `drop`, a batch is larger than an epoch.
+    """
+    check_plannable(horizon, policy)
+    now = Timestamp() if timestamp is None else timestamp
+    state = policy.start() if state is None else state
+    while True:
+        now, step = next_step(horizon, policy, now, state)
+        if step is None:
+            return now
+        state = step.state
+        yield step
+        now = advance(horizon, now, step.size)
+
+
+def check_plannable(horizon: Horizon, policy: BoundPolicy) -> None:
+    """Refuse a policy whose sizes only the run itself can tell.
+
+    Raises:
+        PlanError: it follows measurements, the wall clock, or counts that are not known before.
+    """
+    unknown = sorted(unit for unit in policy.units if not is_countable(horizon, unit))
+    if policy.is_static and not unknown:
+        return
+    why, instead = "they follow what the run measures", "run it without a plan"
+    if unknown:
+        why, instead = _UNKNOWN[unknown[0]]
+    raise PlanError(cannot("know the batch sizes before the run", why=why, instead=instead))
+
+
+_UNKNOWN = {
+    TimeUnit.EPOCH: (
+        "they follow epochs, and the number of samples in the data set is not known",
+        "pass dataset_num_samples, or write the times in 'sp' or 'ba'",
+    ),
+    TimeUnit.TOKEN: (
+        "they follow tokens, and how many a sample has is not known",
+        "pass tokens_per_sample if all have equally many, or write the times in 'sp', 'ep' or 'ba'",
+    ),
+    TimeUnit.SECOND: (
+        "they follow the wall clock",
+        "write the times in 'sp', 'ep', 'ba' or 'dur'",
+    ),
+}

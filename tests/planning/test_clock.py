@@ -1,0 +1,322 @@
+"""The walk over batches against a model that counts one batch at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import NamedTuple, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.batching import (
+    BatchSizePolicy,
+    DoublingRamp,
+    Fixed,
+    IncreaseFunction,
+    LinearRamp,
+    SizeFunction,
+    Steps,
+)
+from stretto.errors import BatchSizeError, PlanError
+from stretto.planning import advance, next_step, pass_over, tick, walk
+from stretto.timing import Horizon, LastBatch, Time, Timer, Timestamp
+
+MODES: tuple[LastBatch, ...] = get_args(LastBatch)
+
+
+class Case(NamedTuple):
+    """A run and its policy, and the size by a formula of (sample, batch, epoch)."""
+
+    horizon: Horizon
+    policy: BatchSizePolicy
+    size: Callable[[int, int, int], int]
+
+
+def model(case: Case) -> Iterator[tuple[int, int]]:
+    """The start and size of every batch, counted without any of the code under test."""
+    horizon = case.horizon
+    n, mode, run = horizon.dataset_num_samples, horizon.last_batch, horizon.max_duration
+    assert n is not None
+    tokens = horizon.tokens_per_sample
+    lengths = {"ep": Fraction(n), "sp": Fraction(1), "tok": Fraction(1, tokens or 1)}
+    length = lengths.get(run.unit)
+    sample = batch = 0
+
+    def over() -> bool:
+        return batch >= run.amount if length is None else sample >= run.amount * length
+
+    while not over():
+        size = case.size(sample, batch, sample // n)
+        left = n - sample % n
+        if mode == "drop" and size > left:
+            sample += left
+            continue
+        decided = size
+        if mode == "keep":
+            size = min(size, left)
+        if mode != "drop" and length is not None:
+            while sample + size - 1 >= run.amount * length:
+                size -= 1
+        yield sample, size
+        sample, batch = sample + size, batch + 1
+        if mode == "drop" and n - sample % n < decided:
+            sample += n - sample % n
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Small runs with every kind of policy, unit and end of an epoch."""
+    n = draw(st.integers(1, 40))
+    tokens = draw(st.sampled_from([None, 1, 7]))
+    mode = draw(st.sampled_from(MODES))
+    units = ["ep", "ba", "sp", *(["tok"] if tokens else [])]
+    run_unit = draw(st.sampled_from(units))
+    length = draw(st.fractions(Fraction(1, 3), 5, max_denominator=6))
+    run = Time(length if run_unit == "ep" else -(-length * 20 // 1), run_unit)
+    horizon = Horizon(run, dataset_num_samples=n, tokens_per_sample=tokens, last_batch=mode)
+    largest = n if mode == "drop" else 3 * n
+    start = draw(st.integers(1, largest))
+    end = draw(st.integers(start, largest))
+    unit = draw(st.sampled_from([*units, "dur"]))
+    amount = draw(st.fractions(Fraction(1, 10), 3, max_denominator=10))
+    whole = -(-amount * (20 if unit in ("ba", "sp", "tok") else 1) // 1)
+    over = Time(amount if unit in ("ep", "dur") else whole, unit)
+    return Case(horizon, *draw(st.sampled_from(POLICIES))(horizon, start, end, over))
+
+
+def passed(horizon: Horizon, over: Time, sample: int, batch: int) -> Fraction:
+    """Which part of `over` has passed, as an exact fraction."""
+    amount, unit = over.amount, str(over.unit)
+    if unit == "dur":
+        amount, unit = amount * horizon.max_duration.amount, str(horizon.max_duration.unit)
+    n, tokens = horizon.dataset_num_samples or 1, horizon.tokens_per_sample or 1
+    now = {
+        "ep": Fraction(sample, n),
+        "ba": Fraction(batch),
+        "sp": Fraction(sample),
+        "tok": Fraction(sample * tokens),
+    }[unit]
+    return now / amount
+
+
+Made = tuple[BatchSizePolicy, Callable[[int, int, int], int]]
+
+
+def linear(horizon: Horizon, start: int, end: int, over: Time) -> Made:
+    def size(sample: int, batch: int, epoch: int) -> int:
+        part = min(Fraction(1), passed(horizon, over, sample, batch))
+        return start + int((end - start) * part)
+
+    return LinearRamp(start, end, over), size
+
+
+def doubling(horizon: Horizon, start: int, end: int, over: Time) -> Made:
+    sizes = [start]
+    while sizes[-1] < end:
+        sizes.append(min(end, sizes[-1] * 2))
+
+    def size(sample: int, batch: int, epoch: int) -> int:
+        part = min(Fraction(1), passed(horizon, over, sample, batch))
+        return sizes[int((len(sizes) - 1) * part)]
+
+    return DoublingRamp(start, end, over), size
+
+
+def steps(horizon: Horizon, start: int, end: int, over: Time) -> Made:
+    def size(sample: int, batch: int, epoch: int) -> int:
+        return end if passed(horizon, over, sample, batch) >= 1 else start
+
+    return Steps({Time("0sp"): start, over: end}), size
+
+
+def increases(horizon: Horizon, start: int, end: int, over: Time) -> Made:
+    step = 1 + int(over.amount) % 3
+
+    def size(sample: int, batch: int, epoch: int) -> int:
+        return start + min(epoch + 1, (end - start) // step) * step
+
+    return IncreaseFunction(lambda epoch, current: step, start, end), size
+
+
+def function(horizon: Horizon, start: int, end: int, over: Time) -> Made:
+    def size(sample: int, batch: int, epoch: int) -> int:
+        return start + (3 * sample + 5 * batch) % (end - start + 1)
+
+    def asked(timestamp: Timestamp, current: int | None) -> int:
+        return size(timestamp.sample, timestamp.batch, timestamp.epoch)
+
+    return SizeFunction(asked), size
+
+
+def fixed(horizon: Horizon, start: int, end: int, over: Time) -> Made:
+    return Fixed(start), lambda sample, batch, epoch: start
+
+
+POLICIES = [linear, doubling, steps, increases, function, fixed]
+
+
+@given(cases())
+def test_the_walk_is_the_model(case: Case) -> None:
+    walked = walk(case.horizon, case.policy.bind(case.horizon))
+    got = [(step.timestamp.sample, step.size) for step in itertools.islice(walked, 500)]
+    assert got == list(itertools.islice(model(case), 500))
+
+
+@given(cases())
+def test_a_walk_resumes_anywhere(case: Case) -> None:
+    policy = case.policy.bind(case.horizon)
+    whole = list(itertools.islice(walk(case.horizon, policy), 60))
+    for number in range(0, len(whole), 7):
+        step = whole[number]
+        now = advance(case.horizon, step.timestamp, step.size)
+        again = walk(case.horizon, policy, timestamp=now, state=step.state)
+        rest = list(itertools.islice(again, 59 - number))
+        assert rest == whole[number + 1 : 60]
+
+
+@given(cases(), st.integers(0, 10))
+def test_a_timer_moves_as_advance_does(case: Case, tokens: int) -> None:
+    horizon = case.horizon
+    given_tokens = None if horizon.tokens_per_sample else tokens
+    timer = Timer(horizon, clock=lambda: 0)
+    now = Timestamp()
+    for step in itertools.islice(walk(horizon, case.policy.bind(horizon)), 100):
+        if step.skipped:
+            pass_over(timer, horizon, step.skipped)
+            timer.end_epoch()
+        now = step.timestamp._replace(
+            token=timer.token,
+            token_in_epoch=timer.token_in_epoch,
+            run_nanoseconds=timer.timestamp.run_nanoseconds,
+            job_nanoseconds=timer.timestamp.job_nanoseconds,
+            epoch_nanoseconds=timer.timestamp.epoch_nanoseconds,
+            batch_nanoseconds=timer.timestamp.batch_nanoseconds,
+        )
+        assert timer.timestamp == now
+        tick(timer, horizon, step.size, tokens=given_tokens, seconds=1.5)
+        now = advance(horizon, now, step.size, tokens=given_tokens, nanoseconds=1_500_000_000)
+        assert timer.timestamp == now
+
+
+@given(cases())
+def test_epochs_end_where_the_clock_says_so(case: Case) -> None:
+    horizon = case.horizon
+    for step in itertools.islice(walk(horizon, case.policy.bind(horizon)), 200):
+        after = advance(horizon, step.timestamp, step.size)
+        n = horizon.dataset_num_samples or 1
+        assert after.sample == after.epoch * n + after.sample_in_epoch
+        assert after.epoch - step.timestamp.epoch == step.ends_epochs
+        if horizon.tokens_per_sample:
+            assert after.token == after.sample * horizon.tokens_per_sample
+
+
+@pytest.mark.parametrize("mode", ["keep", "carry"])
+@given(st.data())
+def test_every_sample_comes_exactly_once(mode: LastBatch, data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 50))
+    horizon = Horizon("3ep", dataset_num_samples=n, last_batch=mode)
+    policy = LinearRamp(1, data.draw(st.integers(1, 2 * n)), "70%").bind(horizon)
+    seen = [i for step in walk(horizon, policy)
+            for i in range(step.timestamp.sample, step.timestamp.sample + step.size)]  # fmt: skip
+    assert seen == list(range(3 * n))
+
+
+def test_a_batch_larger_than_an_epoch_is_carried_over_several() -> None:
+    horizon = Horizon("10ep", dataset_num_samples=10, last_batch="carry")
+    steps = list(walk(horizon, Fixed(35).bind(horizon)))
+    assert [(step.size, step.ends_epochs) for step in steps] == [(35, 3), (35, 4), (30, 3)]
+    assert steps[1].timestamp.epoch == 3
+    assert steps[1].timestamp.sample_in_epoch == 5
+    assert steps[1].timestamp.batch_in_epoch == 0
+
+
+def test_drop_passes_over_the_rest_at_the_end_of_the_last_batch_of_the_epoch() -> None:
+    horizon = Horizon("2ep", dataset_num_samples=20, last_batch="drop")
+    steps = list(walk(horizon, Fixed(8).bind(horizon)))
+    assert [step.timestamp.sample for step in steps] == [0, 8, 20, 28]
+    assert [step.ends_epochs for step in steps] == [0, 1, 0, 1]
+    assert advance(horizon, steps[-1].timestamp, 8) == Timestamp(epoch=2, batch=4, sample=40)
+
+
+def test_drop_passes_over_the_rest_that_a_grown_batch_does_not_fit_into() -> None:
+    horizon = Horizon("2ep", dataset_num_samples=20, last_batch="drop")
+    walked = walk(horizon, Steps("0sp:4 16sp:10").bind(horizon))
+    steps = list(walked)
+    assert [(s.timestamp.sample, s.size, s.skipped) for s in steps[3:]] == [
+        (12, 4, 0),
+        (20, 10, 4),
+        (30, 10, 0),
+    ]
+
+
+def test_a_walk_returns_the_clock_at_the_end() -> None:
+    horizon = Horizon("20sp", dataset_num_samples=20, last_batch="drop")
+    walked = walk(horizon, Steps("0sp:4 16sp:10").bind(horizon))
+    sizes = []
+    while True:
+        try:
+            sizes.append(next(walked).size)
+        except StopIteration as stop:
+            end = stop.value
+            break
+    # The 4 samples that a batch of 10 does not fit into are passed over, and the run is over.
+    assert sizes == [4, 4, 4, 4]
+    assert (end.sample, end.batch, end.epoch) == (20, 4, 1)
+
+
+def test_the_size_after_passing_over_is_that_of_the_new_epoch() -> None:
+    horizon = Horizon("2ep", dataset_num_samples=20, last_batch="drop")
+    policy = Steps("0sp:6 18sp:9 1ep:3").bind(horizon)
+    assert [s.size for s in walk(horizon, policy)] == [6, 6, 6, 3, 3, 3, 3, 3, 3]
+
+
+def test_unsized_data_end_their_epochs_themselves() -> None:
+    horizon = Horizon("2ep")
+    after = advance(horizon, Timestamp(batch=3, batch_in_epoch=3), 5, tokens=7, ends_epoch=True)
+    assert after == Timestamp(epoch=1, batch=4, sample=5, token=7)
+    timer = Timer(horizon, clock=lambda: 0)
+    tick(timer, horizon, 5, tokens=7, ends_epoch=True)
+    assert timer.timestamp == Timestamp(epoch=1, batch=1, sample=5, token=7)
+
+
+def test_tokens_of_a_carried_batch_are_shared_between_its_epochs() -> None:
+    horizon = Horizon("4ep", dataset_num_samples=10, last_batch="carry")
+    after = advance(horizon, Timestamp(sample=5, sample_in_epoch=5), 8, tokens=80)
+    assert (after.token, after.token_in_epoch, after.sample_in_epoch) == (80, 30, 3)
+
+
+def test_after_the_run_there_is_no_step() -> None:
+    horizon = Horizon("1ep", dataset_num_samples=4)
+    policy = Fixed(4).bind(horizon)
+    now = advance(horizon, Timestamp(), 4)
+    assert next_step(horizon, policy, now, policy.start()) == (now, None)
+
+
+def test_a_batch_larger_than_an_epoch_cannot_be_dropped_to_fit() -> None:
+    horizon = Horizon("2ep", dataset_num_samples=20, last_batch="drop")
+    with pytest.raises(BatchSizeError, match="an epoch has only 20"):
+        list(walk(horizon, Fixed(21).bind(horizon)))
+
+
+@pytest.mark.parametrize(
+    ("horizon", "policy", "why"),
+    [
+        (Horizon("1h"), Steps("0sec:8 60sec:16"), "they follow the wall clock"),
+        (Horizon("9tok"), Steps("0tok:8 6tok:16"), "they follow tokens"),
+        (Horizon("9ep"), Steps("0ep:8 6ep:16"), "they follow epochs"),
+        (
+            Horizon("9ep", dataset_num_samples=9),
+            SizeFunction(lambda timestamp, current: 8, planned=False),
+            "they follow what the run measures",
+        ),
+    ],
+    ids=["wall clock", "tokens", "unsized", "function"],
+)
+def test_sizes_that_only_the_run_knows_cannot_be_walked(
+    horizon: Horizon, policy: BatchSizePolicy, why: str
+) -> None:
+    with pytest.raises(PlanError, match=why):
+        next(walk(horizon, policy.bind(horizon)))
