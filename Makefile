@@ -1,0 +1,85 @@
+# The authoritative interface of this repository: `make help` lists it.
+
+VENV ?= .venv
+# The first Python here that is new enough; any other: make train PYTHON=/path/to/python
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(shell \
+	$(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
+BIN = $(VENV)/bin
+# Workers for the tests.
+JOBS ?= auto
+# Whatever is to be added to the command of a target: make train ARGS="max_duration=4ep"
+ARGS ?=
+
+# One thread each: the tests run side by side.
+TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8
+# The build of the package itself obeys the pins too (older pip reads the first, newer the second).
+INSTALL = PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help train test test-quick lint format types layers docs wheel bench golden check clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+train: $(VENV)/.train  ## train the packaged default (about a minute); makes the environment first
+	$(BIN)/stretto train $(ARGS)
+
+test: $(VENV)/.develop  ## run all tests; makes the environment first
+	$(TEST) $(ARGS)
+
+test-quick: $(VENV)/.develop  ## run the tests that are not marked slow
+	$(TEST) -m "not slow" $(ARGS)
+
+lint: $(VENV)/.develop  ## style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.develop  ## mend what lint can mend by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.develop  ## check all types, strictly
+	$(BIN)/mypy
+
+layers: $(VENV)/.develop  ## check that every import points down
+	$(BIN)/lint-imports --no-cache --no-logo
+
+docs: $(VENV)/.develop  ## build the documentation into docs/_build/html; a warning is an error
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+wheel: $(VENV)/.develop  ## build the wheel and try it, away from the source tree
+	$(BIN)/python tools/try_wheel.py
+
+bench: $(VENV)/.develop  ## the shortest form of every benchmark
+	$(BIN)/python bench/import_time.py
+
+golden: $(VENV)/.develop  ## rewrite the golden files; read the diff before you commit it
+	STRETTO_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_error_messages.py \
+		tests/test_public_face.py
+
+check: lint types layers docs wheel bench test  ## exactly what CI runs
+
+clean:  ## remove the environment and everything that was built
+	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# An environment is made again only when what it holds has changed. The one for training is small;
+# the one for developing adds to it.
+$(VENV)/.python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed; say make PYTHON=..."; exit 1; }
+	@test -x $(BIN)/python || echo "making $(VENV) with $(PYTHON)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.train: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "installing stretto and what it needs into $(VENV) (a minute or two, once)"
+	@$(INSTALL) --editable '.[plot]'
+	@touch $@
+
+$(VENV)/.develop: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "installing stretto and its development tools into $(VENV) (a minute or two, once)"
+	@$(INSTALL) --editable '.[dev,docs,plot,sklearn,tensorboard]'
+	@touch $@ $(VENV)/.train
