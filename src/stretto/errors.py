@@ -39,6 +39,19 @@ def cannot(what: str, *, why: str, instead: str, where: str | None = None) -> st
     return f"cannot {what}: {why}; {instead}{place}"
 
 
+def shown(value: object) -> str:
+    """Return how a value as given stands in a message: its repr, cut where it is long.
+
+    >>> shown("3epoch"), len(shown("ab" * 500))
+    ("'3epoch'", 80)
+    """
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print an int of more than 4300 digits
+        return f"a {type(value).__name__} with thousands of digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 class StrettoError(Exception):
     """The root of all errors that stretto raises on purpose."""
 

@@ -1,8 +1,9 @@
 """Exact time: units, amounts, the clock, the length of a run, conversion and triggers."""
 
-from stretto.timing.batch_sizes import BatchSizes, ConstantBatchSize, LastBatch
+from stretto.timing.axis import Axis
+from stretto.timing.batch_sizes import BatchSizes, LastBatch
 from stretto.timing.conversion import convert
-from stretto.timing.horizon import Axis, Horizon
+from stretto.timing.horizon import Horizon
 from stretto.timing.time import Time, TimeLike
 from stretto.timing.timer import Timer
 from stretto.timing.timestamp import Timestamp
@@ -15,7 +16,6 @@ __all__ = [
     "Axis",
     "BatchSizes",
     "BoundTrigger",
-    "ConstantBatchSize",
     "Every",
     "Horizon",
     "LastBatch",

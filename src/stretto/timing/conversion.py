@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import final
+from typing import cast, final
 
-from stretto.errors import ConversionError, cannot
-from stretto.timing.batch_sizes import BatchSizes, ConstantBatchSize
+from stretto.errors import ConversionError, cannot, shown
+from stretto.timing.batch_sizes import BatchSizes, ConstantBatchSize, LastBatch
+from stretto.timing.number import whole
 from stretto.timing.time import Time, TimeLike
 from stretto.timing.unit import NAMES, WHOLE, TimeUnit, parse_unit
 
@@ -34,6 +36,26 @@ class Facts:
     tokens_per_sample: int | None = None
     batch_sizes: BatchSizes | None = None
 
+    @property
+    def end_sample(self) -> int | None:
+        """The position at which the run ends, where its length is a number of samples."""
+        run, exact_units = self.max_duration, {_SP}
+        if self.num_samples is not None:
+            exact_units.add(_EP)
+        if self.tokens_per_sample is not None:
+            exact_units.add(_TOK)
+        if run is None or run.unit not in exact_units:
+            return None
+        return math.ceil(self.amount(run, _SP))
+
+    def with_batch_sizes(self, sizes: int | BatchSizes | None, last_batch: LastBatch) -> Facts:
+        """Return these facts with batches of a constant size, of a plan, or of no known size."""
+        if sizes is None or isinstance(sizes, BatchSizes):
+            return replace(self, batch_sizes=sizes)
+        end = None if last_batch == "drop" else self.end_sample
+        constant = ConstantBatchSize(sizes, self.num_samples, last_batch, end)
+        return replace(self, batch_sizes=constant)
+
     def amount(self, time: Time, unit: TimeUnit) -> Fraction:
         """Return how much `time` is in `unit`, exactly and not yet rounded to whole samples.
 
@@ -44,10 +66,47 @@ class Facts:
         """
         try:
             return self._amount(time.amount, time.unit, unit)
-        except _Missing as missing:
-            raise ConversionError(
-                cannot(f"convert {time} to {unit}", why=missing.why, instead=missing.instead)
+        except _MissingFactError as missing:
+            raise self._refused(
+                f"convert {time} to {unit}", {time.unit, unit}, missing, f"write it in '{unit}'"
             ) from None
+
+    def meeting_unit(self, times: Sequence[Time]) -> TimeUnit:
+        """Return the unit, samples or tokens, in which all of `times` can be said.
+
+        Where tokens per sample are only an average, the end of the run is what stays exact.
+
+        Raises:
+            ConversionError: a fact is missing.
+        """
+        units = {time.unit for time in times}
+        run_unit = None if self.max_duration is None else self.max_duration.unit
+        has_tokens = _TOK in units or (_DUR in units and run_unit is _TOK)
+        refusal = None
+        for unit in (_TOK, _SP) if has_tokens and run_unit is _TOK else (_SP, _TOK):
+            try:
+                for time in times:
+                    self._amount(time.amount, time.unit, unit)
+            except _MissingFactError as missing:
+                refusal = refusal or missing
+            else:
+                return unit
+        listed = ", ".join(map(str, times[:-1]))
+        raise self._refused(
+            f"bring {listed} and {times[-1]} to one unit",
+            units,
+            cast(_MissingFactError, refusal),
+            "write all of them in one unit",
+        )
+
+    def _refused(
+        self, what: str, units: set[TimeUnit], missing: _MissingFactError, otherwise: str
+    ) -> ConversionError:
+        why = missing.why
+        if self.max_duration is not None and _DUR in units:
+            why = f"max_duration is in {NAMES[self.max_duration.unit]} and {why}"
+        fact = f"pass {missing.fact}, or " if missing.fact else ""
+        return ConversionError(cannot(what, why=why, instead=fact + otherwise))
 
     def _amount(self, amount: Fraction, unit: TimeUnit, target: TimeUnit) -> Fraction:
         if unit is target:
@@ -57,10 +116,7 @@ class Facts:
         if target is _DUR:
             return self._amount(amount, unit, self._run.unit) / self._run.amount
         if _SEC in (unit, target):
-            raise _Missing(
-                "how long a batch will take is not known before the run",
-                f"say it in '{unit if target is _SEC else target}', or give max_duration in hours",
-            )
+            raise _MissingFactError("how long a batch will take is not known before the run", None)
         if unit is _BA:
             start = self._batches.sample_at_batch(math.ceil(amount))
             return self._amount(Fraction(start), _SP, target)
@@ -82,25 +138,19 @@ class Facts:
     @property
     def _run(self) -> Time:
         if self.max_duration is None:
-            raise _Missing("the length of the run is not known", "pass max_training_duration")
+            raise _MissingFactError("the length of the run is not known", "max_training_duration")
         return self.max_duration
 
     @property
     def _batches(self) -> BatchSizes:
         if self.batch_sizes is None:
-            raise _Missing(
-                "the batch size is not known in advance",
-                "pass batch_size, or say it in 'sp', 'tok', 'ep' or 'dur'",
-            )
+            raise _MissingFactError("the batch size is not known in advance", "batch_size")
         return self.batch_sizes
 
     def _known_samples(self) -> int:
         if self.num_samples is None:
-            run = self.max_duration
-            also = f"max_duration is in {NAMES[run.unit]} and " if run else ""
-            raise _Missing(
-                f"{also}the number of samples in the data set is not known",
-                "pass dataset_num_samples",
+            raise _MissingFactError(
+                "the number of samples in the data set is not known", "dataset_num_samples"
             )
         return self.num_samples
 
@@ -109,8 +159,8 @@ class Facts:
         if self.num_tokens is not None:
             return self.num_tokens
         if self.tokens_per_sample is None:
-            raise _Missing(
-                "the number of tokens in the data set is not known", "pass dataset_num_tokens"
+            raise _MissingFactError(
+                "the number of tokens in the data set is not known", "dataset_num_tokens"
             )
         return self.tokens_per_sample * self._known_samples()
 
@@ -121,12 +171,13 @@ class Facts:
         return Fraction(self._tokens_per_epoch, self._known_samples())
 
 
-class _Missing(Exception):
-    """A fact that a conversion needs; becomes a ConversionError that names the conversion."""
+class _MissingFactError(Exception):
+    """A conversion lacks a fact; becomes a ConversionError that says what was asked for."""
 
-    def __init__(self, why: str, instead: str) -> None:
+    def __init__(self, why: str, fact: str | None) -> None:
         super().__init__(why)
-        self.why, self.instead = why, instead
+        self.why = why
+        self.fact = fact
 
 
 def rounded(amount: Fraction, unit: TimeUnit) -> Time:
@@ -173,31 +224,28 @@ def convert(
         ConversionError: a fact is missing, or is not a positive count.
         TimeError: a text is not a time.
     """
-    for name, count in (
-        ("dataset_num_samples", dataset_num_samples),
-        ("dataset_num_tokens", dataset_num_tokens),
-        ("batch_size", batch_size),
-    ):
-        check_count(name, count)
     run = None if max_training_duration is None else check_run(Time(max_training_duration))
-    sizes = None
-    if batch_size is not None:
-        sizes = ConstantBatchSize(batch_size, dataset_num_samples, "drop" if drop_last else "keep")
-    facts = Facts(run, dataset_num_samples, dataset_num_tokens, None, sizes)
+    facts = Facts(
+        run,
+        checked_count("dataset_num_samples", dataset_num_samples),
+        checked_count("dataset_num_tokens", dataset_num_tokens),
+    ).with_batch_sizes(checked_count("batch_size", batch_size), "drop" if drop_last else "keep")
     target = parse_unit(unit)
     return rounded(facts.amount(Time(time), target), target)
 
 
-def check_count(name: str, count: object) -> None:
-    """Refuse a count that is given and is not an integer of at least 1."""
-    if count is not None and (type(count) is not int or count < 1):
+def checked_count(name: str, count: object) -> int | None:
+    """Return a count as an int; refuse one that is given and is not an integer of at least 1."""
+    found = None if count is None else whole(count)
+    if count is not None and (found is None or found < 1):
         raise ConversionError(
             cannot(
-                f"use {name}={count!r}",
+                f"use {name}={shown(count)}",
                 why="it is not an integer of at least 1",
                 instead="leave it out where it is not known",
             )
         )
+    return found
 
 
 def check_run(max_duration: Time) -> Time:

@@ -2,44 +2,40 @@
 
 The grammar is small on purpose: one number with one unit (`90ep`, `3e4tok`, `1.5Msp`, `10%`), or a
 wall-clock length in falling parts (`1h30m`, `2d12h`, `90s`). Its cost is bounded for any text, so
-hostile run files can't make it work hard: see `MAX_TEXT`, `MAX_EXPONENT`.
+hostile run files can't make it work hard: see `MAX_TEXT`, `MAX_DIGITS`.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from fractions import Fraction
 
-from stretto.errors import TimeError, cannot
+from stretto.errors import TimeError, cannot, shown
+from stretto.timing.mistakes import HOW, explain
+from stretto.timing.number import MAX_DIGITS
 from stretto.timing.unit import NAMES, WHOLE, TimeUnit
 
-MAX_TEXT = 100
-"""Longest text that is looked at, in characters."""
-MAX_EXPONENT = 30
-"""Largest power of ten in `1e30tok`; the largest runs so far are about 1e14 tokens."""
+MAX_TEXT = 500
+"""Longest text that is looked at, in characters; `show` writes at most 420."""
+_LIMIT = 10**MAX_DIGITS
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _CLOCK = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
+_UNITS = {
+    **{suffix + unit: (times, 1, unit) for suffix, times in _SUFFIXES.items() for unit in TimeUnit},
+    **{part: (length, 1, TimeUnit.SECOND) for part, length in _CLOCK.items()},
+    "%": (1, 100, TimeUnit.DURATION),
+}
+"""What may follow a number: how many of which unit it says, as a numerator and a denominator."""
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _NUMBER = re.compile(
-    rf"(?P<sign>-?)(?P<whole>{_DIGITS})"
-    rf"(?:/(?P<below>{_DIGITS})|(?:\.(?P<point>[0-9]+))?(?:[eE](?P<exponent>[+-]?[0-9]{{1,3}}))?)"
-    r"(?P<unit>[^0-9].*)?",
+    rf"(-?)({_DIGITS})(?:/({_DIGITS})|(?:\.([0-9]+))?(?:[eE]([+-]?[0-9]+))?)([^0-9].*)?",
     re.DOTALL,
 )
-_UNIT = re.compile(r"(?P<suffix>[KMBT]?)(?P<unit>ep|ba|sp|tok|dur|sec)")
-_CLOCK_TEXT = re.compile(
-    r"(?P<sign>-?)"
-    + "".join(rf"(?:(?P<{part}>[0-9]+(?:\.[0-9]+|/[0-9]+)?){part})?" for part in _CLOCK)
+_PARTS = re.compile(
+    r"(?P<sign>-?)(?:(?P<d>[0-9]+)d)?(?:(?P<h>[0-9]+)h)?(?:(?P<m>[0-9]+)m)?"
+    r"(?:(?P<s>[0-9]+(?:\.[0-9]+|/[0-9]+)?)s)?"
 )
-_MISTAKES = {
-    "epoch": "ep", "epochs": "ep", "e": "ep", "batch": "ba", "batches": "ba", "b": "ba",
-    "step": "ba", "steps": "ba", "iter": "ba", "it": "ba", "sample": "sp", "samples": "sp",
-    "token": "tok", "tokens": "tok", "t": "tok", "duration": "dur", "seconds": "sec",
-    "second": "sec", "secs": "sec", "min": "m", "minutes": "m", "hours": "h", "hour": "h",
-    "hr": "h", "days": "d", "day": "d",
-}  # fmt: skip
 
 
 def parse(text: str) -> tuple[Fraction, TimeUnit]:
@@ -52,32 +48,46 @@ def parse(text: str) -> tuple[Fraction, TimeUnit]:
         TimeError: `text` is not a time; the message says what to write.
     """
     if len(text) > MAX_TEXT:
-        raise _refused(text[:20] + "...", f"it has {len(text)} characters", _HOW)
+        raise _refused(text, f"it has {len(text)} characters", HOW)
     text = text.strip()
-    clock = _CLOCK_TEXT.fullmatch(text)
-    if clock and clock.end() > len(clock["sign"]):
-        return _clock_amount(text, clock), TimeUnit.SECOND
     match = _NUMBER.fullmatch(text)
     if match is None:
-        raise _not_a_number(text)
-    amount = _amount(text, match)
-    if match["unit"] == "%":
-        return amount / 100, TimeUnit.DURATION
-    found = _UNIT.fullmatch(match["unit"] or "")
-    if found is None:
-        raise _wrong_unit(text, match)
-    amount *= _SUFFIXES[found["suffix"]]
-    return check(amount, TimeUnit(found["unit"]), text), TimeUnit(found["unit"])
+        raise _refused(text, *explain(text, None, _UNITS))
+    sign, whole, below, point, exponent, name = match.groups()
+    known = _UNITS.get(name)
+    if known is None:
+        parts = _PARTS.fullmatch(text)
+        if parts is None or name is None:
+            raise _refused(text, *explain(text, name, _UNITS))
+        return check(_clock_amount(text, parts), TimeUnit.SECOND, text), TimeUnit.SECOND
+    above, per, unit = known
+    if point:
+        above, per = above * int(whole + point), per * 10 ** len(point)
+    else:
+        above *= int(whole)
+    if exponent:
+        above, per = _raised(text, int(exponent), above, per)
+    if below:
+        per *= int(below)
+        if per == 0:
+            raise _refused(text, "it divides by zero", HOW)
+    # Integers until here, and no division by one: either way a Fraction costs 1 us.
+    amount = Fraction(above) if per == 1 else Fraction(above, per)
+    return check(-amount if sign else amount, unit, text), unit
 
 
-def check(amount: Fraction, unit: TimeUnit, given: object) -> Fraction:
-    """Return `amount` if `unit` can be that much, else raise `TimeError`."""
-    if unit in WHOLE and amount.denominator != 1:
-        below, above = amount.__floor__(), amount.__ceil__()
+def check(amount: Fraction, unit: TimeUnit, text: str | None = None) -> Fraction:
+    """Return `amount` if there can be that much of `unit`, else raise `TimeError`."""
+    above, below = amount.numerator, amount.denominator
+    if not -_LIMIT < above < _LIMIT or below >= _LIMIT:
+        why = f"it takes more than {MAX_DIGITS} digits"
+        raise _refused(text or f"a number of {NAMES[unit]}", why, "round it first")
+    if below != 1 and unit in WHOLE:
+        floor = above // below
         raise _refused(
-            given,
+            text or f"{_decimal(amount)}{unit}",
             f"{NAMES[unit]} come in whole numbers",
-            f"write '{below}{unit}' or '{above}{unit}'",
+            f"write '{floor}{unit}' or '{floor + 1}{unit}'",
         )
     return amount
 
@@ -111,73 +121,33 @@ def _decimal(amount: Fraction) -> str:
     return f"{'-' if amount < 0 else ''}{whole}.{rest:015d}".rstrip("0")
 
 
-def _amount(text: str, match: re.Match[str]) -> Fraction:
-    whole, point = match["whole"].replace("_", ""), match["point"] or ""
-    exponent = int(match["exponent"] or 0)
-    if abs(exponent) > MAX_EXPONENT:
-        raise _refused(text, f"the exponent {exponent} is beyond {MAX_EXPONENT}", _HOW)
-    amount = Fraction(int(whole + point)) * Fraction(10) ** (exponent - len(point))
-    if match["below"]:
-        below = int(match["below"].replace("_", ""))
-        if below == 0:
-            raise _refused(text, "it divides by zero", _HOW)
-        amount /= below
-    return -amount if match["sign"] else amount
+def _raised(text: str, power: int, above: int, per: int) -> tuple[int, int]:
+    """`above / per` times ten to the `power`."""
+    if abs(power) > MAX_DIGITS:
+        raise _refused(text, f"the exponent is beyond {MAX_DIGITS}", HOW)
+    return (above * 10**power, per) if power > 0 else (above, per * 10**-power)
 
 
 def _clock_amount(text: str, match: re.Match[str]) -> Fraction:
-    amount, above = Fraction(0), None
+    seconds: int | Fraction = 0
+    above = None
     for part, length in _CLOCK.items():
         if match[part] is None:
             continue
         try:
-            count = Fraction(match[part])
+            count = int(match[part]) if match[part].isdigit() else Fraction(match[part])
         except ZeroDivisionError:
-            raise _refused(text, "it divides by zero", _HOW) from None
+            raise _refused(text, "it divides by zero", HOW) from None
         if above is not None and count * length >= _CLOCK[above]:
             raise _refused(
-                text, f"{match[part]}{part} is not less than 1{above}",
+                text,
+                f"{match[part]}{part} is not less than 1{above}",
                 f"write '{match[part]}{part}' alone or carry it over into '{above}'",
-            )  # fmt: skip
-        amount += count * length
+            )
+        seconds += count * length
         above = part
-    return -amount if match["sign"] else amount
+    return Fraction(-seconds if match["sign"] else seconds)
 
 
-_HOW = "write a number with a unit such as '90ep', '500ba', '1_000sp', '2Btok', '10%' or '1h30m'"
-
-
-def _refused(given: object, why: str, instead: str) -> TimeError:
-    return TimeError(cannot(f"read {given!r} as a time", why=why, instead=instead))
-
-
-def _not_a_number(text: str) -> TimeError:
-    if not text:
-        return _refused(text, "it is empty", _HOW)
-    if re.fullmatch(r"[+-]?(nan|inf|infinity)[a-z%]*", text.lower()):
-        return _refused(text, "it is not a finite number", _HOW)
-    if text.startswith("+"):
-        return _refused(text, "a plus sign is not part of a time", f"write '{text[1:]}'")
-    if text.startswith("."):
-        return _refused(text, "it begins with a point", f"write '0{text}'")
-    return _refused(text, "it does not begin with a number", _HOW)
-
-
-def _wrong_unit(text: str, match: re.Match[str]) -> TimeError:
-    unit = match["unit"]
-    if not unit:
-        return _refused(
-            text,
-            "it has no unit",
-            f"write '{text}ep', '{text}ba', '{text}sp', '{text}tok' or '{text}s'",
-        )
-    number = text[: len(text) - len(unit)]
-    if unit != unit.strip():
-        return _refused(text, "there is a space inside", f"write '{number}{unit.strip()}'")
-    lower = unit.lower()
-    nearest = _MISTAKES.get(lower) or (lower if _UNIT.fullmatch(lower) or lower in _CLOCK else None)
-    if nearest is None:
-        close = difflib.get_close_matches(lower, [*TimeUnit, *_CLOCK, *_MISTAKES], 1, 0.6)
-        nearest = _MISTAKES.get(close[0], close[0]) if close else None
-    instead = f"write '{number}{nearest}'" if nearest else _HOW
-    return _refused(text, f"unknown unit {unit!r}", instead)
+def _refused(text: str, why: str, instead: str) -> TimeError:
+    return TimeError(cannot(f"read {shown(text)} as a time", why=why, instead=instead))

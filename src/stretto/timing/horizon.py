@@ -4,34 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from fractions import Fraction
-from operator import attrgetter
-from typing import NoReturn, cast, final
+from functools import partial
+from typing import Any, NoReturn, cast, final
 
-from stretto.errors import ConversionError, cannot
+from stretto.errors import ConversionError, cannot, shown
+from stretto.timing.axis import Axis, axes
 from stretto.timing.batch_sizes import BatchSizes, ConstantBatchSize, LastBatch
-from stretto.timing.conversion import Facts, check_count, check_run, rounded
+from stretto.timing.conversion import Facts, check_run, checked_count, rounded
+from stretto.timing.number import exact
 from stretto.timing.time import Number, Time, TimeLike
-from stretto.timing.timestamp import NANOSECONDS, Timestamp
+from stretto.timing.timestamp import Timestamp
 from stretto.timing.unit import TimeUnit, parse_unit
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """One counter of the clock, read as an integer number of ticks.
-
-    Comparing ticks is exact and fast; `scale` says how many of them one unit has. The axis of
-    epochs over a data set of n samples ticks in samples, that of seconds in nanoseconds.
-    """
-
-    unit: TimeUnit
-    """The unit that the axis measures."""
-    read: Callable[[Timestamp], int]
-    """The ticks passed at a timestamp."""
-    scale: Fraction
-    """Ticks in one unit."""
 
 
 @final
@@ -53,16 +37,23 @@ class Horizon:
             sizes are decided during the run.
         last_batch: what happens where an epoch ends inside a batch.
 
+    Data whose `dataset_num_samples` is not known count as one endless epoch where batches are
+    converted to samples.
+
     Raises:
         ConversionError: a count is not positive, or two of them contradict each other.
+        BatchSizeError: the batch size is not positive, or no epoch can hold one batch.
         TimeError: `max_duration` is not a time.
     """
 
-    __slots__ = ("_axes", "_end", "_facts", "_last_batch")
+    __slots__ = ("_axes", "_end", "_end_sample", "_end_tick", "_facts", "_last_batch", "_passed")
     _axes: dict[TimeUnit, Axis]
     _end: Fraction
+    _end_sample: int | None
+    _end_tick: int
     _facts: Facts
     _last_batch: LastBatch
+    _passed: Callable[[Timestamp], int]
 
     def __init__(
         self,
@@ -75,19 +66,24 @@ class Horizon:
         last_batch: LastBatch = "keep",
     ) -> None:
         run = check_run(Time(max_duration))
-        check_count("dataset_num_samples", dataset_num_samples)
-        check_count("dataset_num_tokens", dataset_num_tokens)
-        check_count("tokens_per_sample", tokens_per_sample)
+        samples = checked_count("dataset_num_samples", dataset_num_samples)
+        tokens = checked_count("dataset_num_tokens", dataset_num_tokens)
+        each = checked_count("tokens_per_sample", tokens_per_sample)
         check_last_batch(last_batch)
-        tokens = _tokens(dataset_num_samples, dataset_num_tokens, tokens_per_sample)
-        if isinstance(batch_sizes, (int, float)):
-            batch_sizes = ConstantBatchSize(batch_sizes, dataset_num_samples, last_batch)
-        facts = Facts(run, dataset_num_samples, tokens, tokens_per_sample, batch_sizes)
-        axes = _axes(dataset_num_samples)
-        axes[TimeUnit.DURATION] = axes[run.unit]
-        for name, value in (("_facts", facts), ("_axes", axes), ("_last_batch", last_batch)):
+        facts = Facts(run, samples, _tokens(samples, tokens, each), each)
+        found = axes(samples, run.unit)
+        for name, value in (
+            ("_axes", found),
+            ("_end_sample", facts.end_sample),
+            ("_facts", facts.with_batch_sizes(batch_sizes, last_batch)),
+            ("_last_batch", last_batch),
+            ("_passed", found[run.unit].read),
+        ):
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "_end", self.ticks(run, axes[run.unit]))
+        end = self.ticks(run, found[run.unit])
+        object.__setattr__(self, "_end", end)
+        # Counters are whole, so they reach the end where they reach the next whole tick.
+        object.__setattr__(self, "_end_tick", math.ceil(end))
 
     @property
     def max_duration(self) -> Time:
@@ -126,21 +122,24 @@ class Horizon:
         >>> Horizon("1.5ep", dataset_num_samples=25).end_sample
         38
         """
-        run, counts = self.max_duration, {TimeUnit.SAMPLE}
-        if self.dataset_num_samples is not None:
-            counts.add(TimeUnit.EPOCH)
-        if self.tokens_per_sample is not None:
-            counts.add(TimeUnit.TOKEN)
-        return math.ceil(self._facts.amount(run, TimeUnit.SAMPLE)) if run.unit in counts else None
+        return self._end_sample
 
     def elapsed(self, timestamp: Timestamp) -> float:
-        """Return the fraction of the run that has passed, in [0, 1]."""
-        passed = self._axes[TimeUnit.DURATION].read(timestamp)
-        return min(1.0, passed * self._end.denominator / self._end.numerator)
+        """Return the fraction of the run that has passed, in [0, 1].
+
+        >>> Horizon("8ba").elapsed(Timestamp(batch=2))
+        0.25
+        """
+        end = self._end
+        return min(1.0, self._passed(timestamp) * end.denominator / end.numerator)
 
     def is_done(self, timestamp: Timestamp) -> bool:
-        """Return whether the run has reached its length."""
-        return self._axes[TimeUnit.DURATION].read(timestamp) >= self._end
+        """Return whether the run has reached its length.
+
+        >>> Horizon("8ba").is_done(Timestamp(batch=8))
+        True
+        """
+        return self._passed(timestamp) >= self._end_tick
 
     def axis(self, unit: str) -> Axis:
         """Return the counter that measures `unit`; for `dur` that of the run's own length."""
@@ -153,40 +152,35 @@ class Horizon:
             ConversionError: a fact is missing.
         """
         ticks = self._facts.amount(time, axis.unit) * axis.scale
-        if axis.unit is TimeUnit.EPOCH and axis.scale == 1 and ticks.denominator != 1:
-            if self.dataset_num_samples is None:
-                raise ConversionError(
-                    cannot(
-                        f"tell when {time} has passed",
-                        why="part of an epoch needs the number of samples in the data set, "
-                        "which is not known",
-                        instead="pass dataset_num_samples, or say it in 'sp', 'ba' or whole epochs",
-                    )
+        counts_epochs = axis.unit is TimeUnit.EPOCH and self.dataset_num_samples is None
+        if counts_epochs and ticks.denominator != 1:
+            raise ConversionError(
+                cannot(
+                    f"tell when {time} has passed",
+                    why="part of an epoch needs the number of samples in the data set, "
+                    "which is not known",
+                    instead="pass dataset_num_samples, or write it in 'sp', 'ba' or whole epochs",
                 )
+            )
         return ticks
 
     def common_axis(self, times: Iterable[Time]) -> Axis:
-        """Return one axis on which all of `times` can be placed exactly.
+        """Return one axis on which all of `times` can be placed.
 
         Times of one unit keep their own counter; mixed ones meet on samples or on tokens.
+
+        >>> horizon = Horizon("2ep", dataset_num_samples=100, batch_sizes=32)
+        >>> horizon.common_axis([Time("5ba"), Time("0.5dur")]).unit
+        <TimeUnit.SAMPLE: 'sp'>
 
         Raises:
             ConversionError: they can't be brought to one unit before the run.
         """
-        times = list(times)
-        units = {self._axes[time.unit].unit for time in times}
+        listed = tuple(times)
+        units = {self._axes[time.unit].unit for time in listed}
         if len(units) <= 1:
             return self._axes[units.pop() if units else TimeUnit.DURATION]
-        refusal = None
-        for unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN):
-            try:
-                for time in times:
-                    self._facts.amount(time, unit)
-            except ConversionError as error:
-                refusal = refusal or error
-            else:
-                return self._axes[unit]
-        raise cast(ConversionError, refusal)
+        return self._axes[self._facts.meeting_unit(listed)]
 
     def convert(self, time: TimeLike, unit: str) -> Time:
         """Return `time` in `unit`; what must come out whole is rounded up.
@@ -211,25 +205,39 @@ class Horizon:
         return Time(passed / axis.scale, target)
 
     def with_batch_sizes(self, batch_sizes: int | BatchSizes | None) -> Horizon:
-        """Return this horizon with other batch sizes."""
-        return self._but(batch_sizes=batch_sizes)
+        """Return this horizon with other batch sizes.
+
+        >>> Horizon("100sp").with_batch_sizes(32).convert("2ba", "sp")
+        Time('64sp')
+        """
+        return self._like(self.max_duration, batch_sizes)
 
     def scaled(self, ratio: Number) -> Horizon:
-        """Return this horizon with the run `ratio` times as long, rounded up to whole counts."""
-        run = self.max_duration
-        exact = Time(1, TimeUnit.DURATION) * ratio
-        return self._but(max_duration=rounded(run.amount * exact.amount, run.unit))
+        """Return this horizon with the run `ratio` times as long, rounded up to whole counts.
 
-    def _but(self, **changes: object) -> Horizon:
-        facts: dict[str, object] = {
-            "max_duration": self.max_duration,
+        A constant batch size stays; a plan does not, as it is of the run as it was.
+
+        >>> Horizon("90ep", batch_sizes=32).scaled(0.5)
+        Horizon('45ep', batch_sizes=32)
+        """
+        run = self.max_duration
+        length = rounded(run.amount * exact(ratio), run.unit)
+        sizes = self.batch_sizes
+        return self._like(length, sizes.size if isinstance(sizes, ConstantBatchSize) else None)
+
+    def _like(self, max_duration: Time, batch_sizes: int | BatchSizes | None) -> Horizon:
+        return Horizon(max_duration, **(self._given() | {"batch_sizes": batch_sizes}))
+
+    def _given(self) -> dict[str, Any]:
+        """The arguments after the first, as they were given."""
+        sizes = self.batch_sizes
+        return {
             "dataset_num_samples": self.dataset_num_samples,
             "dataset_num_tokens": self.dataset_num_tokens,
             "tokens_per_sample": self.tokens_per_sample,
-            "batch_sizes": self.batch_sizes,
+            "batch_sizes": sizes.size if isinstance(sizes, ConstantBatchSize) else sizes,
             "last_batch": self.last_batch,
         }
-        return Horizon(**(facts | changes))  # type: ignore[arg-type]
 
     def _key(self) -> tuple[Facts, LastBatch]:
         return self._facts, self._last_batch
@@ -240,21 +248,16 @@ class Horizon:
     def __hash__(self) -> int:
         return hash(self._key())
 
+    def __reduce__(self) -> tuple[Callable[[], Horizon], tuple[()]]:
+        return partial(Horizon, self.max_duration, **self._given()), ()
+
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a Horizon cannot be changed: tried to set {name!r}")
 
     def __repr__(self) -> str:
-        sizes = self.batch_sizes
-        shown = sizes.size if isinstance(sizes, ConstantBatchSize) else sizes
-        facts = {
-            "dataset_num_samples": self.dataset_num_samples,
-            "dataset_num_tokens": self.dataset_num_tokens,
-            "tokens_per_sample": self.tokens_per_sample,
-            "batch_sizes": shown,
-            "last_batch": None if self.last_batch == "keep" else self.last_batch,
-        }
-        known = "".join(f", {name}={fact!r}" for name, fact in facts.items() if fact is not None)
-        return f"Horizon('{self.max_duration}'{known})"
+        known = {name: fact for name, fact in self._given().items() if fact not in (None, "keep")}
+        shown_facts = "".join(f", {name}={fact!r}" for name, fact in known.items())
+        return f"Horizon('{self.max_duration}'{shown_facts})"
 
 
 def check_last_batch(value: object) -> None:
@@ -262,7 +265,7 @@ def check_last_batch(value: object) -> None:
     if value not in ("keep", "drop", "carry"):
         raise ConversionError(
             cannot(
-                f"use last_batch={value!r}",
+                f"use last_batch={shown(value)}",
                 why="there is no such way to end an epoch",
                 instead="write 'keep', 'drop' or 'carry'",
             )
@@ -281,20 +284,3 @@ def _tokens(num_samples: int | None, num_tokens: int | None, each: int | None) -
             )
         )
     return num_samples * each
-
-
-def _axes(num_samples: int | None) -> dict[TimeUnit, Axis]:
-    def axis(unit: TimeUnit, counter: str, scale: int = 1) -> Axis:
-        return Axis(unit, attrgetter(counter), Fraction(scale))
-
-    if num_samples is None:
-        epochs = axis(TimeUnit.EPOCH, "epoch")
-    else:
-        epochs = axis(TimeUnit.EPOCH, "sample", num_samples)
-    return {
-        TimeUnit.EPOCH: epochs,
-        TimeUnit.BATCH: axis(TimeUnit.BATCH, "batch"),
-        TimeUnit.SAMPLE: axis(TimeUnit.SAMPLE, "sample"),
-        TimeUnit.TOKEN: axis(TimeUnit.TOKEN, "token"),
-        TimeUnit.SECOND: axis(TimeUnit.SECOND, "run_nanoseconds", NANOSECONDS),
-    }

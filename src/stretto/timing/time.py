@@ -9,8 +9,10 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import NoReturn, TypeAlias, final
 
-from stretto.errors import TimeError, UnitError, cannot
+from stretto.errors import TimeError, UnitError, cannot, shown
 from stretto.timing import grammar
+from stretto.timing.mistakes import HOW
+from stretto.timing.number import exact, is_number, whole
 from stretto.timing.unit import NAMES, TimeUnit, parse_unit
 
 Number: TypeAlias = int | float | Fraction | Decimal
@@ -49,10 +51,9 @@ class Time:
     _amount: Fraction
     _unit: TimeUnit
 
-    def __init__(self, value: Time | str | timedelta | Number, unit: str | None = None) -> None:
-        amount, found = _read(value, unit)
-        object.__setattr__(self, "_amount", amount)
-        object.__setattr__(self, "_unit", found)
+    def __new__(cls, value: Time | str | timedelta | Number, unit: str | None = None) -> Time:
+        """Read `value`; what it may be is told at the class."""
+        return _read(value, unit)
 
     @property
     def amount(self) -> Fraction:
@@ -111,9 +112,8 @@ class Time:
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Time):
             return self._unit is other._unit and self._amount == other._amount
-        if _is_raw_integer(other):
-            return self._amount == self._raw(other)
-        return NotImplemented
+        count = whole(other)
+        return NotImplemented if count is None else self._amount == self._raw(count, level=3)
 
     def __lt__(self, other: Time | int) -> bool:
         return self._amount < self._like(other, "compare")
@@ -128,29 +128,29 @@ class Time:
         return self._amount >= self._like(other, "compare")
 
     def __neg__(self) -> Time:
-        return Time(-self._amount, self._unit)
+        return _trusted(-self._amount, self._unit)
 
     def __abs__(self) -> Time:
-        return Time(abs(self._amount), self._unit)
+        return _trusted(abs(self._amount), self._unit)
 
     def __add__(self, other: Time | int) -> Time:
-        return Time(self._amount + self._like(other, "add"), self._unit)
+        return _checked(self._amount + self._like(other, "add"), self._unit)
 
     __radd__ = __add__
 
     def __sub__(self, other: Time | int) -> Time:
-        return Time(self._amount - self._like(other, "subtract"), self._unit)
+        return _checked(self._amount - self._like(other, "subtract"), self._unit)
 
     def __rsub__(self, other: int) -> Time:
-        return Time(self._like(other, "subtract") - self._amount, self._unit)
+        return _checked(self._like(other, "subtract") - self._amount, self._unit)
 
     def __mul__(self, other: Time | Number) -> Time:
         if not isinstance(other, Time):
-            return Time(self._amount * _exact(other), self._unit)
+            return _checked(self._amount * exact(other), self._unit)
         if other._unit is TimeUnit.DURATION:
-            return Time(self._amount * other._amount, self._unit)
+            return _checked(self._amount * other._amount, self._unit)
         if self._unit is TimeUnit.DURATION:
-            return Time(self._amount * other._amount, other._unit)
+            return _checked(self._amount * other._amount, other._unit)
         raise UnitError(
             cannot(
                 f"multiply '{self}' by '{other}'",
@@ -164,101 +164,98 @@ class Time:
     def __truediv__(self, other: Time | Number) -> Time:
         """A time over a number is a time; over a time of its unit, a fraction (`dur`)."""
         if isinstance(other, Time):
-            return Time(self._over(self._like(other, "divide")), TimeUnit.DURATION)
-        return Time(self._over(_exact(other)), self._unit)
+            return _checked(self._over(self._same(other, "divide")), TimeUnit.DURATION)
+        return _checked(self._over(exact(other)), self._unit)
 
     def __floordiv__(self, other: Time) -> int:
         """How many whole times `other` goes into this time."""
-        return math.floor(self._over(self._like(other, "divide")))
+        return math.floor(self._over(self._same(other, "divide")))
 
     def __mod__(self, other: Time) -> Time:
         """What is left of this time after whole multiples of `other`."""
-        return Time(self._amount - (self // other) * other._amount, self._unit)
+        divisor = self._same(other, "divide")
+        return _checked(self._amount - math.floor(self._over(divisor)) * divisor, self._unit)
 
     def _over(self, divisor: Fraction) -> Fraction:
         if divisor == 0:
             raise ZeroDivisionError(f"cannot divide '{self}' by zero")
         return self._amount / divisor
 
-    def _like(self, other: Time | int, verb: str) -> Fraction:
+    def _like(self, other: object, verb: str) -> Fraction:
         """The amount of `other`, which must be of this time's unit or a raw integer."""
-        if isinstance(other, Time) and other._unit is self._unit:
-            return other._amount
-        if _is_raw_integer(other):
-            return self._raw(other)
         if isinstance(other, Time):
-            why = f"one counts {NAMES[self._unit]} and the other {NAMES[other._unit]}"
+            return self._same(other, verb)
+        count = whole(other)
+        return self._same(other, verb) if count is None else self._raw(count, level=4)
+
+    def _same(self, other: object, verb: str) -> Fraction:
+        """The amount of `other`, which must be of this time's unit."""
+        if not isinstance(other, Time):
+            raise UnitError(
+                cannot(
+                    f"{verb} '{self}' and {shown(other)}",
+                    why=f"a {type(other).__name__} has no unit",
+                    instead=f"write Time({shown(other)}, '{self._unit}')"
+                    if is_number(other)
+                    else "pass a Time",
+                )
+            )
+        if other._unit is not self._unit:
             raise UnitError(
                 cannot(
                     f"{verb} '{self}' and '{other}'",
-                    why=why,
+                    why=f"one counts {NAMES[self._unit]} and the other {NAMES[other._unit]}",
                     instead="convert one of them first with Horizon.convert or stretto.convert",
                 )
             )
-        raise UnitError(
-            cannot(
-                f"{verb} '{self}' and {other!r}",
-                why=f"a {type(other).__name__} has no unit",
-                instead=f"write Time({str(other)!r}, '{self._unit}')"
-                if isinstance(other, (float, Fraction, Decimal))
-                else "pass a Time",
-            )
-        )
+        return other._amount
 
-    def _raw(self, other: int) -> Fraction:
-        warnings.warn(
-            f"{other} has no unit and is taken as '{other}{self._unit}'; "
-            f"write Time({other}, '{self._unit}')",
-            UserWarning,
-            stacklevel=4,
-        )
-        return Fraction(other)
+    def _raw(self, count: int, *, level: int) -> Fraction:
+        """A raw integer taken in this time's unit, with a warning to the caller `level` up."""
+        said = f"{shown(count)} has no unit and is taken as '{shown(count)}{self._unit}'"
+        instead = f"write Time({shown(count)}, '{self._unit}')"
+        warnings.warn(f"{said}; {instead}", UserWarning, stacklevel=level)
+        return Fraction(count)
 
 
 TimeLike: TypeAlias = Time | str | timedelta
 """What is accepted as a time at the edges."""
 
 
-def _is_raw_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _trusted(amount: Fraction, unit: TimeUnit) -> Time:
+    """Build a time from an amount that is known to be one of `unit`."""
+    time = object.__new__(Time)
+    object.__setattr__(time, "_amount", amount)
+    object.__setattr__(time, "_unit", unit)
+    return time
 
 
-def _exact(number: object) -> Fraction:
-    """The exact value of a number; a float counts as the decimal that it prints as."""
-    if isinstance(number, (int, Fraction)) and not isinstance(number, bool):
-        return Fraction(number)
-    if isinstance(number, float) and math.isfinite(number):
-        return Fraction(repr(number))
-    if isinstance(number, Decimal) and number.is_finite():
-        return Fraction(number)
-    raise TimeError(
-        cannot(
-            f"take {number!r} as an amount of time",
-            why="it is not a finite number",
-            instead="write an int, a finite float, a Fraction or a Decimal",
-        )
-    )
+def _checked(amount: Fraction, unit: TimeUnit) -> Time:
+    return _trusted(grammar.check(amount, unit), unit)
 
 
-def _read(value: object, unit: str | None) -> tuple[Fraction, TimeUnit]:
+def _read(value: object, unit: str | None) -> Time:
     if isinstance(value, (Time, str, timedelta)):
         if unit is not None:
             raise TimeError(
                 cannot(
-                    f"read {value!r} as a time in {unit!r}",
+                    f"read {shown(value)} as a time in {shown(unit)}",
                     why="it has a unit of its own",
-                    instead=f"write Time({value!r})",
+                    instead=f"write Time({shown(value)})",
                 )
             )
         if isinstance(value, Time):
-            return value._amount, value._unit
+            return _trusted(value._amount, value._unit)
         if isinstance(value, str):
-            return grammar.parse(value)
-        return Fraction(value // timedelta(microseconds=1), 10**6), TimeUnit.SECOND
+            return _trusted(*grammar.parse(value))
+        return _trusted(Fraction(value // timedelta(microseconds=1), 10**6), TimeUnit.SECOND)
     if unit is None:
-        shown = f"Time({value!r}, 'ep')" if isinstance(value, (int, float)) else "Time('90ep')"
+        has_number = is_number(value)
         raise TimeError(
-            cannot(f"read {value!r} as a time", why="it has no unit", instead=f"write {shown}")
+            cannot(
+                f"read {shown(value)} as a time",
+                why="it has no unit" if has_number else f"a {type(value).__name__} is not one",
+                instead=f"write Time({shown(value)}, 'ep')" if has_number else HOW,
+            )
         )
-    found = parse_unit(unit)
-    return grammar.check(_exact(value), found, f"{value}{found}"), found
+    return _checked(exact(value), parse_unit(unit))

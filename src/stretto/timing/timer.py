@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import final
 
-from stretto.errors import TimeError, cannot
+from stretto.errors import TimeError, cannot, shown
 from stretto.timing.horizon import Horizon
+from stretto.timing.number import whole
 from stretto.timing.time import Time
-from stretto.timing.timestamp import NANOSECONDS, Timestamp
+from stretto.timing.timestamp import NANOSECONDS, Timestamp, nanoseconds
 from stretto.timing.unit import TimeUnit, parse_unit
 
 
@@ -65,16 +66,17 @@ class Timer:
             seconds: wall time since the last update; measured by the clock where left out.
 
         Raises:
-            TimeError: a count is negative.
+            TimeError: a count is negative or not whole, or the seconds are not a length of time.
         """
-        if samples < 0 or tokens < 0 or (seconds is not None and not 0 <= seconds < 1e12):
-            raise _negative(samples=samples, tokens=tokens, seconds=seconds)
+        if type(samples) is not int or type(tokens) is not int or samples < 0 or tokens < 0:
+            samples, tokens = _counts(samples=samples, tokens=tokens)
         if seconds is None:
-            mark = self._clock()
-            passed = mark - self._mark
-            self._mark = mark
+            # A mark in the future: another rank's clock told more time than this one's has passed.
+            passed = self._clock() - self._mark
+            passed = passed if passed > 0 else 0
         else:
-            passed = round(seconds * NANOSECONDS)
+            passed = nanoseconds(seconds)
+        self._mark += passed
         epoch, batch, sample, token, batch_, sample_, token_, run, job, epoch_ns, _ = self._now
         # tuple.__new__ skips the keyword handling of a named tuple: 0.3 us instead of 0.6.
         self._now = tuple.__new__(
@@ -86,6 +88,14 @@ class Timer:
             ),
         )  # fmt: skip
 
+    def seconds_since_update(self) -> float:
+        """Return the wall time since the last update: what rank 0 tells the others to count.
+
+        >>> Timer(clock=iter([0, 1_500_000_000]).__next__).seconds_since_update()
+        1.5
+        """
+        return max(0, self._clock() - self._mark) / NANOSECONDS
+
     def skip(self, *, samples: int, tokens: int = 0) -> None:
         """Pass over samples without a batch, such as those that `last_batch="drop"` leaves out.
 
@@ -95,10 +105,9 @@ class Timer:
         (4, 0)
 
         Raises:
-            TimeError: a count is negative.
+            TimeError: a count is negative or not whole.
         """
-        if samples < 0 or tokens < 0:
-            raise _negative(samples=samples, tokens=tokens)
+        samples, tokens = _counts(samples=samples, tokens=tokens)
         now = self._now
         self._now = now._replace(
             sample=now.sample + samples,
@@ -110,6 +119,8 @@ class Timer:
     def end_epoch(self, *, samples: int = 0, tokens: int = 0) -> None:
         """Begin the next epoch.
 
+        Under `last_batch="drop"` what is left of the old one is passed over.
+
         Args:
             samples: the part of the last batch that belongs to the new epoch
                 (`last_batch="carry"`).
@@ -118,23 +129,18 @@ class Timer:
         Raises:
             TimeError: the epoch does not have as many samples as the data set.
         """
-        now, horizon = self._now, self._horizon
-        num_samples = horizon.dataset_num_samples if horizon else None
-        seen = now.sample_in_epoch - samples
-        if horizon and num_samples is not None and seen != num_samples:
+        samples, tokens = _counts(samples=samples, tokens=tokens)
+        seen, horizon = self._now.sample_in_epoch - samples, self._horizon
+        if seen < 0 or tokens > self._now.token_in_epoch:
+            raise _uneven(seen, "the new epoch takes more than was counted")
+        num_samples = None if horizon is None else horizon.dataset_num_samples
+        if horizon is not None and num_samples is not None and seen != num_samples:
             if horizon.last_batch != "drop" or seen > num_samples:
-                raise TimeError(
-                    cannot(
-                        f"end the epoch after {seen} samples",
-                        why=f"the data set has {num_samples}",
-                        instead="call timer.skip(samples=...) for those that were left out, "
-                        "or correct dataset_num_samples",
-                    )
-                )
-            self.skip(samples=num_samples - seen)
-            now = self._now
-        self._now = now._replace(
-            epoch=now.epoch + 1,
+                raise _uneven(seen, f"the data set has {num_samples}")
+            left = num_samples - seen
+            self.skip(samples=left, tokens=left * (horizon.tokens_per_sample or 0))
+        self._now = self._now._replace(
+            epoch=self._now.epoch + 1,
             batch_in_epoch=0,
             sample_in_epoch=samples,
             token_in_epoch=tokens,
@@ -186,6 +192,26 @@ class Timer:
         """Tokens passed in this epoch."""
         return self._now.token_in_epoch
 
+    @property
+    def run_nanoseconds(self) -> int:
+        """Wall time of the run, over all its resumes."""
+        return self._now.run_nanoseconds
+
+    @property
+    def job_nanoseconds(self) -> int:
+        """Wall time since the run was last started or resumed."""
+        return self._now.job_nanoseconds
+
+    @property
+    def epoch_nanoseconds(self) -> int:
+        """Wall time of this epoch."""
+        return self._now.epoch_nanoseconds
+
+    @property
+    def batch_nanoseconds(self) -> int:
+        """Wall time of the last batch."""
+        return self._now.batch_nanoseconds
+
     def get(self, unit: str) -> Time:
         """Return where the run stands in `unit`, fractions of epochs and of the run included.
 
@@ -220,22 +246,49 @@ class Timer:
         """Continue from saved counters; the wall time of the job starts again at 0.
 
         Raises:
-            TimeError: the record is not one that `state_dict` wrote.
+            TimeError: the record is not one that `state_dict` wrote, or its epochs are not those
+                of this run's data set.
         """
-        self._now = Timestamp.from_state(state)._replace(job_nanoseconds=0)
+        saved = Timestamp.from_state(state)
+        num_samples = None if self._horizon is None else self._horizon.dataset_num_samples
+        if num_samples and saved.sample != saved.epoch * num_samples + saved.sample_in_epoch:
+            raise TimeError(
+                cannot(
+                    f"continue from sample {saved.sample}, {saved.sample_in_epoch} into epoch "
+                    f"{saved.epoch}",
+                    why=f"the data set has {num_samples} samples, and had another number then",
+                    instead="resume with the data that the run was saved with",
+                )
+            )
+        self._now = saved._replace(job_nanoseconds=0)
         self.start()
 
     def __repr__(self) -> str:
         return f"<Timer at {self._now}>"
 
 
-def _negative(**counts: float | None) -> TimeError:
-    given = ", ".join(f"{name}={count}" for name, count in counts.items() if count is not None)
+def _counts(**given: object) -> Iterator[int]:
+    """The given counts as ints; refuses what is not a whole number of at least 0."""
+    for name, value in given.items():
+        count = whole(value)
+        if count is None or count < 0:
+            raise TimeError(
+                cannot(
+                    f"move the clock by {name}={shown(value)}",
+                    why="it only goes forward, in whole counts",
+                    instead="pass an integer of at least 0",
+                )
+            )
+        yield count
+
+
+def _uneven(samples: int, why: str) -> TimeError:
     return TimeError(
         cannot(
-            f"move the clock by {given}",
-            why="it only goes forward",
-            instead="pass counts of at least 0",
+            f"end the epoch after {samples} samples",
+            why=why,
+            instead="count each sample once: timer.skip(samples=...) for those left out, "
+            "timer.end_epoch(samples=...) for those of the next epoch",
         )
     )
 

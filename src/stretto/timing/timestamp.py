@@ -6,12 +6,32 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
-from stretto.errors import TimeError, UnitError, cannot
+from stretto.errors import TimeError, UnitError, cannot, shown
 from stretto.timing.time import Time
 from stretto.timing.unit import TimeUnit, parse_unit
 
 NANOSECONDS = 10**9
 """Nanoseconds in a second."""
+
+
+def nanoseconds(seconds: float) -> int:
+    """Return a wall time in nanoseconds.
+
+    >>> nanoseconds(0.25)
+    250000000
+
+    Raises:
+        TimeError: it is negative, nan, or longer than 30,000 years.
+    """
+    if not 0 <= seconds < 1e12:
+        raise TimeError(
+            cannot(
+                f"move the clock by seconds={shown(seconds)}",
+                why="it only goes forward, by less than 1e12 seconds",
+                instead="pass the seconds since the last update",
+            )
+        )
+    return round(float(seconds) * NANOSECONDS)
 
 
 class Timestamp(NamedTuple):
@@ -96,7 +116,7 @@ class Timestamp(NamedTuple):
             if name not in cls._fields or type(value) is not int or value < 0:
                 raise TimeError(
                     cannot(
-                        f"read a timestamp with {name}={value!r}",
+                        f"read a timestamp with {name}={shown(value)}",
                         why="each count is an integer of at least 0",
                         instead=f"write exactly {', '.join(cls._fields)}",
                     )

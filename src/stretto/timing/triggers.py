@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import final
+from typing import TypeAlias, final
 
 from stretto.errors import TimeError, cannot
+from stretto.timing.axis import Axis
 from stretto.timing.conversion import rounded
 from stretto.timing.horizon import Horizon
-from stretto.timing.time import Time, TimeLike
+from stretto.timing.number import exact
+from stretto.timing.time import Number, Time, TimeLike
 from stretto.timing.timestamp import Timestamp
 from stretto.timing.unit import TimeUnit
+
+Count: TypeAlias = Callable[[Timestamp, Timestamp], int]
+"""How many boundaries lie in `(before, after]`."""
 
 
 @final
@@ -25,7 +31,7 @@ class BoundTrigger:
     missed and none fires twice.
     """
 
-    count: Callable[[Timestamp, Timestamp], int]
+    count: Count
     """How many boundaries lie in `(before, after]`."""
     needs_wall_clock: bool
     """Whether it reads wall time, so that ranks must be told by one of them."""
@@ -49,10 +55,13 @@ class Trigger(ABC):
         """
 
     @abstractmethod
-    def scaled(self, ratio: Fraction) -> Trigger:
+    def scaled(self, ratio: Number) -> Trigger:
         """Return the trigger with every time that is not a fraction of the run stretched."""
 
+    @final
     def __or__(self, other: Trigger) -> Trigger:
+        if not isinstance(other, Trigger):
+            return NotImplemented
         return AnyOf((self, other))
 
 
@@ -85,7 +94,7 @@ class Every(Trigger):
 
         return BoundTrigger(count, axis.unit is TimeUnit.SECOND)
 
-    def scaled(self, ratio: Fraction) -> Every:
+    def scaled(self, ratio: Number) -> Every:
         """Return the trigger with its interval stretched, unless it is a fraction of the run."""
         return Every(_stretched(self.interval, ratio))
 
@@ -118,18 +127,15 @@ class At(Trigger):
 
     def bind(self, horizon: Horizon) -> BoundTrigger:
         """Resolve the times for one run."""
-        axes = [horizon.axis(time.unit) for time in self.times]
-        marks = [
-            (axis.read, horizon.ticks(time, axis))
-            for time, axis in zip(self.times, axes, strict=True)
-        ]
+        marks: dict[Axis, list[int]] = {}
+        for time in self.times:
+            axis = horizon.axis(time.unit)
+            # Counters are whole: they reach 2.5 where they reach 3.
+            marks.setdefault(axis, []).append(math.ceil(horizon.ticks(time, axis)))
+        counts = [_passing(axis.read, sorted(ticks)) for axis, ticks in marks.items()]
+        return BoundTrigger(_sum(counts), any(axis.unit is TimeUnit.SECOND for axis in marks))
 
-        def count(before: Timestamp, after: Timestamp) -> int:
-            return sum(read(before) < mark <= read(after) for read, mark in marks)
-
-        return BoundTrigger(count, any(axis.unit is TimeUnit.SECOND for axis in axes))
-
-    def scaled(self, ratio: Fraction) -> At:
+    def scaled(self, ratio: Number) -> At:
         """Return the trigger with its times stretched, but for fractions of the run."""
         return At(*(_stretched(time, ratio) for time in self.times))
 
@@ -151,13 +157,10 @@ class AnyOf(Trigger):
     def bind(self, horizon: Horizon) -> BoundTrigger:
         """Resolve all the triggers for one run."""
         bound = [trigger.bind(horizon) for trigger in self.triggers]
+        counts = [trigger.count for trigger in bound]
+        return BoundTrigger(_sum(counts), any(trigger.needs_wall_clock for trigger in bound))
 
-        def count(before: Timestamp, after: Timestamp) -> int:
-            return sum(trigger.count(before, after) for trigger in bound)
-
-        return BoundTrigger(count, any(trigger.needs_wall_clock for trigger in bound))
-
-    def scaled(self, ratio: Fraction) -> AnyOf:
+    def scaled(self, ratio: Number) -> AnyOf:
         """Return the trigger with each of its triggers stretched."""
         return AnyOf(tuple(trigger.scaled(ratio) for trigger in self.triggers))
 
@@ -174,6 +177,28 @@ def parse_trigger(value: TimeLike | Trigger) -> Trigger:
     return value if isinstance(value, Trigger) else Every(value)
 
 
+def _passing(read: Callable[[Timestamp], int], marks: list[int]) -> Count:
+    """How many of the sorted `marks` a counter passes."""
+
+    def count(before: Timestamp, after: Timestamp) -> int:
+        return bisect_right(marks, read(after)) - bisect_right(marks, read(before))
+
+    return count
+
+
+def _sum(counts: list[Count]) -> Count:
+    if len(counts) == 1:
+        return counts[0]
+
+    def count(before: Timestamp, after: Timestamp) -> int:
+        total = 0
+        for one in counts:  # a loop takes a third of the time of sum() over a generator
+            total += one(before, after)
+        return total
+
+    return count
+
+
 def _positive(time: Time, what: str) -> Time:
     if time.amount <= 0:
         raise TimeError(
@@ -186,5 +211,7 @@ def _positive(time: Time, what: str) -> Time:
     return time
 
 
-def _stretched(time: Time, ratio: Fraction) -> Time:
-    return time if time.unit is TimeUnit.DURATION else rounded(time.amount * ratio, time.unit)
+def _stretched(time: Time, ratio: Number) -> Time:
+    if time.unit is TimeUnit.DURATION:
+        return time
+    return rounded(time.amount * exact(ratio), time.unit)

@@ -1,0 +1,100 @@
+"""Numbers as callers bring them: exact fractions and whole counts, from any numeric type."""
+
+from __future__ import annotations
+
+import math
+import operator
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+from numbers import Number, Rational, Real
+
+from stretto.errors import TimeError, cannot, shown
+
+MAX_DIGITS = 200
+"""Most digits of an amount, above and below its fraction line: enough for a dozen chained float
+factors, and few enough that every amount can be printed, read back and turned into a float."""
+
+
+def exact(number: object) -> Fraction:
+    """Return the exact value of a number; a float counts as the decimal that it prints as.
+
+    NumPy's scalars count like Python's: they are registered as `numbers.Rational` and
+    `numbers.Real`, so nothing is imported for them.
+
+    >>> exact(0.29)
+    Fraction(29, 100)
+
+    Raises:
+        TimeError: it is not a finite number, or it is a boolean.
+    """
+    if type(number) is int:
+        return Fraction(number)
+    if type(number) is Fraction:
+        return number
+    if not isinstance(number, (float, bool)) and isinstance(number, Rational):
+        # int(): the arithmetic of NumPy's integers wraps around at 64 bits.
+        return Fraction(int(number.numerator), int(number.denominator))
+    decimal = _decimal(number)
+    if decimal is None:
+        raise TimeError(
+            cannot(
+                f"take {shown(number)} as an amount of time",
+                why="it is not a finite number",
+                instead="write an int, a finite float, a Fraction or a Decimal",
+            )
+        )
+    # Not Fraction(decimal): its type checks cost as much again.
+    return Fraction(*decimal.as_integer_ratio())
+
+
+def is_number(value: object) -> bool:
+    """Return whether `value` is a number of any type; a boolean is none.
+
+    >>> is_number(0.5), is_number(True)
+    (True, False)
+    """
+    return isinstance(value, Number) and not isinstance(value, (bool, complex))
+
+
+def whole(value: object) -> int | None:
+    """Return `value` as an int if it is a whole number of any integer type, else None.
+
+    Booleans and floats are not: `True` samples or `32.0` samples are mistakes.
+
+    >>> whole(5), whole(5.0)
+    (5, None)
+    """
+    if type(value) is int:
+        return value
+    if isinstance(value, bool):
+        return None
+    try:
+        return int(operator.index(value))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+
+
+def _decimal(number: object) -> Decimal | None:
+    """The decimal that a number is or prints as; None where it has none that can be used."""
+    if isinstance(number, float):
+        # Not repr(): NumPy's float64 is a float whose repr is 'np.float64(0.29)'.
+        return Decimal(float.__repr__(number)) if math.isfinite(number) else None
+    if isinstance(number, Decimal):
+        return _expandable(number)
+    if isinstance(number, bool) or not isinstance(number, Real):
+        return None
+    try:
+        return _expandable(Decimal(str(number)))
+    except InvalidOperation:
+        return None
+
+
+def _expandable(decimal: Decimal) -> Decimal | None:
+    """Refuse nan, and what is short to write but endless to expand: Decimal('1e999999999')."""
+    if not decimal.is_finite():
+        return None
+    if not decimal:
+        return Decimal(0)
+    exponent = decimal.as_tuple().exponent
+    fits = decimal.adjusted() <= 2 * MAX_DIGITS and int(exponent) >= -2 * MAX_DIGITS
+    return decimal if fits else None
