@@ -1,0 +1,164 @@
+"""`RunConfig`: what a run file says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Self, TypeAlias
+
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationError, model_validator
+
+from stretto.config.batch_sizes import BatchSize
+from stretto.config.fields import (
+    Count,
+    RunLength,
+    Section,
+    Target,
+    check_no_duration,
+    shape_of,
+)
+from stretto.config.messages import explain
+from stretto.config.schedules import ScheduleText
+from stretto.config.sections import (
+    Checkpoint,
+    Data,
+    Evaluate,
+    LoadingSection,
+    Log,
+    Optimizer,
+    Rule,
+    SteppingSection,
+)
+from stretto.config.source import NO_SOURCE, Source
+from stretto.errors import ConfigError, cannot
+from stretto.timing import LastBatch
+
+
+def _micro_batch_size(value: Any) -> Any:
+    if value == "auto":
+        raise ConfigError(
+            cannot(
+                "use 'auto' as a micro-batch size",
+                why="finding the largest one that fits is not part of this version",
+                instead="write a number, or leave the key out for the whole share of a rank",
+            )
+        )
+    return value
+
+
+def _schedule_key(name: str) -> str:
+    hyperparameter, at, group = name.partition("@")
+    if not hyperparameter.isidentifier() or (at and not group):
+        raise ConfigError(
+            cannot(
+                f"schedule {name!r}",
+                why="it is not the name of a hyper-parameter",
+                instead="write for example 'lr', 'weight_decay' or 'lr@group'",
+            )
+        )
+    return name
+
+
+def _top_level(value: Any) -> Any:
+    check_no_duration(getattr(value, "duration", None))
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: item for key, item in value.items() if item is not None}
+    return value
+
+
+Evaluations: TypeAlias = Annotated[
+    Annotated[Evaluate, Tag("<Evaluate>")] | Annotated[list[Evaluate], Tag("<list>")],
+    shape_of(
+        lambda value: "<list>" if isinstance(value, list) else "<Evaluate>",
+        "write for example {every: 1ep}",
+    ),
+]
+
+
+class RunConfig(Section):
+    """What a run file says: how long, on what, with which sizes and schedules.
+
+    >>> config = RunConfig.parse(
+    ...     {"max_duration": "2ep", "data": {"target": "my.data:make"}, "batch_size": 64}
+    ... )
+    >>> config.max_duration, config.last_batch
+    (Time('2ep'), 'keep')
+    """
+
+    max_duration: RunLength
+    """The length of the run, in any unit but `dur`."""
+    model: Target | None = None
+    """Makes the model. A plan needs none."""
+    data: Annotated[Data, Field(examples=["{target: 'my.data:make'}"])]
+    """Makes the training data."""
+    optimizer: Optimizer | None = None
+    """Makes the optimizer. A plan needs none."""
+    loss: Target | None = None
+    """`function(model, batch) -> loss`; left out: the `loss` of the model's class."""
+    schedules: Annotated[
+        dict[Annotated[str, AfterValidator(_schedule_key)], ScheduleText],
+        BeforeValidator(_without_nulls),
+    ] = Field(default_factory=dict)
+    """What multiplies each hyper-parameter, by its name: `lr`, `weight_decay`, `lr@group`."""
+    batch_size: Annotated[BatchSize, AfterValidator(_top_level), Field(examples=[64])]
+    """Samples of one optimizer step, over all ranks."""
+    micro_batch_size: Annotated[Count, BeforeValidator(_micro_batch_size)] | None = None
+    """Most samples of one forward and backward pass on one rank; left out: all its share."""
+    learning_rate_rule: Rule | None = None
+    """How the learning rate answers to the batch size; left out: not at all."""
+    last_batch: LastBatch = "keep"
+    """Where an epoch ends inside a batch: `keep` a smaller one, `drop` it, or `carry` on."""
+    loading: LoadingSection = LoadingSection()
+    """How samples are ordered and fetched."""
+    stepping: SteppingSection = SteppingSection()
+    """How a step is computed."""
+    evaluate: Evaluations | None = None
+    """What is measured now and then; one mapping or a list of them."""
+    checkpoint: Checkpoint | None = None
+    """When checkpoints are written; left out: never."""
+    log: Log = Log()
+    """When metrics are written."""
+    folder: str | None = None
+    """Where the run is kept; left out: a new folder in `runs`."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of the order of samples, and of all chance in building and training the model."""
+    world_size: Count | None = None
+    """How many ranks a plan is for; left out: one. Training has those that torchrun starts."""
+    scale_schedule: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Makes the run this many times as long, with every time that is not a fraction of it."""
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], source: Source = NO_SOURCE) -> Self:
+        """Return the configuration that plain values say.
+
+        Raises:
+            ConfigError: they say something else than they should; every mistake is listed.
+        """
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise explain(error, cls, source) from None
+
+    @property
+    def evaluations(self) -> tuple[Evaluate, ...]:
+        """The evaluations, in their order."""
+        if self.evaluate is None:
+            return ()
+        return tuple(self.evaluate) if isinstance(self.evaluate, list) else (self.evaluate,)
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        names = [evaluation.name for evaluation in self.evaluations]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                cannot(
+                    f"evaluate twice as {twice!r}",
+                    why="their metrics would have the same names",
+                    instead="give each evaluation a 'name' of its own",
+                )
+            )
+        return self

@@ -1,0 +1,168 @@
+"""The sections of a run file that hold settings and nothing of their own."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from stretto.batching import FunctionRule, LearningRateRule, LinearRule, SquareRootRule
+from stretto.config.building import Building
+from stretto.config.fields import Count, Length, Natural, Section, Target, shown
+from stretto.config.source import Path
+from stretto.errors import ConfigError, cannot
+from stretto.timing import Time
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ConfigError(
+            cannot(
+                f"use {shown(text)} as a pattern of parameter names",
+                why=f"it is not a regular expression ({error.msg})",
+                instead="write for example 'embedding'",
+            )
+        ) from None
+    return text
+
+
+class Data(Target):
+    """Where samples come from, and how many there are."""
+
+    num_samples: Count | None = None
+    """Samples in an epoch. Stated, the run can be planned without opening the data."""
+    num_tokens: Count | None = None
+    """Tokens in an epoch."""
+    tokens_per_sample: Count | None = None
+    """Tokens of a sample, where all have equally many."""
+
+
+class Group(BaseModel):
+    """Parameters with settings of their own; all other keys are the optimizer's."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    parameters: Annotated[str, AfterValidator(_pattern), Field(examples=["embedding"])]
+    """A regular expression, found anywhere in a parameter's name."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The optimizer's settings for the group."""
+        return dict(self.__pydantic_extra__ or {})
+
+
+class Optimizer(Target):
+    """The optimizer: called with the model's parameters and its other keys."""
+
+    groups: dict[str, Group] = Field(default_factory=dict)
+    """Groups by name, for `lr@name`; a parameter belongs to the first whose pattern it matches."""
+
+
+class Rule(Section):
+    """How the learning rate answers to the batch size; exactly one of the keys."""
+
+    linear: Count | None = None
+    """In proportion to it; the learning rate is meant for batches of this size."""
+    sqrt: Count | None = None
+    """In proportion to its square root; the learning rate is meant for batches of this size."""
+    function: Target | None = None
+    """As a function of yours says: `function(size) -> factor`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                cannot(
+                    "follow the batch size with the learning rate",
+                    why=f"{' and '.join(given)} are several rules" if given else "no rule is said",
+                    instead="write one, such as sqrt: 64",
+                )
+            )
+        return self
+
+    def build(self, building: Building, path: Path) -> LearningRateRule:
+        """Return the rule."""
+        if self.linear is not None:
+            return LinearRule(self.linear)
+        if self.sqrt is not None:
+            return SquareRootRule(self.sqrt)
+        assert self.function is not None, "the validator lets exactly one through"
+        return FunctionRule(building.function(self.function, (*path, "function")))
+
+
+class LoadingSection(Section):
+    """How samples are ordered and fetched."""
+
+    shuffle: bool = True
+    """Whether each epoch has an order of its own."""
+    num_workers: Natural = 0
+    """Processes that fetch samples; 0 fetches in the training process."""
+    prefetch_factor: Count | None = None
+    """Elements that each worker fetches ahead."""
+    pin_memory: bool | None = None
+    """Whether batches are copied to pinned memory; left out: where the device is CUDA."""
+    collate_fn: Target | None = None
+    """Makes a batch of a list of samples: `function(samples) -> batch`."""
+    keyed_randomness: bool = False
+    """Whether chance inside the data set depends on (seed, epoch, sample) alone."""
+
+
+class SteppingSection(Section):
+    """How one optimizer step is computed."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """The type that autocast computes in; weights stay as they are."""
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """The largest norm of the whole step's gradient."""
+    compile: bool = False
+    """Whether the model runs through torch.compile."""
+    loss_weight: Literal["samples", "tokens"] = "samples"
+    """What the loss is a mean over."""
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    """What the loss function returns."""
+    device: str | None = None
+    """Where to compute; left out: CUDA if there is one, else the CPU."""
+
+
+class Evaluate(Section):
+    """What is measured now and then, and always at the end of the run."""
+
+    every: Length = Time("1ep")
+    """How often."""
+    data: Target | None = None
+    """What to measure on; left out: the run's data with `split: validation`."""
+    metrics: dict[str, Target] = Field(default_factory=dict)
+    """Functions by name: `function(model, batch) -> mean over the batch`."""
+    batch_size: Count | None = None
+    """Samples of one forward pass; left out: the training micro-batch."""
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "validation"
+    """What its lines in the metrics begin with."""
+    loss: Target | None = None
+    """Left out: the training loss."""
+
+
+class Checkpoint(Section):
+    """When checkpoints are written, and how many are kept."""
+
+    every: Length = Time("1ep")
+    """How often; there is always one at the end."""
+    keep: Count = 3
+    """How many of the newest are kept."""
+
+
+Logger: TypeAlias = Literal["tensorboard", "wandb", "mlflow"]
+
+
+class Log(Section):
+    """When metrics are written, and where they go besides the run folder."""
+
+    every: Length = Time("1%")
+    """How often a line of metrics is written."""
+    flush: Length = Time("30s")
+    """How often what was written is put on the disk."""
+    loggers: list[Logger] | None = None
+    """Where metrics go besides metrics.jsonl; left out: TensorBoard where it is installed."""

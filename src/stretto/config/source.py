@@ -1,0 +1,74 @@
+"""Where a value of a run file was written, for error messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import TypeAlias, final
+
+from stretto.errors import ConfigError, StrettoError
+
+Path: TypeAlias = tuple[str | int, ...]
+"""The keys and list indices that lead to a value."""
+
+
+def show_path(path: Path) -> str:
+    """Return a path as it is written in an override; indices as `.0`, for shells read `[0]`.
+
+    >>> show_path(("schedules", "lr", "periods", 0, "duration"))
+    'schedules.lr.periods.0.duration'
+    """
+    return ".".join(str(part) for part in path)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a run file is called, and the line on which each of its values stands.
+
+    >>> Source("run.yaml", {("seed",): 3}).where(("seed",))
+    'seed in run.yaml, line 3'
+    """
+
+    name: str = "the run file"
+    """The file's name, without its folder."""
+    lines: Mapping[Path, int] = field(default_factory=dict)
+    """The line, from 1, of each key and each item of a list."""
+    overridden: frozenset[Path] = frozenset()
+    """The paths that the command line has set."""
+
+    def where(self, path: Path) -> str:
+        """Return where the value at `path` comes from, or where it should be."""
+        if not path:
+            return self.name
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.overridden:
+                return f"{show_path(path)} on the command line"
+            if path[:end] in self.lines:
+                return f"{show_path(path)} in {self.name}, line {self.lines[path[:end]]}"
+        return f"{show_path(path)} in {self.name}"
+
+    @contextmanager
+    def at(self, *path: str | int) -> Iterator[None]:
+        """Let errors of ours raised within say that they come from `path`.
+
+        Raises:
+            ConfigError: in place of any other error of ours.
+        """
+        try:
+            yield
+        except ConfigError:
+            raise
+        except StrettoError as error:
+            raise ConfigError(f"{error} ({self.where(path)})") from error
+
+
+NO_SOURCE = Source()
+"""A run file that was not read from anywhere."""
+
+
+def source_name(path: object) -> str:
+    """Return how messages call a file: its name without the folder."""
+    return PurePath(str(path)).name or str(path)
