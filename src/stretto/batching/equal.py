@@ -89,29 +89,21 @@ class EqualBatches:
         """Return the clock at the start of batch `number`; wall time stands still."""
         if number == 0:
             return self.first
-        first, sample, num_samples = self.first, self.position(number), self.num_samples
+        position, num_samples = self.position(number), self.num_samples
         each = self.tokens_per_sample or 0
-        epoch = first.epoch if num_samples is None else sample // num_samples
-        moved = first._replace(
-            epoch=epoch,
-            batch=first.batch + number,
-            sample=sample,
-            token=first.token + (sample - first.sample) * each,
-            batch_nanoseconds=0,
-        )
-        if epoch == first.epoch or num_samples is None:
-            return moved._replace(
-                batch_in_epoch=first.batch_in_epoch + number,
-                sample_in_epoch=first.sample_in_epoch + sample - first.sample,
-                token_in_epoch=first.token_in_epoch + (sample - first.sample) * each,
-            )
-        within = sample % num_samples
-        return moved._replace(
-            batch_in_epoch=number - self.count_before(epoch * num_samples),
-            sample_in_epoch=within,
-            token_in_epoch=within * each,
-            epoch_nanoseconds=0,
-        )
+        epoch, batch, sample, token, batch_, sample_, token_, run, job, epoch_ns, _ = self.first
+        passed = position - sample
+        if num_samples is None or position < (epoch + 1) * num_samples:
+            batch_, sample_, token_ = batch_ + number, sample_ + passed, token_ + passed * each
+        else:
+            epoch, sample_ = divmod(position, num_samples)
+            batch_ = number - self.count_before(epoch * num_samples)
+            token_, epoch_ns = sample_ * each, 0
+        return Timestamp(
+            epoch, batch + number, position, token + passed * each,
+            batch_, sample_, token_,
+            run, job, epoch_ns, 0,
+        )  # fmt: skip
 
     @property
     def _epoch(self) -> int | None:

@@ -78,7 +78,8 @@ class LinearRamp(BatchSizePolicy):
         if count == 0:
             return Fixed(self.start).bind(horizon)
         axis, ticks = _ticks(horizon, self.over, count)
-        return BoundLine(axis, self.start, self.increment, count, ticks)
+        above, below = ticks.numerator, ticks.denominator
+        return BoundLine(axis, self.start, self.increment, count, above, below)
 
     def scaled(self, ratio: Number) -> LinearRamp:
         """Return the ramp with its length stretched."""
@@ -238,13 +239,14 @@ def rampup(
 @final
 @dataclass(frozen=True, slots=True)
 class BoundLine(TimedPolicy):
-    """A linear ramp on one counter: `count` increments over `ticks`."""
+    """A linear ramp on one counter: `count` increments over `above / below` ticks."""
 
     axis: Axis
     start_size: int
     increment: int
     count: int
-    ticks: Fraction
+    above: int
+    below: int
 
     @property
     def units(self) -> frozenset[TimeUnit]:
@@ -261,11 +263,11 @@ class BoundLine(TimedPolicy):
         level = self._level(timestamp)
         if level == self.count:
             return Hold()
-        return Hold(((self.axis, math.ceil(self.ticks * (level + 1) / self.count)),))
+        return Hold(((self.axis, -(-self.above * (level + 1) // (self.below * self.count))),))
 
     def _level(self, timestamp: Timestamp) -> int:
-        passed = self.count * self.axis.read(timestamp) * self.ticks.denominator
-        return min(self.count, passed // self.ticks.numerator)
+        passed = self.count * self.axis.read(timestamp) * self.below
+        return min(self.count, passed // self.above)
 
 
 def _stairs(horizon: Horizon, sizes: tuple[int, ...], over: Time) -> BoundPolicy:

@@ -7,7 +7,29 @@ from stretto.planning.clock import (
     next_step,
     pass_over,
     tick,
+    unplannable,
     walk,
 )
+from stretto.planning.events import Event
+from stretto.planning.plan import Plan, PlannedBatch, plan
+from stretto.planning.sizes import PlannedSizes, resolve_horizon
+from stretto.planning.stages import FirstLast, Stage
 
-__all__ = ["StepPlan", "advance", "check_plannable", "next_step", "pass_over", "tick", "walk"]
+__all__ = [
+    "Event",
+    "FirstLast",
+    "Plan",
+    "PlannedBatch",
+    "PlannedSizes",
+    "Stage",
+    "StepPlan",
+    "advance",
+    "check_plannable",
+    "next_step",
+    "pass_over",
+    "plan",
+    "resolve_horizon",
+    "tick",
+    "unplannable",
+    "walk",
+]

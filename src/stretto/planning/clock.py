@@ -269,13 +269,20 @@ def check_plannable(horizon: Horizon, policy: BoundPolicy) -> None:
     Raises:
         PlanError: it follows measurements, the wall clock, or counts that are not known before.
     """
+    refusal = unplannable(horizon, policy)
+    if refusal is not None:
+        why, instead = refusal
+        raise PlanError(cannot("know the batch sizes before the run", why=why, instead=instead))
+
+
+def unplannable(horizon: Horizon, policy: BoundPolicy) -> tuple[str, str] | None:
+    """Return why the sizes are not known before the run and what to write instead, or None."""
     unknown = sorted(unit for unit in policy.units if not is_countable(horizon, unit))
-    if policy.is_static and not unknown:
-        return
-    why, instead = "they follow what the run measures", "run it without a plan"
     if unknown:
-        why, instead = _UNKNOWN[unknown[0]]
-    raise PlanError(cannot("know the batch sizes before the run", why=why, instead=instead))
+        return _UNKNOWN[unknown[0]]
+    if not policy.is_static:
+        return "they follow what the run measures", "run it without a plan"
+    return None
 
 
 _UNKNOWN = {

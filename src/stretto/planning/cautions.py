@@ -1,0 +1,81 @@
+"""What a plan allows but warns of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stretto.errors import ConversionError
+from stretto.planning.sizes import PlannedSizes
+from stretto.planning.stages import Stage
+from stretto.timing import TimeUnit
+
+
+def warnings_of(
+    sizes: PlannedSizes, stages: Sequence[Stage], *, world_size: int, even: bool
+) -> Iterator[str]:
+    """Yield a line for each thing that may not be meant."""
+    if sizes.end is None:
+        unit = sizes.horizon.max_duration.unit
+        measure = "wall time" if unit is TimeUnit.SECOND else "what the data turn out to hold"
+        yield f"the run ends by {measure}, so the plan does not know when its last stage is over"
+    yield from _cut(sizes, stages, world_size=world_size, even=even)
+    yield from _left_out(sizes, stages)
+    yield from _beyond(sizes)
+
+
+def _cut(
+    sizes: PlannedSizes, stages: Sequence[Stage], *, world_size: int, even: bool
+) -> Iterator[str]:
+    cut = [(size, stage) for stage in stages for size in stage.cut_sizes]
+    num_samples = sizes.horizon.dataset_num_samples
+    instead = "last_batch='carry' avoids it"
+    for stage in stages:
+        if sizes.horizon.last_batch == "keep" and num_samples and stage.size > num_samples:
+            yield (
+                f"batches of {stage.size} are cut to the {num_samples} samples of an epoch; "
+                f"{instead}"
+            )
+            return
+    small = [size for size, _ in cut if size < world_size]
+    if small:
+        yield (
+            f"the last batch of an epoch or of the run has {_range(small)} for {world_size} ranks, "
+            f"so some run a dummy of weight 0; {instead} within the run"
+        )
+    elif even and cut:
+        yield (
+            f"the last batch of an epoch or of the run has {_range([s for s, _ in cut])}, which "
+            f"is not split evenly; {instead} within the run"
+        )
+
+
+def _left_out(sizes: PlannedSizes, stages: Sequence[Stage]) -> Iterator[str]:
+    if sizes.horizon.last_batch != "drop" or sizes.end is None:
+        return
+    seen = sum(stage.samples or 0 for stage in stages)
+    if seen < sizes.end.sample:
+        yield (
+            f"last_batch='drop' leaves out {sizes.end.sample - seen:,} of {sizes.end.sample:,} "
+            "samples"
+        )
+
+
+def _beyond(sizes: PlannedSizes) -> Iterator[str]:
+    """Times of the policy that the run does not reach: usually a ramp longer than the run."""
+    horizon = sizes.horizon.with_batch_sizes(sizes)
+    axis = horizon.axis(TimeUnit.DURATION)
+    if sizes.end is None:
+        return
+    for time in dict.fromkeys(sizes.policy.times()):
+        try:
+            late = horizon.ticks(time, axis) > horizon.ticks(horizon.max_duration, axis)
+        except ConversionError:
+            continue
+        if late:
+            run = horizon.max_duration
+            yield f"the run of {run} is over before {time} of the batch size policy"
+
+
+def _range(sizes: Sequence[int]) -> str:
+    least, most = min(sizes), max(sizes)
+    return f"{least:,} samples" if least == most else f"{least:,} to {most:,} samples"

@@ -1,0 +1,95 @@
+"""What happens now and then during a planned run: evaluations, checkpoints, logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from stretto.planning.sizes import PlannedSizes
+from stretto.timing import BoundTrigger, Timestamp
+
+FIRST = 5
+"""How many times an event is listed with."""
+EXACT = 2_000
+"""Up to this many, each single time is looked up, so that two marks in one batch count once."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happens when its trigger fires, at the end of a batch."""
+
+    name: str
+    first: tuple[Timestamp, ...] = ()
+    """The clock at the first few times."""
+    count: int | None = None
+    """How often, or None where only the run can tell."""
+    is_exact: bool = False
+    """False where the count is not known or is an upper bound: of two marks that fall into one
+    batch, both may be counted."""
+    needs_wall_clock: bool = False
+    """Whether it follows wall time, so that no plan can tell when it happens."""
+
+
+def make_event(name: str, trigger: BoundTrigger, sizes: PlannedSizes) -> Event:
+    """Return when `trigger` fires on a planned run."""
+    if trigger.needs_wall_clock:
+        return Event(name, needs_wall_clock=True)
+    times = _times(trigger, sizes, FIRST)
+    if sizes.end is None:
+        return Event(name, tuple(times))
+    marks = trigger.count(Timestamp(), sizes.end)
+    if marks <= EXACT:
+        times = _times(trigger, sizes, marks)
+        return Event(name, tuple(times[:FIRST]), len(times), is_exact=True)
+    count = 0
+    for stretch in sizes.stretches:
+        if stretch.count is not None and stretch.end is not None:
+            count += min(stretch.count, trigger.count(stretch.batches.first, stretch.end))
+    return Event(name, tuple(times), count)
+
+
+def _times(trigger: BoundTrigger, sizes: PlannedSizes, limit: int) -> list[Timestamp]:
+    """The clock after each of the first `limit` batches at whose end the trigger fires."""
+    found: list[Timestamp] = []
+    batch, now = 0, Timestamp()
+    # One search begins with the length that the last one had: regular events take few looks.
+    stride = 1
+    while len(found) < limit:
+        reach = _first_at_least(trigger, sizes, batch, now, stride)
+        if reach is None:
+            break
+        stride, batch = reach - batch, reach
+        now = sizes.timestamp_at_batch(batch)
+        found.append(now)
+    return found
+
+
+def _first_at_least(
+    trigger: BoundTrigger, sizes: PlannedSizes, batch: int, now: Timestamp, stride: int
+) -> int | None:
+    """The first batch count after `batch` by which a mark has been reached, or None."""
+
+    def fires_by(number: int) -> bool:
+        return trigger.count(now, sizes.timestamp_at_batch(number)) > 0
+
+    total = sizes.num_batches
+    # Beyond any run: where the end is unknown, a trigger that has not fired by then never will.
+    last = 1 << 62 if total is None else total
+    if batch >= last:
+        return None
+    low, high = batch, min(last, batch + stride)
+    while not fires_by(high):
+        if high == last:
+            return None
+        low, high = high, min(last, high + 2 * (high - batch))
+    while high - low > 1:
+        middle = (low + high) // 2
+        # A regular trigger fires where it did the last time, or one batch earlier.
+        if high - batch == stride:
+            middle = high - 1
+        if fires_by(middle):
+            high = middle
+        else:
+            low = middle
+    return high

@@ -1,0 +1,240 @@
+"""`plan`: a whole run without training, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, cast, final
+
+from stretto.batching import (
+    BatchSizePolicy,
+    BoundPolicy,
+    LearningRateRule,
+    NoRule,
+    PolicyLike,
+    as_policy,
+)
+from stretto.batching.policy import checked_size
+from stretto.batching.split import split
+from stretto.errors import PlanError, cannot
+from stretto.planning.cautions import warnings_of
+from stretto.planning.clock import walk
+from stretto.planning.events import Event, make_event
+from stretto.planning.sizes import PlannedSizes
+from stretto.planning.stages import Stage, Values, check_stage, hyperparameters, make_stage
+from stretto.planning.tokens import check_tokens
+from stretto.schedules import ScheduleLike, as_schedule
+from stretto.timing import Horizon, TimeLike, Timestamp, Trigger, parse_trigger
+
+
+class PlannedBatch(NamedTuple):
+    """One batch of a plan."""
+
+    timestamp: Timestamp
+    """The clock at its start."""
+    size: int
+    """Its samples, over all ranks."""
+    decided: int
+    """The size before it was cut at the end of the epoch or of the run."""
+    accumulation: int
+    """Micro-batches of each rank."""
+    values: dict[str, float]
+    """The hyper-parameters."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A run without training, made by `plan`: its stages, totals and events. A frozen value.
+
+    It knows where each batch begins, so it serves as the `batch_sizes` of a horizon.
+    """
+
+    horizon: Horizon
+    """The run; its `batch_sizes` are those of the plan."""
+    sizes: PlannedSizes
+    world_size: int
+    micro_batch_size: int | None
+    stages: tuple[Stage, ...]
+    events: tuple[Event, ...]
+    warnings: tuple[str, ...]
+    """What is allowed but may not be meant, a line each."""
+    _policy: BoundPolicy
+    _values: Values
+
+    @property
+    def policy(self) -> BatchSizePolicy:
+        """The batch size policy."""
+        return self.sizes.policy
+
+    @property
+    def end(self) -> Timestamp | None:
+        """The clock at the end of the run, or None where only the run can tell."""
+        return self.sizes.end
+
+    @property
+    def num_batches(self) -> int | None:
+        """How many batches the run has, or None where only the run can tell."""
+        return self.sizes.num_batches
+
+    @property
+    def num_samples(self) -> int | None:
+        """How many samples the batches have, without those left out; None where not known."""
+        if self.end is None:
+            return None
+        return sum(cast(int, stage.samples) for stage in self.stages)
+
+    def sample_at_batch(self, batch: int, /) -> int:
+        """Return the position at which batch number `batch` (from 0) begins."""
+        return self.sizes.sample_at_batch(batch)
+
+    def batch_at_sample(self, sample: int, /) -> int:
+        """Return the number of batches after which position `sample` has been reached."""
+        return self.sizes.batch_at_sample(sample)
+
+    def batches(self) -> Iterator[PlannedBatch]:
+        """Yield every batch of the run, one at a time; without end where the run's is not known.
+
+        >>> planned = plan(Horizon("20sp"), 8)
+        >>> [batch.size for batch in planned.batches()]
+        [8, 8, 4]
+        """
+        for step in walk(self.horizon, self._policy):
+            yield PlannedBatch(
+                step.timestamp,
+                step.size,
+                step.decided,
+                split(step.size, self.world_size, self.micro_batch_size).accumulation,
+                self._values(step.timestamp, step.decided),
+            )
+
+    def to_json(self) -> dict[str, object]:
+        """Return the plan as plain values that JSON keeps exactly.
+
+        >>> plan(Horizon("20sp"), 8).to_json()["num_batches"]
+        3
+        """
+        from stretto.planning.record import to_record
+
+        return to_record(self)
+
+    def table(self, *, max_rows: int = 24) -> str:
+        """Return the plan as text of at most 100 columns.
+
+        Args:
+            max_rows: with more stages than this, neighbours share a row.
+        """
+        from stretto.planning.table import to_table
+
+        return to_table(self, max_rows=max_rows)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan of {self.horizon.max_duration}: {self.num_batches} batches "
+            f"in {len(self.stages)} stages>"
+        )
+
+
+def plan(
+    horizon: Horizon,
+    policy: PolicyLike,
+    *,
+    world_size: int = 1,
+    micro_batch_size: int | None = None,
+    even: bool = False,
+    schedules: Mapping[str, ScheduleLike] | None = None,
+    base: Mapping[str, float] | None = None,
+    rule: LearningRateRule | None = None,
+    triggers: Mapping[str, Trigger | TimeLike] | None = None,
+    tracks_tokens: bool = True,
+    resume_at: Timestamp | None = None,
+) -> Plan:
+    """Run the clock without the model, and refuse what would fail later.
+
+    It takes time for each stage, not for each batch. A run with the same arguments follows the
+    plan batch for batch.
+
+    >>> from stretto.batching import DoublingRamp
+    >>> from stretto.schedules import Linear
+    >>> horizon = Horizon("2ep", dataset_num_samples=1000)
+    >>> planned = plan(horizon, DoublingRamp(8, 32, "50%"), schedules={"lr": Linear(1, 0)})
+    >>> [(stage.size, stage.batches) for stage in planned.stages]
+    [(8, 63), (16, 31), (32, 32)]
+    >>> planned.num_batches, planned.num_samples
+    (126, 2000)
+
+    Args:
+        horizon: the run; batch sizes that it has are replaced by the planned ones.
+        policy: the batch sizes.
+        world_size: how many ranks share a batch.
+        micro_batch_size: the most samples that a rank takes at once.
+        even: refuse sizes that are not multiples of `world_size * micro_batch_size`.
+        schedules: a schedule for each hyper-parameter: `lr`, `weight_decay`, `lr@group`, ...
+        base: what the schedules' factors multiply; 1 where it is left out.
+        rule: how learning rates follow the batch size.
+        triggers: names and times of what happens now and then: `{"evaluate": "10%"}`.
+        tracks_tokens: whether the data can count the tokens of a batch.
+        resume_at: where a run goes on from; stages that are over there are not checked.
+
+    Raises:
+        PlanError: the sizes are not known before the run; a stage has fewer samples than there are
+            ranks, or cannot be split evenly; or tokens are asked for that are not counted.
+        BatchSizeError: the policy cannot be followed on this run.
+        ConversionError: a time needs a fact that is not known.
+        ScheduleError: a schedule does not fit into the run.
+    """
+    world_size = checked_size(world_size, "a world size")
+    if micro_batch_size is not None:
+        micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
+    read = {name: as_schedule(schedule) for name, schedule in (schedules or {}).items()}
+    sizes = PlannedSizes(horizon, as_policy(policy))
+    horizon = horizon.with_batch_sizes(sizes)
+    bound_policy = sizes.policy.bind(sizes.horizon)
+    bound_triggers = {
+        name: parse_trigger(trigger).bind(horizon) for name, trigger in (triggers or {}).items()
+    }
+    if not tracks_tokens:
+        check_tokens(horizon, bound_policy, read, bound_triggers)
+    bound = {name: schedule.bind(horizon) for name, schedule in read.items()}
+    values = hyperparameters(bound, _known(base or {}, read), rule or NoRule())
+    stages = tuple(
+        make_stage(
+            horizon,
+            stretch,
+            number,
+            world_size=world_size,
+            micro_batch_size=micro_batch_size,
+            values=values,
+        )
+        for number, stretch in enumerate(sizes.stretches, 1)
+    )
+    for stage in stages:
+        if resume_at is None or stage.end is None or stage.end.sample > resume_at.sample:
+            check_stage(stage, world_size=world_size, micro_batch_size=micro_batch_size, even=even)
+    return Plan(
+        horizon=horizon,
+        sizes=sizes,
+        world_size=world_size,
+        micro_batch_size=micro_batch_size,
+        stages=stages,
+        events=tuple(make_event(name, one, sizes) for name, one in bound_triggers.items()),
+        warnings=tuple(warnings_of(sizes, stages, world_size=world_size, even=even)),
+        _policy=bound_policy,
+        _values=values,
+    )
+
+
+def _known(base: Mapping[str, float], schedules: Mapping[str, object]) -> Mapping[str, float]:
+    for name in base:
+        if name not in schedules:
+            raise PlanError(
+                cannot(
+                    f"plan with the base value of {name!r}",
+                    why="no schedule has that name",
+                    instead=f"write one of {', '.join(map(repr, schedules)) or 'no base at all'}",
+                )
+            )
+    return base

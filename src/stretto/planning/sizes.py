@@ -1,0 +1,269 @@
+"""`PlannedSizes`: where every batch of a run begins, in closed form per stretch of equal ones."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import NoReturn, final
+
+from stretto.batching import BatchSizePolicy, BoundPolicy, Hold, PolicyLike, as_policy
+from stretto.batching.equal import EqualBatches, end_tick
+from stretto.errors import ConversionError, PlanError, cannot
+from stretto.planning.clock import advance, check_plannable, cut, next_step, unplannable
+from stretto.timing import Horizon, Timestamp
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Batches of one decided size that follow each other."""
+
+    batches: EqualBatches
+    count: int | None
+    """How many; None where only the run can tell when it ends."""
+    skipped: int
+    """Samples passed over right before the first (`last_batch="drop"`)."""
+    end: Timestamp | None
+    """The clock after the last one; None where only the run can tell."""
+
+
+def stretches(horizon: Horizon, policy: BoundPolicy) -> Generator[Stretch, None, Timestamp | None]:
+    """Yield the run as stretches of one size; return the clock at its end, where it is known.
+
+    It takes the same decisions as `walk`, but one for each time that the policy may change its
+    mind instead of one for each batch.
+
+    Raises:
+        PlanError: the sizes are not known before the run.
+        BatchSizeError: under `drop`, a batch is larger than an epoch.
+    """
+    check_plannable(horizon, policy)
+    now, state, open_stretch = Timestamp(), policy.start(), None
+    run_axis, run_end = end_tick(horizon)
+    while True:
+        now, step = next_step(horizon, policy, now, state)
+        if step is None:
+            if open_stretch is not None:
+                yield open_stretch
+            return now
+        state = step.state
+        batches = EqualBatches.on(horizon, now, step.decided)
+        count = _least(
+            _count(batches, policy.holds_until(now, state)), batches.count_until(run_axis, run_end)
+        )
+        after = None if count is None else _after(horizon, batches, count)
+        if open_stretch is None:
+            open_stretch = Stretch(batches, count, step.skipped, after)
+        elif open_stretch.batches.size == step.decided and not step.skipped:
+            # The arithmetic of the first batches goes on unchanged over the later ones.
+            total = None if count is None else (open_stretch.count or 0) + count
+            open_stretch = replace(open_stretch, count=total, end=after)
+        else:
+            yield open_stretch
+            open_stretch = Stretch(batches, count, step.skipped, after)
+        if after is None:
+            yield open_stretch
+            return None
+        now = after
+
+
+def _count(batches: EqualBatches, hold: Hold | None) -> int | None:
+    """How many of the equal batches there are before the hold is over; None to the end."""
+    if hold is None:
+        return 1
+    least = None
+    for axis, tick in hold.limits:
+        count = batches.count_until(axis, tick)
+        if count is None:
+            raise PlanError(
+                cannot(
+                    "know the batch sizes before the run",
+                    why=f"the policy follows a count of '{axis.unit}' that is not known before",
+                    instead=f"name '{axis.unit}' among the units of the bound policy",
+                )
+            )
+        least = _least(least, count)
+    return None if least is None else max(1, least)
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    """The lesser of two counts, None being without end."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
+
+
+def _after(horizon: Horizon, batches: EqualBatches, count: int) -> Timestamp:
+    """The clock after `count` of the batches, the last of them cut where the run ends in it."""
+    end, after = horizon.end_sample, batches.timestamp(count)
+    if end is None or horizon.last_batch == "drop" or after.sample <= end:
+        return after
+    last = batches.timestamp(count - 1)
+    return advance(horizon, last, cut(horizon, last, batches.size))
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, eq=False)
+class PlannedSizes:
+    """Where every batch begins under a policy whose sizes are known before the run.
+
+    With it a horizon converts batches to samples and back while the batch size ramps.
+
+    >>> from stretto.batching import DoublingRamp
+    >>> sizes = PlannedSizes(Horizon("40sp"), DoublingRamp(4, 16, "50%"))
+    >>> [sizes.sample_at_batch(batch) for batch in range(7)]
+    [0, 4, 8, 12, 20, 36, 40]
+    >>> sizes.batch_at_sample(13)
+    4
+
+    Args:
+        horizon: the run.
+        policy: its batch sizes.
+
+    Raises:
+        PlanError: the sizes are not known before the run.
+        BatchSizeError: under `drop`, a batch is larger than an epoch.
+    """
+
+    horizon: Horizon
+    """The run, without batch sizes."""
+    policy: BatchSizePolicy
+    stretches: tuple[Stretch, ...]
+    end: Timestamp | None
+    """The clock at the end of the run, or None where only the run can tell."""
+    _batches: list[int]
+    _samples: list[int]
+
+    def __init__(self, horizon: Horizon, policy: PolicyLike) -> None:
+        run, policy = horizon.with_batch_sizes(None), as_policy(policy)
+        found: list[Stretch] = []
+        end = yield_into(found, stretches(run, policy.bind(run)))
+        values: dict[str, object] = {
+            "horizon": run,
+            "policy": policy,
+            "stretches": tuple(found),
+            "end": end,
+            "_batches": [stretch.batches.first.batch for stretch in found],
+            "_samples": [stretch.batches.first.sample for stretch in found],
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def num_batches(self) -> int | None:
+        """How many batches the run has, or None where only the run can tell."""
+        return None if self.end is None else self.end.batch
+
+    def sample_at_batch(self, batch: int, /) -> int:
+        """Return the position at which batch number `batch` (from 0) begins.
+
+        After the end of the run its last size goes on.
+        """
+        if self.end is not None and batch == self.end.batch:
+            return self.end.sample
+        stretch = self.stretches[bisect_right(self._batches, batch) - 1]
+        return stretch.batches.position(batch - stretch.batches.first.batch)
+
+    def batch_at_sample(self, sample: int, /) -> int:
+        """Return the number of batches after which position `sample` has been reached."""
+        if sample <= 0:
+            return 0
+        number = bisect_left(self._samples, sample) - 1
+        batches, count = self.stretches[number].batches, self.stretches[number].count
+        before = batches.count_before(sample)
+        is_last = number == len(self.stretches) - 1
+        if count is not None and (not is_last or (self.end and sample <= self.end.sample)):
+            before = min(before, count)
+        return batches.first.batch + before
+
+    def timestamp_at_batch(self, batch: int) -> Timestamp:
+        """Return the clock at the start of batch number `batch`; after the last, at the end.
+
+        >>> PlannedSizes(Horizon("1ep", dataset_num_samples=20), 8).timestamp_at_batch(2).sample
+        16
+        """
+        if self.end is not None and batch >= self.end.batch:
+            return self.end
+        stretch = self.stretches[bisect_right(self._batches, batch) - 1]
+        return stretch.batches.timestamp(batch - stretch.batches.first.batch)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PlannedSizes):
+            return NotImplemented
+        return (self.horizon, self.policy) == (other.horizon, other.policy)
+
+    def __hash__(self) -> int:
+        return hash((self.horizon, self.policy))
+
+    def __repr__(self) -> str:
+        return f"PlannedSizes({self.horizon!r}, {self.policy!r})"
+
+
+def yield_into(
+    found: list[Stretch], run: Generator[Stretch, None, Timestamp | None]
+) -> Timestamp | None:
+    """Put all that `run` yields into `found`, and return what it returns."""
+    while True:
+        try:
+            found.append(next(run))
+        except StopIteration as stop:
+            end: Timestamp | None = stop.value
+            return end
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class UnknownSizes:
+    """The batch sizes of a run that decides them as it goes: every conversion is refused.
+
+    >>> UnknownSizes("they follow what the run measures").sample_at_batch(10)
+    Traceback (most recent call last):
+    ...
+    stretto.errors.ConversionError: cannot tell batches from samples before the run: \
+the batch sizes are not known, as they follow what the run measures; \
+write the time in 'sp', 'ep' or 'dur' like those it goes with
+    """
+
+    why: str
+
+    def sample_at_batch(self, batch: int, /) -> int:
+        """Refuse."""
+        del batch
+        self._refuse()
+
+    def batch_at_sample(self, sample: int, /) -> int:
+        """Refuse."""
+        del sample
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ConversionError(
+            cannot(
+                "tell batches from samples before the run",
+                why=f"the batch sizes are not known, as {self.why}",
+                instead="write the time in 'sp', 'ep' or 'dur' like those it goes with",
+            )
+        )
+
+
+def resolve_horizon(horizon: Horizon, policy: PolicyLike) -> Horizon:
+    """Return `horizon` with the batch sizes that `policy` gives, so that all units convert.
+
+    Schedules that mix batches with samples, epochs or tokens are bound to this one. Where the
+    sizes are decided during the run, exactly those are refused, with the unit to use instead.
+
+    >>> from stretto.batching import LinearRamp
+    >>> horizon = Horizon("2ep", dataset_num_samples=100)
+    >>> resolve_horizon(horizon, LinearRamp(4, 20, "1ep")).convert("1ep", "ba")
+    Time('12ba')
+
+    Raises:
+        BatchSizeError: the policy cannot be followed on this run.
+    """
+    policy = as_policy(policy)
+    bound = policy.bind(horizon.with_batch_sizes(None))
+    why = unplannable(horizon, bound)
+    if why is not None:
+        return horizon.with_batch_sizes(UnknownSizes(why[0]))
+    return horizon.with_batch_sizes(PlannedSizes(horizon, policy))

@@ -1,0 +1,165 @@
+"""`Stage`: a part of a plan in which the batch size stays the same, and how it is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias, final
+
+from stretto.batching import LearningRateRule
+from stretto.batching.split import even_unit, not_even, split
+from stretto.errors import PlanError, cannot
+from stretto.planning.sizes import Stretch
+from stretto.timing import Horizon, Timestamp
+
+Values: TypeAlias = Callable[[Timestamp, int], dict[str, float]]
+"""Every hyper-parameter at a timestamp, for a batch of a decided size."""
+
+
+class FirstLast(NamedTuple):
+    """A hyper-parameter over a stage."""
+
+    first: float
+    """Its value for the first batch."""
+    last: float | None
+    """Its value for the last batch, or None where only the run can tell which that is."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of a run in which the batch size stays the same."""
+
+    number: int
+    """From 1."""
+    size: int
+    """Samples of each batch, over all ranks; where an epoch or the run ends in it, fewer."""
+    batches: int | None
+    """How many; None where only the run can tell."""
+    first: Timestamp
+    """The clock at the start of its first batch."""
+    end: Timestamp | None
+    """The clock after its last batch, or None where only the run can tell."""
+    skipped: int
+    """Samples passed over right before it, because its first batch did not fit into the epoch."""
+    cut_sizes: tuple[int, ...]
+    """The sizes of batches that are cut at the end of an epoch or of the run."""
+    shares: tuple[int, int]
+    """The least and the most samples that a rank has of a whole batch."""
+    accumulation: int
+    """Micro-batches of each rank in a batch."""
+    values: Mapping[str, FirstLast]
+    """The hyper-parameters."""
+
+    @property
+    def samples(self) -> int | None:
+        """The samples of all its batches, without those passed over."""
+        if self.end is None or self.batches is None:
+            return None
+        if self.cut_sizes:
+            return self.end.sample - self.first.sample
+        return self.batches * self.size
+
+
+def make_stage(
+    horizon: Horizon,
+    stretch: Stretch,
+    number: int,
+    *,
+    world_size: int,
+    micro_batch_size: int | None,
+    values: Values,
+) -> Stage:
+    """Return a stretch of equal batches as a stage of a plan."""
+    batches, count = stretch.batches, stretch.count
+    shared = split(batches.size, world_size, micro_batch_size)
+    first = values(batches.first, batches.size)
+    last: dict[str, float | None] = dict.fromkeys(first)
+    if count == 1:
+        last.update(first)
+    elif count is not None and first:
+        last.update(values(batches.timestamp(count - 1), batches.size))
+    return Stage(
+        number=number,
+        size=batches.size,
+        batches=count,
+        first=batches.first,
+        end=stretch.end,
+        skipped=stretch.skipped,
+        cut_sizes=cut_sizes(horizon, stretch),
+        shares=(batches.size // world_size, -(-batches.size // world_size)),
+        accumulation=shared.accumulation,
+        values={name: FirstLast(value, last[name]) for name, value in first.items()},
+    )
+
+
+def cut_sizes(horizon: Horizon, stretch: Stretch) -> tuple[int, ...]:
+    """Return the sizes of the batches that are cut, each once: first epoch, later ones, the end."""
+    batches, count, end = stretch.batches, stretch.count, stretch.end
+    num_samples, first = horizon.dataset_num_samples, batches.first
+    found: dict[int, None] = {}
+    ends_epoch = end is None or end.epoch > first.epoch
+    if num_samples is not None and horizon.last_batch == "keep" and ends_epoch:
+        # The last batches of the epoch that the stage begins in and of the next one: those of
+        # all later epochs are like the latter.
+        for epoch in (first.epoch + 1, first.epoch + 2):
+            number = batches.count_before(epoch * num_samples) - 1
+            if count is None or number < count:
+                found[batches.size_of(number)] = None
+    if end is not None and count and horizon.last_batch != "drop":
+        found[end.sample - batches.position(count - 1)] = None
+    found.pop(batches.size, None)
+    return tuple(found)
+
+
+def check_stage(stage: Stage, *, world_size: int, micro_batch_size: int | None, even: bool) -> None:
+    """Refuse a stage that the ranks cannot share.
+
+    Raises:
+        PlanError: it has fewer samples than there are ranks, or, with `even`, not the same full
+            micro-batches for each.
+    """
+    where = f"stage {stage.number}, from {reached(stage.first)}"
+    if stage.size < world_size:
+        raise PlanError(
+            cannot(
+                f"run batches of {stage.size} on {world_size} ranks",
+                why="each rank needs at least one sample",
+                instead=f"write sizes of at least {world_size}, AtLeast(policy, {world_size}), "
+                f"or start {stage.size} ranks",
+                where=where,
+            )
+        )
+    if even and stage.size % even_unit(world_size, micro_batch_size):
+        error = not_even(stage.size, world_size, micro_batch_size)
+        raise PlanError(f"{error} ({where})")
+
+
+def reached(timestamp: Timestamp) -> str:
+    """Return where a stage starts, for a message."""
+    return f"batch {timestamp.batch:,} (sample {timestamp.sample:,})"
+
+
+def rule_applies(name: str) -> bool:
+    """Return whether a hyper-parameter follows the learning rate rule: `lr`, or `lr@group`."""
+    return name.partition("@")[0] == "lr"
+
+
+def hyperparameters(
+    bound: Mapping[str, Callable[[Timestamp], float]],
+    base: Mapping[str, float],
+    rule: LearningRateRule,
+) -> Values:
+    """Return every hyper-parameter as a function of the clock and the decided batch size.
+
+    A value is its base times the schedule's factor; learning rates are times the rule's too.
+    """
+
+    def values(timestamp: Timestamp, size: int) -> dict[str, float]:
+        found = {}
+        for name, schedule in bound.items():
+            value = base.get(name, 1.0) * schedule(timestamp)
+            found[name] = value * rule(size) if rule_applies(name) else value
+        return found
+
+    return values

@@ -1,0 +1,47 @@
+"""Refusing tokens on data that cannot count them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stretto.batching import BoundPolicy
+from stretto.errors import PlanError, cannot
+from stretto.schedules import Schedule
+from stretto.timing import BoundTrigger, Horizon, Timestamp, TimeUnit
+
+_LATE = Timestamp(token=1 << 62)
+"""A clock on which nothing has passed but tokens: only what reads tokens reacts to it."""
+
+
+def check_tokens(
+    horizon: Horizon,
+    policy: BoundPolicy,
+    schedules: Mapping[str, Schedule],
+    triggers: Mapping[str, BoundTrigger],
+) -> None:
+    """Refuse whatever follows tokens, which the data do not count.
+
+    Raises:
+        PlanError: the length of the run, the batch size, a schedule or a trigger follows tokens.
+    """
+    if horizon.max_duration.unit is TimeUnit.TOKEN:
+        _refuse(f"run for {horizon.max_duration}", "max_duration")
+    if TimeUnit.TOKEN in policy.units:
+        _refuse("follow tokens with the batch size", "batch_size")
+    for name, schedule in schedules.items():
+        if any(time.unit is TimeUnit.TOKEN for time in schedule.times()):
+            _refuse("follow tokens with a schedule", name)
+    for name, trigger in triggers.items():
+        if trigger.count(Timestamp(), _LATE):
+            _refuse("wait for tokens", name)
+
+
+def _refuse(what: str, where: str) -> None:
+    raise PlanError(
+        cannot(
+            what,
+            why="the data cannot count their tokens",
+            instead="write it in 'sp' or 'ep', or pass get_num_tokens_in_batch with the data",
+            where=where,
+        )
+    )
