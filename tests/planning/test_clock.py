@@ -21,7 +21,7 @@ from stretto.batching import (
     Steps,
 )
 from stretto.errors import BatchSizeError, PlanError
-from stretto.planning import advance, next_step, pass_over, tick, walk
+from stretto.planning import advance, next_step, tick, walk
 from stretto.timing import Horizon, LastBatch, Time, Timer, Timestamp
 
 MODES: tuple[LastBatch, ...] = get_args(LastBatch)
@@ -185,7 +185,6 @@ def test_a_timer_moves_as_advance_does(case: Case, tokens: int) -> None:
     now = Timestamp()
     for step in itertools.islice(walk(horizon, case.policy.bind(horizon)), 100):
         if step.skipped:
-            pass_over(timer, horizon, step.skipped)
             timer.end_epoch()
         now = step.timestamp._replace(
             token=timer.token,

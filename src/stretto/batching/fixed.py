@@ -9,7 +9,7 @@ from typing import NoReturn, TypeAlias, final
 
 from stretto.batching.policy import BatchSizePolicy, BoundPolicy, checked_size, stretched
 from stretto.batching.staircase import BoundStairs
-from stretto.errors import BatchSizeError, cannot
+from stretto.errors import BatchSizeError, cannot, shown
 from stretto.timing import Horizon, Time
 from stretto.timing.time import Number
 
@@ -149,5 +149,5 @@ def _checked(pairs: list[tuple[Time, int]]) -> tuple[tuple[Time, int], ...]:
 
 def _refuse(steps: object, why: str, write: str) -> NoReturn:
     raise BatchSizeError(
-        cannot(f"read {steps!r} as batch size steps", why=why, instead=f"write {write}")
+        cannot(f"read {shown(steps)} as batch size steps", why=why, instead=f"write {write}")
     )

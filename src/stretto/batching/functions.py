@@ -15,7 +15,7 @@ from stretto.batching.policy import (
     checked_size,
     stretched,
 )
-from stretto.errors import BatchSizeError, cannot
+from stretto.errors import BatchSizeError, cannot, shown
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
 from stretto.timing.time import Number
 
@@ -100,7 +100,7 @@ class SizeFunction(BatchSizePolicy):
         start = "" if self.start is None else f", {self.start}"
         every = "" if self.every is None else f", every='{self.every}'"
         planned = "" if self.planned else ", planned=False"
-        return f"SizeFunction({shown(self.function)}{start}{every}{planned})"
+        return f"SizeFunction({name_of(self.function)}{start}{every}{planned})"
 
 
 @final
@@ -184,7 +184,7 @@ class BoundPeriodicFunction(BoundPolicy):
 def asked(function: SizeCallable, timestamp: Timestamp, state: PolicyState) -> int:
     """Return the size that `function` gives, checked."""
     size = function(timestamp, cast("int | None", state["size"]))
-    return checked_size(size, f"the batch size that {shown(function)} returned")
+    return checked_size(size, f"the batch size that {name_of(function)} returned")
 
 
 def check_callable(function: object, form: str) -> None:
@@ -192,13 +192,13 @@ def check_callable(function: object, form: str) -> None:
     if not callable(function):
         raise BatchSizeError(
             cannot(
-                f"ask {function!r} for a batch size",
+                f"ask {shown(function)} for a batch size",
                 why="it is not a function",
                 instead=f"pass a function {form}",
             )
         )
 
 
-def shown(function: Callable[..., object]) -> str:
+def name_of(function: Callable[..., object]) -> str:
     """Return the name by which a function can be found again."""
     return getattr(function, "__qualname__", None) or repr(function)

@@ -17,8 +17,9 @@ from stretto.batching.policy import (
     stretched,
 )
 from stretto.batching.wrappers import checked_policy
-from stretto.errors import BatchSizeError, cannot
+from stretto.errors import BatchSizeError, TimeError, cannot, shown
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
+from stretto.timing.number import exact
 from stretto.timing.time import Number
 
 
@@ -82,8 +83,10 @@ class Hysteresis(BatchSizePolicy):
         return self.policy.times() + (() if self.wait is None else (self.wait,))
 
     def __repr__(self) -> str:
-        exact = Fraction(repr(float(self.ratio))) == self.ratio
-        ratio = repr(float(self.ratio) if exact else self.ratio)
+        # As a float where that reads back to the same ratio, which is how most are written.
+        ratio = repr(self.ratio)
+        if exact(float(self.ratio)) == self.ratio:
+            ratio = repr(float(self.ratio))
         wait = "" if self.wait is None else f", wait='{self.wait}'"
         return f"Hysteresis({self.policy!r}, {ratio}{wait})"
 
@@ -153,15 +156,15 @@ def timestamp_tick(axis: Axis | None, timestamp: Timestamp) -> int:
 
 def _ratio(ratio: object) -> Fraction:
     try:
-        exact = (Time(1, TimeUnit.DURATION) * ratio).amount  # type: ignore[operator]
-    except (TypeError, ValueError):
-        exact = Fraction(0)
-    if exact <= 1:
+        factor = exact(ratio)
+    except TimeError:
+        factor = Fraction(0)
+    if factor <= 1:
         raise BatchSizeError(
             cannot(
-                f"move the batch size when it is {ratio!r} times as large",
+                f"move the batch size when it is {shown(ratio)} times as large",
                 why="it is not a finite number above 1",
                 instead="write a ratio such as 1.25",
             )
         )
-    return exact
+    return factor

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias, cast, final
 
-from stretto.batching.functions import check_callable, shown
+from stretto.batching.functions import check_callable, name_of
 from stretto.batching.policy import (
     BatchSizePolicy,
     BoundPolicy,
@@ -15,7 +15,7 @@ from stretto.batching.policy import (
     Signals,
     checked_size,
 )
-from stretto.errors import BatchSizeError, cannot
+from stretto.errors import BatchSizeError, cannot, shown
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.time import Number
 
@@ -82,7 +82,7 @@ class IncreaseFunction(BatchSizePolicy):
         return ()
 
     def __repr__(self) -> str:
-        return f"IncreaseFunction({shown(self.function)}, {self.start}, {self.max_batch_size})"
+        return f"IncreaseFunction({name_of(self.function)}, {self.start}, {self.max_batch_size})"
 
 
 @final
@@ -132,10 +132,10 @@ class BoundIncrease(BoundPolicy):
         if type(increment) is not int or increment < 0:
             raise BatchSizeError(
                 cannot(
-                    f"increase the batch size of {size} by {increment!r}",
+                    f"increase the batch size of {size} by {shown(increment)}",
                     why="it is not an integer of at least 0",
                     instead="return how many samples to add, 0 for none",
-                    where=f"{shown(self.policy.function)}({epoch}, {size})",
+                    where=f"{name_of(self.policy.function)}({epoch}, {size})",
                 )
             )
         return size + increment if size + increment <= self.policy.max_batch_size else size

@@ -13,7 +13,7 @@ from stretto.batching.periods import PeriodSizes
 from stretto.batching.policy import BatchSizePolicy
 from stretto.batching.ramps import DoublingRamp, LinearRamp, StagedRamp
 from stretto.batching.wrappers import AtLeast, AtMost, Monotone, MultipleOf, PowerOfTwo
-from stretto.errors import BatchSizeError, TimeError, cannot
+from stretto.errors import BatchSizeError, TimeError, cannot, shown
 from stretto.timing import Time
 
 PolicyLike: TypeAlias = (
@@ -161,5 +161,5 @@ def _listed(words: Iterable[str]) -> str:
 
 def _refuse(mapping: Mapping[object, object], why: str, write: str) -> NoReturn:
     raise BatchSizeError(
-        cannot(f"read {dict(mapping)!r} as a batch size", why=why, instead=f"write {write}")
+        cannot(f"read {shown(dict(mapping))} as a batch size", why=why, instead=f"write {write}")
     )

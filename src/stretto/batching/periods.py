@@ -11,7 +11,7 @@ from stretto.batching.bound_periods import BoundPeriods, Period, sub_horizon
 from stretto.batching.policy import BatchSizePolicy, BoundPolicy, stretched
 from stretto.batching.staircase import line
 from stretto.batching.wrappers import checked_policy
-from stretto.errors import BatchSizeError, cannot
+from stretto.errors import BatchSizeError, cannot, shown
 from stretto.timing import Axis, Horizon, Time, TimeLike, TimeUnit
 from stretto.timing.conversion import rounded
 from stretto.timing.time import Number
@@ -144,5 +144,5 @@ def _pair(pair: object) -> tuple[Time | Rest, BatchSizePolicy]:
 
 def _refuse(periods: object, why: str, write: str) -> NoReturn:
     raise BatchSizeError(
-        cannot(f"follow the periods {periods!r}", why=why, instead=f"write {write}")
+        cannot(f"follow the periods {shown(periods)}", why=why, instead=f"write {write}")
     )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TypeAlias, cast, final
 
-from stretto.errors import BatchSizeError, cannot
+from stretto.errors import BatchSizeError, cannot, shown
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.conversion import rounded
+from stretto.timing.number import exact, whole
 from stretto.timing.time import Number
 
 PolicyState: TypeAlias = Mapping[str, "int | float | str | PolicyState | None"]
@@ -170,16 +169,11 @@ def checked_size(value: object, what: str = "a batch size") -> int:
     Raises:
         BatchSizeError: it is anything else; floats and booleans are never converted.
     """
-    if type(value) is int and value >= 1:
-        return value
-    try:
-        size = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        size = 0
-    if size < 1:
+    size = whole(value)
+    if size is None or size < 1:
         raise BatchSizeError(
             cannot(
-                f"use {value!r} as {what}",
+                f"use {shown(value)} as {what}",
                 why="it is not an integer of at least 1",
                 instead="write a number of samples such as 128",
             )
@@ -217,8 +211,8 @@ def stretched(time: Time, ratio: Number) -> Time:
     """
     if time.unit is TimeUnit.DURATION:
         return time
-    exact: Fraction = (Time(1, TimeUnit.DURATION) * ratio).amount
-    if exact <= 0:
+    factor = exact(ratio)
+    if factor <= 0:
         raise BatchSizeError(
             cannot(
                 f"stretch the times of a batch size policy by {ratio}",
@@ -226,7 +220,7 @@ def stretched(time: Time, ratio: Number) -> Time:
                 instead="write a ratio such as 0.5",
             )
         )
-    return rounded(time.amount * exact, time.unit)
+    return rounded(time.amount * factor, time.unit)
 
 
 def inner_state(state: PolicyState) -> PolicyState:

@@ -19,7 +19,7 @@ from stretto.batching.policy import (
     stretched,
 )
 from stretto.batching.staircase import BoundAlignedStairs, BoundStairs, line
-from stretto.errors import BatchSizeError, cannot
+from stretto.errors import BatchSizeError, cannot, shown
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
 from stretto.timing.time import Number
 
@@ -169,7 +169,7 @@ class StagedRamp(BatchSizePolicy):
         if len(checked) < 2 or not ascending:
             raise BatchSizeError(
                 cannot(
-                    f"ramp through the sizes {list(sizes)}",
+                    f"ramp through the sizes {shown(list(sizes))}",
                     why="they are not in ascending order" if checked[1:] else "they are too few",
                     instead="write two or more in ascending order such as [256, 512, 2048]; "
                     "sizes that shrink are written as Steps",

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
-from stretto.batching.functions import shown
+from stretto.batching.functions import name_of
 from stretto.batching.policy import checked_size
-from stretto.errors import BatchSizeError, cannot
+from stretto.errors import BatchSizeError, cannot, shown
 
 
 class LearningRateRule(ABC):
@@ -115,7 +115,7 @@ class FunctionRule(LearningRateRule):
         if not callable(self.function):
             raise BatchSizeError(
                 cannot(
-                    f"use {self.function!r} as a learning rate rule",
+                    f"use {shown(self.function)} as a learning rate rule",
                     why="it is not a function",
                     instead="pass a function size -> factor, or LinearRule(256)",
                 )
@@ -135,16 +135,16 @@ class FunctionRule(LearningRateRule):
         ):
             raise BatchSizeError(
                 cannot(
-                    f"multiply the learning rate by {factor!r}",
+                    f"multiply the learning rate by {shown(factor)}",
                     why="it is not a finite number of at least 0",
                     instead="return a factor such as 1.0",
-                    where=f"{shown(self.function)}({size})",
+                    where=f"{name_of(self.function)}({size})",
                 )
             )
         return float(factor)
 
     def __repr__(self) -> str:
-        return f"FunctionRule({shown(self.function)})"
+        return f"FunctionRule({name_of(self.function)})"
 
 
 def _is_factor(factor: float) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from stretto.batching.policy import checked_size
-from stretto.errors import BatchSizeError, cannot
+from stretto.errors import BatchSizeError, cannot, shown
 
 
 @final
@@ -89,7 +89,7 @@ def split(
     if type(start) is not int or start < 0:
         raise BatchSizeError(
             cannot(
-                f"start a batch at position {start!r}",
+                f"start a batch at position {shown(start)}",
                 why="positions are integers of at least 0",
                 instead="pass the number of samples before the batch",
             )

@@ -15,7 +15,7 @@ from stretto.batching.policy import (
     checked_size,
     inner_state,
 )
-from stretto.errors import BatchSizeError, cannot
+from stretto.errors import BatchSizeError, cannot, shown
 from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.time import Number
 
@@ -297,7 +297,7 @@ def _check_rounding(rounding: object) -> None:
     if rounding not in ("down", "up"):
         raise BatchSizeError(
             cannot(
-                f"round a batch size {rounding!r}",
+                f"round a batch size {shown(rounding)}",
                 why="there is no such way to round",
                 instead="write 'down' or 'up'",
             )

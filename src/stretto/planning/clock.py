@@ -129,6 +129,8 @@ def tick(
 ) -> None:
     """Move `timer` over a batch of `size` samples, exactly as `advance` moves a timestamp.
 
+    Where a step says that samples were `skipped` before it, call `timer.end_epoch()` first.
+
     >>> horizon = Horizon("2ep", dataset_num_samples=20)
     >>> timer = Timer(horizon)
     >>> tick(timer, horizon, 16), tick(timer, horizon, 4)
@@ -142,19 +144,12 @@ def tick(
     timer.update(samples=size, tokens=tokens, seconds=seconds)
     roll = rollover(horizon, timer.sample_in_epoch, size)
     if roll.epochs:
-        pass_over(timer, horizon, roll.passed_over)
         num_samples = horizon.dataset_num_samples or 0
         for epoch in range(roll.epochs, 0, -1):
             carried = (epoch - 1) * num_samples + roll.sample_in_epoch
             timer.end_epoch(samples=carried, tokens=tokens_carried(carried, size, tokens))
     elif ends_epoch:
         timer.end_epoch()
-
-
-def pass_over(timer: Timer, horizon: Horizon, samples: int) -> None:
-    """Move `timer` over samples that `last_batch="drop"` leaves out, without a batch."""
-    if samples:
-        timer.skip(samples=samples, tokens=samples * (horizon.tokens_per_sample or 0))
 
 
 def next_step(

@@ -173,7 +173,10 @@ class PlannedSizes:
         batches, count = self.stretches[number].batches, self.stretches[number].count
         before = batches.count_before(sample)
         is_last = number == len(self.stretches) - 1
-        if count is not None and (not is_last or (self.end and sample <= self.end.sample)):
+        if self.end is not None and is_last and sample > self.end.sample:
+            # Batches that no run has lie as if it went on, but for the one cut at its end.
+            before = max(before, (count or 0) + 1)
+        elif count is not None:
             before = min(before, count)
         return batches.first.batch + before
 

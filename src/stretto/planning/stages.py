@@ -119,7 +119,6 @@ def check_stage(stage: Stage, *, world_size: int, micro_batch_size: int | None, 
         PlanError: it has fewer samples than there are ranks, or, with `even`, not the same full
             micro-batches for each.
     """
-    where = f"stage {stage.number}, from {reached(stage.first)}"
     if stage.size < world_size:
         raise PlanError(
             cannot(
@@ -127,17 +126,16 @@ def check_stage(stage: Stage, *, world_size: int, micro_batch_size: int | None, 
                 why="each rank needs at least one sample",
                 instead=f"write sizes of at least {world_size}, AtLeast(policy, {world_size}), "
                 f"or start {stage.size} ranks",
-                where=where,
+                where=_where(stage),
             )
         )
     if even and stage.size % even_unit(world_size, micro_batch_size):
         error = not_even(stage.size, world_size, micro_batch_size)
-        raise PlanError(f"{error} ({where})")
+        raise PlanError(f"{error} ({_where(stage)})")
 
 
-def reached(timestamp: Timestamp) -> str:
-    """Return where a stage starts, for a message."""
-    return f"batch {timestamp.batch:,} (sample {timestamp.sample:,})"
+def _where(stage: Stage) -> str:
+    return f"stage {stage.number}, from batch {stage.first.batch:,}, sample {stage.first.sample:,}"
 
 
 def rule_applies(name: str) -> bool:
