@@ -112,8 +112,8 @@ def next_byte_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -
 
     >>> from stretto.examples.tiny_gpt import TinyGPT
     >>> batch = PythonDocs(sequence_length=8).get_batch([0, 1])
-    >>> round(next_byte_loss(TinyGPT(1, 16), batch).item(), 1)  # log(256): all bytes equally likely
-    5.5
+    >>> 5.4 < next_byte_loss(TinyGPT(1, 16), batch).item() < 5.7  # all bytes equally likely
+    True
     """
     inputs, targets = batch
     return functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
