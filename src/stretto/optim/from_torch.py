@@ -1,0 +1,157 @@
+"""`from_torch`: any torch scheduler as a function of time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.optim import Optimizer
+
+from stretto.errors import ScheduleError, cannot, shown
+from stretto.schedules import BoundSchedule, Schedule
+from stretto.schedules.schedule import fill
+from stretto.schedules.scope import Scope, integers
+from stretto.timing import Time, TimeLike, Timestamp
+
+Factory = Callable[[Optimizer], Any]
+
+_KEPT = 4096
+"""Values kept from the furthest step backwards; going back further begins anew."""
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class TorchSchedule(Schedule):
+    """A torch scheduler, read as a function of time; made by `from_torch`."""
+
+    factory: Factory
+    every: Time
+
+    def __init__(self, factory: Factory, *, every: TimeLike = "1ba") -> None:
+        interval = Time(every)
+        if not callable(factory):  # a scheduler itself is not
+            raise ScheduleError(
+                cannot(
+                    f"read {shown(factory)} as a torch scheduler",
+                    why="it is not a function of the optimizer",
+                    instead="write from_torch(lambda optimizer: OneCycleLR(optimizer, ...))",
+                )
+            )
+        if interval.amount <= 0:
+            raise ScheduleError(
+                cannot(
+                    f"step a torch scheduler every '{interval}'",
+                    why="the interval is not positive",
+                    instead="write every='1ba' or every='1ep'",
+                )
+            )
+        fill(self, factory=factory, every=interval)
+
+    def times(self) -> tuple[Time, ...]:
+        """Return the interval between steps."""
+        return (self.every,)
+
+    def within(self, scope: Scope) -> BoundSchedule:
+        """Return the factor over `scope` as a function of the timestamp.
+
+        Raises:
+            ScheduleError: the scheduler cannot be built or stepped.
+        """
+        span = scope.span(self.times()).along(self.every.unit)
+        scale, start, interval = integers(span.start, span.length(self.every))
+        read = span.axis.read
+        steps = _Steps(self.factory)
+
+        def value(timestamp: Timestamp) -> float:
+            return steps.factor(max(0, read(timestamp) * scale - start) // interval)
+
+        return value
+
+    def __str__(self) -> str:
+        return f"a torch scheduler stepped every {self.every}"
+
+
+@final
+class _Steps:
+    """The factors of a torch scheduler, step by step on an optimizer of its own."""
+
+    def __init__(self, factory: Factory) -> None:
+        self._factory = factory
+        self._begin()
+
+    def factor(self, step: int) -> float:
+        """Return the learning rate after `step` steps, over the one that it began with."""
+        if step < self._first:
+            self._begin()
+        while step >= self._first + len(self._values):
+            self._advance()
+        return self._values[step - self._first]
+
+    def _begin(self) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(()))
+        self._optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9)
+        try:
+            self._scheduler = self._factory(self._optimizer)
+            self._scheduler.step  # noqa: B018  what is not a scheduler is refused here
+        except Exception as error:
+            raise ScheduleError(
+                cannot(
+                    "build the torch scheduler",
+                    why=f"{type(error).__name__}: {error}",
+                    instead="write a function that returns a scheduler of the optimizer it gets",
+                )
+            ) from error
+        self._first = 0
+        self._values = [self._now()]
+
+    def _advance(self) -> None:
+        with warnings.catch_warnings():
+            # No optimizer step ever comes before these: only the learning rate is read.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            try:
+                self._scheduler.step()
+            except Exception as error:
+                done = self._first + len(self._values) - 1
+                raise ScheduleError(
+                    cannot(
+                        f"step the torch scheduler more than {done} times",
+                        why=f"{type(error).__name__}: {error}",
+                        instead="give it as many steps as the run has intervals",
+                    )
+                ) from error
+        self._values.append(self._now())
+        if len(self._values) > 2 * _KEPT:
+            del self._values[:_KEPT]
+            self._first += _KEPT
+
+    def _now(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
+
+
+def from_torch(factory: Factory, every: TimeLike = "1ba") -> TorchSchedule:
+    """Return a torch scheduler as a schedule: a pure function of time, in any unit.
+
+    The scheduler is built on an optimizer of its own with a learning rate of 1 and stepped there,
+    as often as the time says; so it may be read at any time, backwards too, and there is nothing
+    to save. Its learning rate is the factor. A scheduler that sets a learning rate of its own
+    (`OneCycleLR`'s `max_lr`) is told 1 for the optimizer's: `max_lr=1.0` peaks there.
+
+    >>> from torch.optim.lr_scheduler import StepLR
+    >>> from stretto.timing import Horizon
+    >>> schedule = from_torch(lambda optimizer: StepLR(optimizer, step_size=2), every="1ep")
+    >>> factor = schedule.bind(Horizon("6ep"))
+    >>> [round(factor(Timestamp(epoch=epoch)), 3) for epoch in (0, 1, 2, 5, 2)]
+    [1.0, 1.0, 0.1, 0.01, 0.1]
+
+    Args:
+        factory: returns a scheduler of the optimizer that it is given.
+        every: how much time one `step()` stands for.
+
+    Raises:
+        ScheduleError: `factory` is not a function, or `every` is not positive. When it is bound:
+            the scheduler cannot be built; when it is read: it cannot be stepped so often.
+    """
+    return TorchSchedule(factory, every=every)

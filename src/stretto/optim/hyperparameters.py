@@ -1,0 +1,251 @@
+"""`Hyperparameters`: one call sets everything that is scheduled in an optimizer."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stretto.batching import LearningRateRule, NoRule
+from stretto.errors import ScheduleError, cannot
+from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
+from stretto.timing import Horizon, Timestamp
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """One value in one parameter group: its base, times a factor, times the rule's."""
+
+    group: dict[str, Any]
+    key: str
+    base: Any
+    factor: BoundSchedule
+    follows_rule: bool
+
+
+@final
+class Hyperparameters:
+    """Sets an optimizer's hyper-parameters for a time: base value times the schedules' factors.
+
+    The base is what the optimizer was built with; it is read once, here, so build this before an
+    optimizer's saved state is loaded. Nothing is multiplied in place and nothing is remembered:
+    a value is a function of the time and the batch size.
+
+    >>> import torch
+    >>> from stretto.schedules import Linear
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    >>> hyperparameters = Hyperparameters(optimizer, {"lr": Linear(1, 0)}, Horizon("10ba"))
+    >>> hyperparameters.apply(Timestamp(batch=5))
+    >>> optimizer.param_groups[0]["lr"]
+    0.25
+
+    Args:
+        optimizer: its parameter groups are written to.
+        schedules: by name, a schedule (or a number, or a callable of the timer) or several that
+            multiply. A name is a key of the parameter groups (`"lr"`, `"weight_decay"`,
+            `"momentum"`, `"betas"`, which sets each of them); `"lr@embeddings"` is only for the
+            group that has `name="embeddings"`, `"lr@1"` only for the second group, and multiplies
+            what `"lr"` says for all.
+        horizon: the run.
+        rule: how learning rates answer to the batch size; None: not at all.
+
+    Raises:
+        ScheduleError: there is no such hyper-parameter or group, or a schedule does not fit the
+            run.
+        ConversionError: a time needs a fact that is not known.
+    """
+
+    __slots__ = ("_base", "_columns", "_only", "_rule", "_schedules", "_settings")
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        schedules: Mapping[str, Any],
+        horizon: Horizon,
+        *,
+        rule: LearningRateRule | None = None,
+    ) -> None:
+        self._rule = NoRule() if rule is None else rule
+        groups = optimizer.param_groups
+        factors = {name: _one(value) for name, value in schedules.items()}
+        for name in factors:
+            _check(name, groups)
+        if rule is not None and "lr" not in factors:
+            factors = {"lr": as_schedule(1.0), **factors}
+        self._settings = [
+            _setting(group, key, factor, horizon)
+            for number, group in enumerate(groups)
+            for key, factor in _of_group(factors, number, group).items()
+        ]
+        self._columns = _columns(factors, groups)
+        self._schedules = {
+            name: _of_group(factors, number, groups[number])[key]
+            for name, (number, key) in self._columns.items()
+            if name in factors
+        }
+        self._base = {
+            name: _number(groups[number][key]) for name, (number, key) in self._columns.items()
+        }
+        self._columns = {name: (groups[n], key) for name, (n, key) in self._columns.items()}
+        alone = self._settings[0] if len(self._settings) == 1 else None
+        self._only = alone if alone is not None and _is_plain(alone, self._rule) else None
+
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        """What each scheduled value follows, all factors multiplied: what a plan is made with."""
+        return dict(self._schedules)
+
+    @property
+    def base(self) -> dict[str, float]:
+        """What the optimizer was built with, by name."""
+        return dict(self._base)
+
+    @property
+    def rule(self) -> LearningRateRule:
+        """How learning rates answer to the batch size."""
+        return self._rule
+
+    def apply(self, timestamp: Timestamp, batch_size: int | None = None) -> None:
+        """Set every scheduled value for the batch that starts at `timestamp`.
+
+        Args:
+            timestamp: the clock before the batch.
+            batch_size: the size that the policy decided for it; a learning rate rule needs it.
+
+        Raises:
+            ScheduleError: there is a rule and no batch size.
+        """
+        only = self._only
+        if only is not None:
+            only.group[only.key] = only.base * only.factor(timestamp)
+            return
+        rule = 1.0
+        if not isinstance(self._rule, NoRule):
+            rule = self._rule(_given(batch_size))
+        for setting in self._settings:
+            _set(setting, setting.factor(timestamp), rule if setting.follows_rule else 1.0)
+
+    def values(self) -> dict[str, float]:
+        """Return the values in force: the learning rate, and whatever else is scheduled.
+
+        A name without a group shows the first group's value; of `betas`, the first.
+        """
+        return {name: _number(group[key]) for name, (group, key) in self._columns.items()}
+
+
+def _one(value: Any) -> Schedule:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return Product(*value)
+    return as_schedule(value)
+
+
+def _check(name: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a name that no parameter group has."""
+    key, _, group = name.partition("@")
+    keys = [
+        key for key in groups[0] if key not in ("params", "name") and _is_settable(groups[0], key)
+    ]
+    if key not in keys:
+        close = difflib.get_close_matches(key, keys, 1, 0.4)
+        close = ["lr"] if key.lower() in ("learning_rate", "learningrate") else close
+        raise ScheduleError(
+            cannot(
+                f"schedule {name!r}",
+                why=f"the optimizer has no such number (it has {', '.join(keys)})",
+                instead=f"write {close[0]!r}" if close else "write one of those",
+            )
+        )
+    names = [_name(number, other) for number, other in enumerate(groups)]
+    if group and group not in names:
+        raise ScheduleError(
+            cannot(
+                f"schedule {name!r}",
+                why=f"the optimizer has no such parameter group (it has {', '.join(names)})",
+                instead=f"write '{key}@{names[0]}', or give the group that name",
+            )
+        )
+
+
+def _is_settable(group: Mapping[str, Any], key: str) -> bool:
+    value = group[key]
+    if isinstance(value, tuple):
+        return all(isinstance(item, (int, float, Tensor)) for item in value)
+    return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+
+
+def _name(number: int, group: Mapping[str, Any]) -> str:
+    return str(group.get("name", number))
+
+
+def _of_group(
+    factors: Mapping[str, Schedule], number: int, group: Mapping[str, Any]
+) -> dict[str, Schedule]:
+    """What each key of one group follows: the schedule for all, times the group's own."""
+    found: dict[str, list[Schedule]] = {}
+    for name, factor in factors.items():
+        key, _, wanted = name.partition("@")
+        if not wanted or wanted == _name(number, group):
+            found.setdefault(key, []).append(factor)
+    return {key: each[0] if len(each) == 1 else Product(*each) for key, each in found.items()}
+
+
+def _setting(group: dict[str, Any], key: str, factor: Schedule, horizon: Horizon) -> _Setting:
+    base = group[key]
+    if isinstance(base, Tensor):
+        base = float(base)
+    elif isinstance(base, tuple):
+        base = tuple(_number(item) for item in base)
+    return _Setting(group, key, base, factor.bind(horizon), key == "lr")
+
+
+def _set(setting: _Setting, factor: float, rule: float) -> None:
+    if isinstance(setting.base, tuple):
+        setting.group[setting.key] = tuple(base * factor for base in setting.base)
+        return
+    value = setting.base * factor * rule
+    current = setting.group[setting.key]
+    if isinstance(current, Tensor):
+        current.fill_(value)  # a compiled or captured step reads this very tensor
+    else:
+        setting.group[setting.key] = value
+
+
+def _is_plain(setting: _Setting, rule: LearningRateRule) -> bool:
+    is_number = isinstance(setting.base, (int, float))
+    is_tensor = isinstance(setting.group[setting.key], Tensor)
+    return is_number and not is_tensor and isinstance(rule, NoRule)
+
+
+def _columns(
+    factors: Mapping[str, Schedule], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Where the value of each name stands: the number of a group and a key in it."""
+    numbers = {_name(number, group): number for number, group in enumerate(groups)}
+    columns = {"lr": (0, "lr")} if "lr" in groups[0] else {}
+    for name in factors:
+        key, _, group = name.partition("@")
+        columns[name] = (numbers[group] if group else 0, key)
+    return columns
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, tuple):
+        value = value[0]
+    return float(value)
+
+
+def _given(batch_size: int | None) -> int:
+    if batch_size is None:
+        raise ScheduleError(
+            cannot(
+                "apply a learning rate rule",
+                why="the batch size was not given",
+                instead="write apply(step.timestamp, step.batch_size)",
+            )
+        )
+    return batch_size

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.batching import LinearRule, SquareRootRule
+from stretto.errors import ConversionError, ScheduleError
+from stretto.optim import Hyperparameters
+from stretto.schedules import Constant, Cosine, Linear
+from stretto.timing import Horizon, Timestamp
+
+HORIZON = Horizon("10ba")
+
+
+def groups() -> list[dict[str, Any]]:
+    return [
+        {"params": [nn.Parameter(torch.zeros(1))], "name": "body", "lr": 0.5},
+        {"params": [nn.Parameter(torch.zeros(1))], "name": "head", "lr": 0.25},
+    ]
+
+
+def adamw(**settings: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(groups(), betas=(0.8, 0.9), weight_decay=0.1, **settings)
+
+
+def at(batch: int) -> Timestamp:
+    return Timestamp(batch=batch)
+
+
+def test_every_group_keeps_its_own_base() -> None:
+    optimizer = adamw()
+    settings = Hyperparameters(optimizer, {"lr": Linear(1, 0)}, HORIZON)
+    settings.apply(at(5))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.125]
+    settings.apply(at(0))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+
+
+def test_a_groups_own_schedule_multiplies_the_one_for_all() -> None:
+    optimizer = adamw()
+    settings = Hyperparameters(optimizer, {"lr": Linear(1, 0), "lr@head": Constant(0.1)}, HORIZON)
+    settings.apply(at(5))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.125 * 0.1]
+    assert settings.values()["lr@head"] == 0.125 * 0.1
+
+
+def test_a_group_without_a_name_is_known_by_its_number() -> None:
+    parameters = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters, lr=1.0, weight_decay=0.1)
+    Hyperparameters(optimizer, {"weight_decay@1": Constant(0.5)}, HORIZON).apply(at(0))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.05]
+
+
+def test_several_schedules_multiply() -> None:
+    optimizer = adamw()
+    Hyperparameters(optimizer, {"lr": [Linear(1, 0), 0.5]}, HORIZON).apply(at(5))
+    assert optimizer.param_groups[0]["lr"] == 0.5 * (0.5 * 0.5)
+
+
+def test_betas_are_set_each() -> None:
+    optimizer = adamw()
+    Hyperparameters(optimizer, {"betas": Constant(0.5)}, HORIZON).apply(at(0))
+    assert optimizer.param_groups[0]["betas"] == (0.4, 0.45)
+
+
+def test_a_tensor_learning_rate_is_written_in_place() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.5))
+    tensor = optimizer.param_groups[0]["lr"]
+    Hyperparameters(optimizer, {"lr": Linear(1, 0)}, HORIZON).apply(at(5))
+    assert optimizer.param_groups[0]["lr"] is tensor
+    assert tensor.item() == 0.25
+
+
+def test_the_rule_follows_the_size_and_not_its_history() -> None:
+    optimizer = adamw()
+    settings = Hyperparameters(optimizer, {"lr": Linear(1, 0)}, HORIZON, rule=SquareRootRule(16))
+    for size in (64, 16, 64):
+        settings.apply(at(5), size)
+    assert optimizer.param_groups[0]["lr"] == 0.25 * 2
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_a_rule_alone_is_enough() -> None:
+    optimizer = adamw()
+    settings = Hyperparameters(optimizer, {}, HORIZON, rule=LinearRule(8))
+    settings.apply(at(0), 32)
+    assert settings.values() == {"lr": 2.0}
+
+
+def test_a_rule_needs_the_size() -> None:
+    settings = Hyperparameters(adamw(), {}, HORIZON, rule=LinearRule(8))
+    with pytest.raises(ScheduleError, match="the batch size was not given"):
+        settings.apply(at(0))
+
+
+def test_the_base_survives_a_loaded_state() -> None:
+    optimizer = adamw()
+    settings = Hyperparameters(optimizer, {"lr": Cosine()}, HORIZON)
+    settings.apply(at(7))
+    optimizer.load_state_dict(adamw().state_dict())
+    settings.apply(at(0))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert settings.base == {"lr": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("learning_rate", r"cannot schedule 'learning_rate': .*; write 'lr'"),
+        ("weight_decy", r"write 'weight_decay'"),
+        ("amsgrad", r"no such number"),
+        ("lr@tail", r"no such parameter group \(it has body, head\); write 'lr@body'"),
+    ],
+)
+def test_a_wrong_name_is_refused_with_the_right_one(name: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Hyperparameters(adamw(), {name: Linear(1, 0)}, HORIZON)
+
+
+def test_a_schedule_that_does_not_fit_the_run_is_refused_at_once() -> None:
+    with pytest.raises(ConversionError):
+        Hyperparameters(adamw(), {"lr": Linear(1, 0, over="0.5ep")}, HORIZON)
