@@ -1,210 +1,29 @@
-"""`batch_size` in a run file, and the policy that becomes of it."""
+"""`batch_size` in a run file, in any of the ways to write it, and the policy it becomes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, TypeAlias
 
-from pydantic import AfterValidator, ConfigDict, Field, Tag, model_validator
+from pydantic import Field, Tag
 
-from stretto.batching import (
-    AtLeast,
-    AtMost,
-    BatchSizePolicy,
-    DoublingRamp,
-    Hysteresis,
-    IncreaseFunction,
-    LinearRamp,
-    Monotone,
-    MultipleOf,
-    PeriodSizes,
-    PowerOfTwo,
-    SizeFunction,
-    StagedRamp,
-    Steps,
-    as_policy,
-)
-from stretto.config.building import CHECKING, Building
-from stretto.config.fields import (
-    TIME_PATTERN,
-    Count,
-    Length,
-    Number,
-    Section,
-    Target,
-    TargetText,
-    check_duration,
-    check_no_duration,
-    read_time,
-    shape_of,
+from stretto.batching import BatchSizePolicy, PeriodSizes, as_policy
+from stretto.config.building import Building
+from stretto.config.fields import Count, check_duration, check_no_duration, shape_of
+from stretto.config.sizes import (
+    DoublingSizes,
+    FunctionSizes,
+    IncreasedSizes,
+    LinearSizes,
+    OneSize,
+    Sizes,
+    StagedSizes,
+    SteppedSizes,
+    StepsMapping,
+    StepsText,
 )
 from stretto.config.source import Path
 from stretto.config.targets import nearest_to
-from stretto.errors import BatchSizeError, cannot
-
-
-class Sizes(Section):
-    """What every way to write a batch size has in common.
-
-    Applied in this order: power_of_two, multiple_of, even, hysteresis, monotone, at_least,
-    at_most.
-    """
-
-    duration: Literal["rest"] | Length | None = None
-    """In `periods`: how long this one is, or `rest`."""
-    at_most: Count | None = None
-    """Never more than this."""
-    at_least: Count | None = None
-    """Never less than this."""
-    multiple_of: Count | None = None
-    """Only multiples of this, rounded down."""
-    power_of_two: Literal["down", "up"] | None = None
-    """Only powers of two, rounded this way."""
-    hysteresis: Number | None = None
-    """Move only when the size is this many times too large or small, such as 1.25."""
-    monotone: bool = False
-    """Never shrink."""
-    even: bool = False
-    """Only multiples of world_size * micro_batch_size, so that all ranks run full micro-batches."""
-
-    def policy(self, building: Building, path: Path) -> BatchSizePolicy:
-        """Return the policy, with its bounds and rounding."""
-        self._check_bounds(building)
-        policy = self._sizes(building, path)
-        if self.power_of_two is not None:
-            policy = PowerOfTwo(policy, self.power_of_two)
-        for factor in self._factors(building):
-            policy = MultipleOf(policy, factor)
-        if self.hysteresis is not None:
-            policy = Hysteresis(policy, self.hysteresis)
-        if self.monotone:
-            policy = Monotone(policy)
-        if self.at_least is not None:
-            policy = AtLeast(policy, self.at_least)
-        return policy if self.at_most is None else AtMost(policy, self.at_most)
-
-    def _sizes(self, building: Building, path: Path) -> BatchSizePolicy:
-        raise NotImplementedError
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        self.policy(CHECKING, ())
-        return self
-
-    def _factors(self, building: Building) -> list[int]:
-        factors = [] if self.multiple_of is None else [self.multiple_of]
-        return [*factors, building.even_unit] if self.even else factors
-
-    def _check_bounds(self, building: Building) -> None:
-        """Refuse a bound that the rounding would have to break."""
-        bounds = {"at_least": self.at_least, "at_most": self.at_most}
-        for name, bound in bounds.items():
-            for factor in self._factors(building):
-                if bound is not None and bound % factor:
-                    lower = max(factor, bound - bound % factor)
-                    raise _bound(name, bound, f"a multiple of {factor}", (lower, lower + factor))
-            if bound is not None and self.power_of_two and bound & (bound - 1):
-                power = 1 << (bound.bit_length() - 1)
-                raise _bound(name, bound, "a power of two", (power, 2 * power))
-        if self.at_most is not None and (self.at_least or 0) > self.at_most:
-            raise _bound("at_least", self.at_least, f"at most {self.at_most}", (self.at_most,))
-        if self.power_of_two and any(factor & (factor - 1) for factor in self._factors(building)):
-            raise BatchSizeError(
-                cannot(
-                    "round to powers of two and to multiples",
-                    why=f"{self._factors(building)} holds no powers of two",
-                    instead="keep one of power_of_two, multiple_of and even",
-                )
-            )
-
-
-def _bound(name: str, bound: int | None, need: str, write: tuple[int, ...]) -> BatchSizeError:
-    return BatchSizeError(
-        cannot(
-            f"use {name}={bound}",
-            why=f"it is not {need}",
-            instead=f"write {' or '.join(map(str, write))}",
-        )
-    )
-
-
-class WrittenSizes(Sizes):
-    """Sizes that stand in the file, without a function of yours."""
-
-    def _sizes(self, building: Building, path: Path) -> BatchSizePolicy:
-        del building, path
-        return self._written()
-
-    def _written(self) -> BatchSizePolicy:
-        raise NotImplementedError
-
-
-RampKind: TypeAlias = Literal["double", "linear", "stages"]
-
-
-class OneSize(WrittenSizes):
-    """The same size for the whole run."""
-
-    size: Count
-    """Samples of one optimizer step, over all ranks."""
-
-    def _written(self) -> BatchSizePolicy:
-        return as_policy(self.size)
-
-
-class SteppedSizes(WrittenSizes):
-    """A size from each of some times on."""
-
-    steps: StepsText | StepsMapping
-    """Text such as `0tok:768 250Btok:1536`, or a mapping from times to sizes."""
-
-    def _written(self) -> BatchSizePolicy:
-        return Steps(self.steps)
-
-
-class LinearSizes(WrittenSizes):
-    """Grows in equal increments, each held equally long."""
-
-    ramp: RampKind
-    start: Count
-    """The size of the first batch."""
-    end: Count
-    """The size from `over` on."""
-    over: Length
-    """How long the ramp is, from the start of the run."""
-    increment: Count = 1
-    """By how much the size grows at once."""
-
-    def _written(self) -> BatchSizePolicy:
-        return LinearRamp(self.start, self.end, self.over, increment=self.increment)
-
-
-class DoublingSizes(WrittenSizes):
-    """Doubles from start to end, each size held equally long."""
-
-    ramp: RampKind
-    start: Count
-    """The size of the first batch."""
-    end: Count
-    """The size from `over` on."""
-    over: Length
-    """How long the ramp is, from the start of the run."""
-
-    def _written(self) -> BatchSizePolicy:
-        return DoublingRamp(self.start, self.end, self.over)
-
-
-class StagedSizes(WrittenSizes):
-    """Grows through the given sizes, each held equally long."""
-
-    ramp: RampKind
-    sizes: list[Count]
-    """Two or more sizes in ascending order; the last one holds from `over` on."""
-    over: Length
-    """How long the ramp is, from the start of the run."""
-
-    def _written(self) -> BatchSizePolicy:
-        return StagedRamp(self.sizes, self.over)
 
 
 class PeriodicSizes(Sizes):
@@ -220,39 +39,6 @@ class PeriodicSizes(Sizes):
             with building.source.at(*here):
                 policies.append((check_duration(period.duration), period.policy(building, here)))
         return PeriodSizes(policies)
-
-
-class FunctionSizes(Sizes):
-    """A function of yours: `function(timestamp, current) -> size`."""
-
-    model_config = ConfigDict(extra="allow")
-
-    target: TargetText
-    """`package.module:function`; keys that stand in no list here are its arguments."""
-    every: Length | None = None
-    """Ask only when another such time has passed; left out, before every batch."""
-    planned: bool = True
-    """Whether the sizes follow from counts, so that they are known before the run."""
-
-    def _sizes(self, building: Building, path: Path) -> BatchSizePolicy:
-        section = Target(target=self.target, **(self.__pydantic_extra__ or {}))
-        function = building.function(section, path)
-        return SizeFunction(function, every=self.every, planned=self.planned)
-
-
-class IncreasedSizes(Sizes):
-    """A function of yours that is asked once an epoch: `function(epoch, current) -> increment`."""
-
-    increase: Target
-    """The function."""
-    start: Count
-    """The size that its first call sees."""
-    max_batch_size: Count
-    """An increment that leads beyond this is not applied."""
-
-    def _sizes(self, building: Building, path: Path) -> BatchSizePolicy:
-        function = building.function(self.increase, (*path, "increase"))
-        return IncreaseFunction(function, self.start, self.max_batch_size)
 
 
 _KEYS: Mapping[str, type[Sizes]] = {
@@ -289,31 +75,6 @@ def _shape(value: object) -> str | None:
     return f"<{_RAMPS[kind or 'double'].__name__}>"
 
 
-def _steps(value: Any) -> Any:
-    as_policy(value)
-    return value
-
-
-def _step_time(text: str) -> str:
-    return str(read_time(text))
-
-
-StepsText: TypeAlias = Annotated[
-    str, AfterValidator(_steps), Field(examples=["0tok:768 250Btok:1536"])
-]
-_StepTime: TypeAlias = Annotated[
-    str, AfterValidator(_step_time), Field(json_schema_extra={"pattern": TIME_PATTERN})
-]
-StepsMapping: TypeAlias = Annotated[
-    dict[
-        Annotated[
-            str, AfterValidator(_step_time), Field(json_schema_extra={"pattern": TIME_PATTERN})
-        ],
-        Count,
-    ],
-    AfterValidator(_steps),
-    Field(examples=[{"0ep": 32, "10%": 64}], min_length=1),
-]
 _Written: TypeAlias = (
     Annotated[OneSize, Tag("<OneSize>")]
     | Annotated[SteppedSizes, Tag("<SteppedSizes>")]
@@ -341,8 +102,7 @@ BatchSize: TypeAlias = Annotated[
 ]
 """Samples of one optimizer step over all ranks, in any of the ways to write it."""
 
-for _section in (SteppedSizes, PeriodicSizes):
-    _section.model_rebuild()
+PeriodicSizes.model_rebuild()
 
 
 def build_batch_size(value: BatchSize, building: Building, path: Path) -> BatchSizePolicy:

@@ -216,11 +216,11 @@ Length: TypeAlias = Annotated[Time, *_time(read_length, ["1ep", "10%", "512sp"])
 RunLength: TypeAlias = Annotated[Time, *_time(read_run_length, ["2ep", "2Btok", "36h"])]
 """The length of a run."""
 
-Count: TypeAlias = Annotated[int, Field(ge=1, strict=True, examples=[64])]
+Count: TypeAlias = Annotated[int, Field(ge=1, strict=True)]
 """A whole number of at least 1."""
 Natural: TypeAlias = Annotated[int, Field(ge=0, strict=True)]
 """A whole number of at least 0."""
-Number: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False, examples=[0.1])]
+Number: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 """A finite number."""
 Factor: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0)]
 """A finite number of at least 0."""

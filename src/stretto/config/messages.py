@@ -102,6 +102,9 @@ _REASONS = {
 }
 
 
+_EXAMPLES: dict[object, str] = {int: "64", float: "0.1"}
+
+
 def _missing(loc: tuple[str | int, ...], root: type[BaseModel], source: Source) -> str:
     path, name = _path(loc), str(loc[-1])
     section = _section_at(root, loc[:-1])
@@ -119,8 +122,8 @@ def _missing(loc: tuple[str | int, ...], root: type[BaseModel], source: Source) 
 
 def _example(field: FieldInfo | None) -> str | None:
     for examples in _examples_in(field) if field else ():
-        return str(examples[0]) if isinstance(examples[0], (str, int)) else shown(examples[0])
-    return None
+        return str(examples[0])
+    return None if field is None else _EXAMPLES.get(field.annotation)
 
 
 def _examples_in(field: FieldInfo) -> Iterator[list[Any]]:

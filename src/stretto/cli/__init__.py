@@ -1,0 +1,7 @@
+"""The command line: verbs, with no logic of their own."""
+
+from __future__ import annotations
+
+from stretto.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,140 @@
+"""The verbs and their options; what they do is imported when they run, so that each starts fast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="stretto",
+    help="Train PyTorch models with a batch size that changes, on one exact clock.",
+    epilog="Errors are one line; add --traceback anywhere to see where one was raised.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RunFileArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN.YAML] [KEY=VALUE]...",
+        help="A run file, or none for the packaged one; then values to set anew, with dots "
+        "for what is inside: optimizer.lr=1e-3.",
+        show_default=False,
+    ),
+]
+
+
+@app.command()
+def train(
+    run_file: RunFileArguments = None,
+    *,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to keep the run.", show_default=False)
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="latest|PATH",
+            help="Go on from a checkpoint: the newest one in the folder, or this one.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Train as a run file says; with torchrun, on all its processes."""
+    from stretto.cli.training import train as run
+
+    run(run_file or [], folder=folder, resume=resume)
+
+
+@app.command()
+def plan(
+    run_file: RunFileArguments = None,
+    *,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    batches: Annotated[
+        bool, typer.Option("--batches", help="Print a line for every batch, not for every stage.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the plan as PNG, SVG or PDF.", show_default=False),
+    ] = None,
+    unit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ep|ba|sp|tok|dur",
+            help="What the picture's axis counts; left out, what max_duration does.",
+            show_default=False,
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_FOLDER",
+            help="Compare the plan with what a run did, batch for batch; without a run file, "
+            "the plan is that of the run.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Show what a run will do, without running it."""
+    from stretto.cli.planning import plan as run
+
+    run(run_file or [], as_json=json, batches=batches, plot=plot, unit=unit, against=against)
+
+
+@app.command()
+def convert(
+    time: Annotated[str, typer.Argument(help="A time such as 0.1dur, 90ep or 2Btok.")],
+    *,
+    to: Annotated[str, typer.Option(metavar="ep|ba|sp|tok|dur|sec", help="The unit wanted.")],
+    max_duration: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="The length of the run.", show_default=False),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Samples in an epoch.", show_default=False)
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens in an epoch.", show_default=False)
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples in a batch.", show_default=False)
+    ] = None,
+    drop_last: Annotated[
+        bool, typer.Option("--drop-last", help="An epoch's last, smaller batch is dropped.")
+    ] = False,
+) -> None:
+    """Say a time in another unit: stretto convert 0.1dur --to ep --max-duration 90ep."""
+    from stretto.cli.converting import convert as run
+
+    run(
+        time,
+        to,
+        max_duration=max_duration,
+        samples=samples,
+        tokens=tokens,
+        batch_size=batch_size,
+        drop_last=drop_last,
+    )
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of run files, for editors that check while one types."""
+    import json
+
+    from stretto.config.schema import run_file_schema
+
+    typer.echo(json.dumps(run_file_schema(), indent=2))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from stretto import __version__
+
+    typer.echo(f"stretto {__version__}")

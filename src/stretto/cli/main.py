@@ -1,0 +1,39 @@
+"""`stretto`: the entry point, and how errors reach the terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from stretto.errors import StrettoError
+
+TRACEBACK = "--traceback"
+"""Shows where an error was raised; may stand anywhere on the command line."""
+MISUSE = 2
+"""Exit code where something must be written differently, as with unknown options."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; errors of ours are one clear text, and end with code 2.
+
+    Args:
+        arguments: what follows the program's name; left out, those of this process.
+    """
+    from stretto.cli.app import app
+
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    shows_traceback = TRACEBACK in given
+    try:
+        app([one for one in given if one != TRACEBACK], prog_name="stretto")
+    except StrettoError as error:
+        if shows_traceback:
+            raise
+        typer.secho(f"Error: {error}", err=True, fg=typer.colors.RED)
+        raise SystemExit(MISUSE) from None
+    except BrokenPipeError:
+        # The reader, such as head, has seen enough. What Python would still flush goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None

@@ -1,0 +1,86 @@
+"""`stretto plan`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from stretto.cli.files import read_arguments
+from stretto.config.plans import build_plan
+from stretto.errors import ConfigError, cannot
+from stretto.planning import Plan
+
+
+def plan(
+    arguments: Sequence[str],
+    *,
+    as_json: bool,
+    batches: bool,
+    plot: Path | None,
+    unit: str | None,
+    against: Path | None,
+) -> None:
+    """Print the plan of a run, draw it, or hold it against what a run did."""
+    if unit is not None and plot is None:
+        raise ConfigError(
+            cannot(
+                f"use --unit {unit}",
+                why="there is no picture to draw",
+                instead="add --plot FILE, or leave it out",
+            )
+        )
+    add_working_folder()
+    config, source = read_arguments(arguments, folder=against)
+    planned = build_plan(config, source=source)
+    if plot is not None:
+        from stretto.report.plan_picture import draw_plan
+
+        draw_plan(planned, plot, unit=unit)
+        typer.echo(f"drew {plot}", err=True)
+    if against is not None:
+        _compare(planned, against)
+    elif batches:
+        _print_batches(planned, as_json=as_json)
+    elif as_json:
+        typer.echo(json.dumps(planned.to_json(), indent=2))
+    elif plot is None:
+        typer.echo(planned.table())
+
+
+def add_working_folder() -> None:
+    """Let targets name modules in the folder that the command was started in, as python -m does."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+
+
+def _compare(planned: Plan, folder: Path) -> None:
+    from stretto.report.ledger import compare
+
+    comparison = compare(planned, folder)
+    typer.echo(str(comparison))
+    if not comparison.agrees:
+        raise SystemExit(1)
+
+
+def _print_batches(planned: Plan, *, as_json: bool) -> None:
+    """Print a line for every batch, with the columns of a run's ledger."""
+    names = list(planned.stages[0].values) if planned.stages else []
+    if not as_json:
+        columns = ("batch", "epoch", "sample", "token", "size", "micro_batches", *names)
+        typer.echo(",".join(columns))
+    for batch in planned.batches():
+        at = batch.timestamp
+        row = {
+            "batch": at.batch,
+            "epoch": at.epoch,
+            "sample": at.sample,
+            "token": at.token,
+            "size": batch.size,
+            "micro_batches": batch.accumulation,
+            **batch.values,
+        }
+        typer.echo(json.dumps(row) if as_json else ",".join(map(repr, row.values())))

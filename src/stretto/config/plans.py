@@ -1,0 +1,206 @@
+"""A run file to a plan, without torch where the file states the sizes of its data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, final
+
+from stretto.batching import BatchSizePolicy, LearningRateRule
+from stretto.config.batch_sizes import build_batch_size
+from stretto.config.building import Building
+from stretto.config.fields import Target
+from stretto.config.run import RunConfig
+from stretto.config.schedules import build_schedule
+from stretto.config.source import NO_SOURCE, Source
+from stretto.config.targets import call_target, import_target
+from stretto.planning import Plan, plan, resolve_horizon
+from stretto.schedules import Schedule
+from stretto.timing import Every, Horizon, Trigger
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run file says about time and sizes, as objects; `scale_schedule` is in all of them."""
+
+    horizon: Horizon
+    policy: BatchSizePolicy
+    schedules: Mapping[str, Schedule]
+    triggers: Mapping[str, Trigger]
+    rule: LearningRateRule | None
+
+
+def build_plan(
+    config: RunConfig, *, source: Source = NO_SOURCE, world_size: int | None = None
+) -> Plan:
+    """Return the plan of the run that a file describes.
+
+    >>> config = RunConfig.parse({
+    ...     "max_duration": "2ep",
+    ...     "data": {"target": "my.data:make", "num_samples": 1000},
+    ...     "batch_size": {"ramp": "double", "start": 8, "end": 32, "over": "50%"},
+    ... })
+    >>> [(stage.size, stage.batches) for stage in build_plan(config).stages]
+    [(8, 63), (16, 31), (32, 32)]
+
+    Args:
+        config: the run file.
+        source: where its values were written, for messages.
+        world_size: how many ranks; left out, those that the file states, or one.
+
+    Raises:
+        ConfigError: what it says cannot be built, or not on this run.
+        PlanError: only the run itself can tell its batch sizes.
+    """
+    sizes = data_sizes(config, source=source)
+    world_size = world_size or config.world_size or 1
+    run = build_run(config, sizes, source=source, world_size=world_size)
+    _check_pieces(run, source)
+    return plan(
+        run.horizon,
+        run.policy,
+        world_size=world_size,
+        micro_batch_size=config.micro_batch_size,
+        schedules=run.schedules,
+        base=base_values(config, source=source),
+        rule=run.rule,
+        triggers=run.triggers,
+    )
+
+
+def build_run(
+    config: RunConfig,
+    sizes: Mapping[str, int | None],
+    *,
+    source: Source = NO_SOURCE,
+    world_size: int = 1,
+) -> Run:
+    """Return what a run file says about time and sizes.
+
+    Args:
+        config: the run file.
+        sizes: `num_samples`, `num_tokens` and `tokens_per_sample` of the data, as far as known.
+        source: where its values were written, for messages.
+        world_size: how many ranks.
+
+    Raises:
+        ConfigError: something cannot be built; the message says where it stands.
+    """
+    building = Building(world_size, config.micro_batch_size, source)
+    ratio = Fraction(repr(config.scale_schedule or 1))
+    with source.at("max_duration"):
+        horizon = Horizon(
+            config.max_duration,
+            dataset_num_samples=sizes["num_samples"],
+            dataset_num_tokens=sizes["num_tokens"],
+            tokens_per_sample=sizes["tokens_per_sample"],
+            last_batch=config.last_batch,
+        ).scaled(ratio)
+    policy = build_batch_size(config.batch_size, building, ("batch_size",)).scaled(ratio)
+    schedules = {
+        name: build_schedule(value, building, ("schedules", name)).scaled(ratio)
+        for name, value in config.schedules.items()
+    }
+    triggers = {name: Every(every).scaled(ratio) for name, every in _intervals(config).items()}
+    rule = config.learning_rate_rule
+    return Run(
+        horizon,
+        policy,
+        schedules,
+        triggers,
+        None if rule is None else rule.build(building, ("learning_rate_rule",)),
+    )
+
+
+def data_sizes(config: RunConfig, *, source: Source = NO_SOURCE) -> dict[str, int | None]:
+    """Return the sizes of the data: those that the file states, else those of the data itself.
+
+    Raises:
+        ConfigError: the data are needed and cannot be made.
+    """
+    data = config.data
+    if data.num_samples is not None:
+        return {
+            "num_samples": data.num_samples,
+            "num_tokens": data.num_tokens,
+            "tokens_per_sample": data.tokens_per_sample,
+        }
+    from stretto.data import DataSpec  # imports torch, which a plan of stated sizes does without
+
+    with source.at("data"):
+        spec = DataSpec(
+            make_data(config, source=source),
+            num_tokens=data.num_tokens,
+            tokens_per_sample=data.tokens_per_sample,
+        )
+    return {
+        "num_samples": spec.known_num_samples,
+        "num_tokens": spec.known_num_tokens,
+        "tokens_per_sample": spec.known_tokens_per_sample,
+    }
+
+
+def make_data(config: RunConfig, *, source: Source = NO_SOURCE) -> Any:
+    """Return the training data that a run file describes.
+
+    Raises:
+        ConfigError: they cannot be made.
+    """
+    return call_target(config.data, source=source, path=("data",))
+
+
+def base_values(config: RunConfig, *, source: Source = NO_SOURCE) -> dict[str, float]:
+    """Return what the schedules multiply: the optimizer's own values, stated or its defaults.
+
+    Values that are not numbers (`betas`) are left out; a plan then shows their factors.
+
+    Raises:
+        ConfigError: the optimizer must be asked for a default and cannot be imported.
+    """
+    optimizer = config.optimizer
+    if optimizer is None:
+        return {}
+    found = {}
+    for key in config.schedules:
+        name, _, group = key.partition("@")
+        options = optimizer.groups[group].options if group in optimizer.groups else {}
+        value = options.get(name, optimizer.arguments.get(name))
+        if value is None:
+            value = _default(optimizer, name, source)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[key] = float(value)
+    return found
+
+
+def _default(optimizer: Target, name: str, source: Source) -> object:
+    function = import_target(optimizer.target, where=source.where(("optimizer", "target")))
+    parameter = inspect.signature(function).parameters.get(name)
+    return None if parameter is None else parameter.default
+
+
+def _intervals(config: RunConfig) -> dict[str, Any]:
+    """What happens now and then in a run, and how often."""
+    intervals = {f"evaluate {one.name}": one.every for one in config.evaluations}
+    if config.checkpoint is not None:
+        intervals["checkpoint"] = config.checkpoint.every
+    return {**intervals, "log": config.log.every}
+
+
+def _check_pieces(run: Run, source: Source) -> None:
+    """Bind each piece on its own, so that an error says where it comes from.
+
+    Raises:
+        ConfigError: a piece does not fit the run.
+    """
+    with source.at("batch_size"):
+        run.policy.bind(run.horizon)
+        horizon = resolve_horizon(run.horizon, run.policy)
+    for name, schedule in run.schedules.items():
+        with source.at("schedules", name):
+            schedule.bind(horizon)
+    for name, trigger in run.triggers.items():
+        with source.at(name.partition(" ")[0], "every"):
+            trigger.bind(horizon)

@@ -1,0 +1,115 @@
+"""The JSON Schema of run files, for editors that check and complete while one types."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any, final
+
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
+
+from stretto.config.fields import TIME_PATTERN
+from stretto.config.run import RunConfig
+from stretto.config.schedules import KINDS
+from stretto.timing import Time
+
+
+def run_file_schema() -> dict[str, Any]:
+    """Return the JSON Schema of run files.
+
+    What needs the whole file or Python (that a warm-up fits, that a target exists) is beyond a
+    schema. A null, which counts as left out, is not among what it lets an editor suggest.
+
+    >>> run_file_schema()["required"]
+    ['max_duration', 'data', 'batch_size']
+    """
+    schema = RunConfig.model_json_schema(schema_generator=_Generator)
+    sections = {section.__name__: section for section in _inner_sections(BaseModel)}
+    parts = schema["$defs"]
+    for name, part in [("RunConfig", schema), *parts.items()]:
+        _describe(part, sections[name])
+    # Exactly one of these says what kind of schedule it is.
+    parts["WrittenCurve"]["oneOf"] = [{"required": [name]} for name in (*KINDS, "periods")]
+    schema = _tidy(schema)
+    schema["$defs"]["Time"] = {
+        "description": "An amount and a unit: 90ep, 500ba, 1_000sp, 2Btok, 0.1dur, 10%, 1h30m.",
+        "type": "string",
+        "pattern": TIME_PATTERN,
+    }
+    return {
+        "$schema": _Generator.schema_dialect,
+        **schema,
+        "title": "stretto run file",
+        "description": "What a training run is. Times have a unit, as in docs/run-file.md.",
+    }
+
+
+def field_texts(section: type[BaseModel]) -> dict[str, str]:
+    """Return the text that stands under each field of a section, those of its bases included.
+
+    pydantic can collect them too, but does so at every start: 0.2 s for all our sections.
+    """
+    texts: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        if not base.__module__.startswith("stretto.config"):
+            continue
+        try:
+            source = inspect.getsource(base)
+        except OSError:
+            continue  # made from a schedule's signature, and described there
+        definition = ast.parse(textwrap.dedent(source)).body[0]
+        assert isinstance(definition, ast.ClassDef), "the source of a class is a class"
+        for field, below in zip(definition.body, definition.body[1:], strict=False):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    texts[name] = " ".join(text.split())
+    return texts
+
+
+@final
+class _Generator(GenerateJsonSchema):
+    """Writes times that are defaults as text."""
+
+    def encode_default(self, dft: Any) -> Any:
+        return str(dft) if isinstance(dft, Time) else super().encode_default(dft)
+
+
+def _describe(part: dict[str, Any], section: type[BaseModel]) -> None:
+    for name, text in field_texts(section).items():
+        if name in part.get("properties", {}):
+            part["properties"][name].setdefault("description", text)
+
+
+def _tidy(part: Any) -> Any:
+    """Leave out titles and nulls, which say nothing, and write the pattern of times once."""
+    if isinstance(part, list):
+        return [_tidy(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    kept = {
+        key: _tidy(value)
+        for key, value in part.items()
+        # A property may itself be called title; only a text is one.
+        if not (key == "title" and isinstance(value, str))
+        and not (key == "default" and (value is None or isinstance(value, dict)))
+    }
+    if kept.get("pattern") == TIME_PATTERN and kept.get("type") == "string":
+        del kept["pattern"], kept["type"]
+        kept = {"$ref": "#/$defs/Time", **kept}
+    choices = kept.get("anyOf")
+    if isinstance(choices, list) and {"type": "null"} in choices:
+        choices = [choice for choice in choices if choice != {"type": "null"}]
+        kept["anyOf"] = choices
+        if len(choices) == 1:
+            del kept["anyOf"]
+            kept = {**choices[0], **kept}
+    return kept
+
+
+def _inner_sections(root: type[BaseModel]) -> list[type[BaseModel]]:
+    return [inner for child in root.__subclasses__() for inner in (child, *_inner_sections(child))]

@@ -1,0 +1,262 @@
+"""The ways to write batch sizes that stand for themselves, with their bounds and rounding."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
+
+from stretto.batching import (
+    AtLeast,
+    AtMost,
+    BatchSizePolicy,
+    DoublingRamp,
+    Hysteresis,
+    IncreaseFunction,
+    LinearRamp,
+    Monotone,
+    MultipleOf,
+    PowerOfTwo,
+    SizeFunction,
+    StagedRamp,
+    Steps,
+    as_policy,
+)
+from stretto.config.building import CHECKING, Building
+from stretto.config.fields import (
+    TIME_PATTERN,
+    Count,
+    Length,
+    Number,
+    Section,
+    Target,
+    TargetText,
+    read_time,
+)
+from stretto.config.source import Path
+from stretto.errors import BatchSizeError, cannot
+
+RampKind: TypeAlias = Literal["double", "linear", "stages"]
+
+
+def _steps(value: Any) -> Any:
+    as_policy(value)
+    return value
+
+
+def _step_time(text: str) -> str:
+    return str(read_time(text))
+
+
+StepsText: TypeAlias = Annotated[
+    str, AfterValidator(_steps), Field(examples=["0tok:768 250Btok:1536"])
+]
+"""Steps as Megatron writes them."""
+_StepTime: TypeAlias = Annotated[
+    str, AfterValidator(_step_time), Field(json_schema_extra={"pattern": TIME_PATTERN})
+]
+StepsMapping: TypeAlias = Annotated[
+    dict[_StepTime, Count],
+    Field(min_length=1, json_schema_extra={"additionalProperties": False}),
+    AfterValidator(_steps),
+]
+"""A size from each of some times on."""
+
+
+class Sizes(Section):
+    """What every way to write a batch size has in common.
+
+    Applied in this order: power_of_two, multiple_of, even, hysteresis, monotone, at_least,
+    at_most.
+    """
+
+    duration: Literal["rest"] | Length | None = None
+    """In `periods`: how long this one is, or `rest`."""
+    at_most: Count | None = None
+    """Never more than this."""
+    at_least: Count | None = None
+    """Never less than this."""
+    multiple_of: Count | None = None
+    """Only multiples of this, rounded down."""
+    power_of_two: Literal["down", "up"] | None = None
+    """Only powers of two, rounded this way."""
+    hysteresis: Number | None = None
+    """Move only when the size is this many times too large or small, such as 1.25."""
+    monotone: bool = False
+    """Never shrink."""
+    even: bool = False
+    """Only multiples of world_size * micro_batch_size, so that all ranks run full micro-batches."""
+
+    def policy(self, building: Building, path: Path) -> BatchSizePolicy:
+        """Return the policy, with its bounds and rounding."""
+        self._check_bounds(building)
+        policy = self._sizes(building, path)
+        if self.power_of_two is not None:
+            policy = PowerOfTwo(policy, self.power_of_two)
+        for factor in self._factors(building):
+            policy = MultipleOf(policy, factor)
+        if self.hysteresis is not None:
+            policy = Hysteresis(policy, self.hysteresis)
+        if self.monotone:
+            policy = Monotone(policy)
+        if self.at_least is not None:
+            policy = AtLeast(policy, self.at_least)
+        return policy if self.at_most is None else AtMost(policy, self.at_most)
+
+    def _sizes(self, building: Building, path: Path) -> BatchSizePolicy:
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.policy(CHECKING, ())
+        return self
+
+    def _factors(self, building: Building) -> list[int]:
+        factors = [] if self.multiple_of is None else [self.multiple_of]
+        return [*factors, building.even_unit] if self.even else factors
+
+    def _check_bounds(self, building: Building) -> None:
+        """Refuse a bound that the rounding would have to break."""
+        bounds = {"at_least": self.at_least, "at_most": self.at_most}
+        for name, bound in bounds.items():
+            for factor in self._factors(building):
+                if bound is not None and bound % factor:
+                    lower = max(factor, bound - bound % factor)
+                    raise _bound(name, bound, f"a multiple of {factor}", (lower, lower + factor))
+            if bound is not None and self.power_of_two and bound & (bound - 1):
+                power = 1 << (bound.bit_length() - 1)
+                raise _bound(name, bound, "a power of two", (power, 2 * power))
+        if self.at_most is not None and (self.at_least or 0) > self.at_most:
+            raise _bound("at_least", self.at_least, f"at most {self.at_most}", (self.at_most,))
+        if self.power_of_two and any(factor & (factor - 1) for factor in self._factors(building)):
+            raise BatchSizeError(
+                cannot(
+                    "round to powers of two and to multiples",
+                    why=f"{self._factors(building)} holds no powers of two",
+                    instead="keep one of power_of_two, multiple_of and even",
+                )
+            )
+
+
+def _bound(name: str, bound: int | None, need: str, write: tuple[int, ...]) -> BatchSizeError:
+    return BatchSizeError(
+        cannot(
+            f"use {name}={bound}",
+            why=f"it is not {need}",
+            instead=f"write {' or '.join(map(str, write))}",
+        )
+    )
+
+
+class WrittenSizes(Sizes):
+    """Sizes that stand in the file, without a function of yours."""
+
+    def _sizes(self, building: Building, path: Path) -> BatchSizePolicy:
+        del building, path
+        return self._written()
+
+    def _written(self) -> BatchSizePolicy:
+        raise NotImplementedError
+
+
+def _only(kind: str) -> Any:
+    """Let the schema of one kind of ramp take only its own name; errors list all of them."""
+    return Field(json_schema_extra={"enum": [kind]}, examples=[kind])
+
+
+class OneSize(WrittenSizes):
+    """The same size for the whole run."""
+
+    size: Count
+    """Samples of one optimizer step, over all ranks."""
+
+    def _written(self) -> BatchSizePolicy:
+        return as_policy(self.size)
+
+
+class SteppedSizes(WrittenSizes):
+    """A size from each of some times on."""
+
+    steps: StepsText | StepsMapping
+    """Text such as `0tok:768 250Btok:1536`, or a mapping from times to sizes."""
+
+    def _written(self) -> BatchSizePolicy:
+        return Steps(self.steps)
+
+
+class LinearSizes(WrittenSizes):
+    """Grows in equal increments, each held equally long."""
+
+    ramp: Annotated[RampKind, _only("linear")]
+    start: Count
+    """The size of the first batch."""
+    end: Count
+    """The size from `over` on."""
+    over: Length
+    """How long the ramp is, from the start of the run."""
+    increment: Count = 1
+    """By how much the size grows at once."""
+
+    def _written(self) -> BatchSizePolicy:
+        return LinearRamp(self.start, self.end, self.over, increment=self.increment)
+
+
+class DoublingSizes(WrittenSizes):
+    """Doubles from start to end, each size held equally long."""
+
+    ramp: Annotated[RampKind, _only("double")]
+    start: Count
+    """The size of the first batch."""
+    end: Count
+    """The size from `over` on."""
+    over: Length
+    """How long the ramp is, from the start of the run."""
+
+    def _written(self) -> BatchSizePolicy:
+        return DoublingRamp(self.start, self.end, self.over)
+
+
+class StagedSizes(WrittenSizes):
+    """Grows through the given sizes, each held equally long."""
+
+    ramp: Annotated[RampKind, _only("stages")]
+    sizes: list[Count]
+    """Two or more sizes in ascending order; the last one holds from `over` on."""
+    over: Length
+    """How long the ramp is, from the start of the run."""
+
+    def _written(self) -> BatchSizePolicy:
+        return StagedRamp(self.sizes, self.over)
+
+
+class FunctionSizes(Sizes):
+    """A function of yours: `function(timestamp, current) -> size`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    target: TargetText
+    """`package.module:function`; keys that stand in no list here are its arguments."""
+    every: Length | None = None
+    """Ask only when another such time has passed; left out, before every batch."""
+    planned: bool = True
+    """Whether the sizes follow from counts, so that they are known before the run."""
+
+    def _sizes(self, building: Building, path: Path) -> BatchSizePolicy:
+        section = Target(target=self.target, **(self.__pydantic_extra__ or {}))
+        function = building.function(section, path)
+        return SizeFunction(function, every=self.every, planned=self.planned)
+
+
+class IncreasedSizes(Sizes):
+    """A function of yours that is asked once an epoch: `function(epoch, current) -> increment`."""
+
+    increase: Target
+    """The function."""
+    start: Count
+    """The size that its first call sees."""
+    max_batch_size: Count
+    """An increment that leads beyond this is not applied."""
+
+    def _sizes(self, building: Building, path: Path) -> BatchSizePolicy:
+        function = building.function(self.increase, (*path, "increase"))
+        return IncreaseFunction(function, self.start, self.max_batch_size)

@@ -1,0 +1,1 @@
+"""What was planned and what was done, as pictures, tables and comparisons."""

@@ -1,0 +1,162 @@
+"""The ledger of a run: what each batch was, read back and held against the plan."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple, final
+
+from stretto.errors import DataError, cannot
+from stretto.planning import Plan, PlannedBatch
+
+LEDGER = "ledger.csv"
+"""What the ledger is called in a run folder."""
+FIRST = 10
+"""Most differences that a comparison lists."""
+_COUNTS = ("batch", "epoch", "sample", "token", "size", "tokens", "micro_batches")
+
+
+class LedgerRow(NamedTuple):
+    """One batch as it was run."""
+
+    counts: Mapping[str, int]
+    """The clock before it (`batch`, `epoch`, `sample`, `token`), its `size` and `tokens` over all
+    ranks, and its `micro_batches` on one."""
+    values: Mapping[str, float]
+    """The hyper-parameters."""
+
+
+class Difference(NamedTuple):
+    """Where a run and its plan part."""
+
+    batch: int
+    what: str
+    planned: float | str
+    done: float | str
+
+    def __str__(self) -> str:
+        return f"batch {self.batch:,}: {self.what} {self.done}, planned {self.planned}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A run against its plan, batch for batch."""
+
+    batches: int
+    """How many batches the run has done."""
+    planned: int | None
+    """How many the plan has; None where only the run can tell."""
+    differences: tuple[Difference, ...]
+    """The first few."""
+    compared: tuple[str, ...]
+    """What was compared."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every batch that was run is as planned."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        if self.differences:
+            listed = "\n".join(f"  {difference}" for difference in self.differences)
+            return f"the run left its plan:\n{listed}"
+        what = f"({', '.join(self.compared)})"
+        if self.planned is None or self.batches == self.planned:
+            return f"all {self.batches:,} batches as planned {what}"
+        return (
+            f"the first {self.batches:,} of {self.planned:,} batches as planned {what}; "
+            "the run is not at its end"
+        )
+
+
+def read_ledger(folder: Path) -> Iterator[LedgerRow]:
+    """Yield every batch of the run in `folder`.
+
+    Raises:
+        DataError: there is no ledger, or it is not one.
+    """
+    path = folder / LEDGER
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.DictReader(file)
+            names = [name for name in rows.fieldnames or () if name not in _COUNTS]
+            if not set(_COUNTS) <= set(rows.fieldnames or ()):
+                raise _unreadable(path, "its first line does not name the columns of a ledger")
+            for number, row in enumerate(rows, 2):
+                try:
+                    counts = {name: int(row[name]) for name in _COUNTS}
+                    yield LedgerRow(counts, {name: float(row[name]) for name in names})
+                except (TypeError, ValueError):
+                    raise _unreadable(path, f"line {number} is not a batch") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        why = getattr(error, "strerror", None) or "it is not a text of rows"
+        raise _unreadable(path, why.lower()) from None
+
+
+def compare(plan: Plan, folder: Path) -> Comparison:
+    """Return how the run in `folder` followed `plan`: sizes, clock, hyper-parameters.
+
+    Counts must be equal. Hyper-parameters may differ in the last digits, since a plan multiplies
+    base, schedule and rule in another order than an optimizer does. Tokens are compared where the
+    plan knows them.
+
+    Raises:
+        DataError: there is no ledger in the folder, or it is not one.
+    """
+    differences: list[Difference] = []
+    batches, names = 0, ["size", "epoch", "sample", "micro_batches"]
+    if plan.horizon.tokens_per_sample is not None:
+        names += ["token", "tokens"]
+    for row, planned in zip_longest(read_ledger(folder), plan.batches()):
+        if row is None or len(differences) >= FIRST:
+            break
+        if planned is None:
+            differences.append(Difference(batches, "size", "no batch", row.counts["size"]))
+            batches += 1
+            continue
+        if batches == 0:
+            names += [name for name in row.values if name in planned.values]
+        expected = _expected(planned, plan.horizon.tokens_per_sample or 0)
+        differences += _differences(row, expected, names, batches)
+        batches += 1
+    if batches == 0:
+        raise _unreadable(folder / LEDGER, "it holds no batch")
+    return Comparison(batches, plan.num_batches, tuple(differences[:FIRST]), tuple(names))
+
+
+def _expected(planned: PlannedBatch, tokens_per_sample: int) -> dict[str, float]:
+    """What the ledger's row of a planned batch should say."""
+    at = planned.timestamp
+    return {
+        "batch": at.batch,
+        "epoch": at.epoch,
+        "sample": at.sample,
+        "token": at.token,
+        "size": planned.size,
+        "tokens": planned.size * tokens_per_sample,
+        "micro_batches": planned.accumulation,
+        **planned.values,
+    }
+
+
+def _differences(
+    row: LedgerRow, expected: Mapping[str, float], names: Sequence[str], number: int
+) -> Iterator[Difference]:
+    done = {**row.counts, **row.values}
+    for name in ("batch", *names):
+        equal = done[name] == expected[name]
+        if name in row.values:
+            equal = math.isclose(done[name], expected[name], rel_tol=1e-12, abs_tol=1e-300)
+        if not equal:
+            yield Difference(number, name, expected[name], done[name])
+
+
+def _unreadable(path: Path, why: str) -> DataError:
+    return DataError(
+        cannot(f"read {path}", why=why, instead="name the folder of a run, such as runs/default")
+    )
