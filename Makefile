@@ -12,9 +12,10 @@ ARGS ?=
 
 # One thread each: the tests run side by side.
 TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8
+# Not compiled: Python compiles what is used, when it is (half of the time of an installation).
 # The build of the package itself obeys the pins too (older pip reads the first, newer the second).
 INSTALL = PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

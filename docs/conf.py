@@ -31,31 +31,41 @@ napoleon_numpy_docstring = False
 napoleon_include_init_with_doc = False
 
 FENCE = re.compile(r"(?P<indent>\s*)```(?P<language>\w*)\s*")
+CODE = re.compile(r"(`[^`]*`)")
 
 
-def translate_fences(lines: list[str]) -> list[str]:
-    """Return a docstring's lines with Markdown's fenced blocks written as Sphinx writes them."""
+def escape_bars(line: str) -> str:
+    """Return a line of text in which `|x|` outside of code is an absolute value, as it is meant."""
+    parts = CODE.split(line)
+    return "".join(part if part.startswith("`") else part.replace("|", "\\|") for part in parts)
+
+
+def translate(lines: list[str]) -> list[str]:
+    """Return a docstring's lines as Sphinx wants them: Markdown's fences become its code blocks."""
     translated: list[str] = []
-    is_inside = False
+    is_fenced = is_doctest = False
     for line in lines:
+        is_doctest = line.lstrip().startswith(">>>") or (is_doctest and bool(line.strip()))
         fence = FENCE.fullmatch(line)
-        if fence is None:
-            translated.append(f"    {line}" if is_inside and line else line)
-        elif is_inside:
+        if fence is None and is_fenced:
+            translated.append(f"    {line}" if line else line)
+        elif fence is None:
+            translated.append(line if is_doctest else escape_bars(line))
+        elif is_fenced:
             translated.append("")
-            is_inside = False
+            is_fenced = False
         else:
             language = fence["language"] or "text"
             translated += ["", f"{fence['indent']}.. code-block:: {language}", ""]
-            is_inside = True
+            is_fenced = True
     return translated
 
 
 def process_docstring(*event: object) -> None:
-    """Let docstrings use Markdown's fences: a hook of autodoc, whose last argument is edited."""
+    """Read docstrings as Markdown: a hook of autodoc, whose last argument is edited."""
     lines = event[-1]
     assert isinstance(lines, list)
-    lines[:] = translate_fences(lines)
+    lines[:] = translate(lines)
 
 
 def setup(app: Sphinx) -> None:

@@ -14,6 +14,33 @@ __version__ = "0.1.0"
 # `STRETTO_UPDATE_GOLDEN=1 pytest tests/test_public_face.py`, which rewrites `__init__.pyi` (what
 # type checkers and editors read). Only names whose module exists.
 _FACE = {
+    "stretto.batching": (
+        "AtLeast",
+        "AtMost",
+        "BatchSizePolicy",
+        "BoundPolicy",
+        "DoublingRamp",
+        "Fixed",
+        "FunctionRule",
+        "Hysteresis",
+        "IncreaseFunction",
+        "LearningRateRule",
+        "LinearRamp",
+        "LinearRule",
+        "Monotone",
+        "MultipleOf",
+        "NoRule",
+        "PeriodSizes",
+        "PowerOfTwo",
+        "Signals",
+        "SizeFunction",
+        "Split",
+        "SquareRootRule",
+        "StagedRamp",
+        "Steps",
+        "rampup",
+        "split",
+    ),
     "stretto.errors": (
         "BatchSizeError",
         "CheckpointError",
@@ -28,6 +55,8 @@ _FACE = {
         "TrainingError",
         "UnitError",
     ),
+    "stretto.ordering": ("SampleOrder",),
+    "stretto.planning": ("Plan", "plan"),
     "stretto.timing": (
         "At",
         "Every",

@@ -1,4 +1,29 @@
 # Written by tests/test_public_face.py from the table in __init__.py; do not edit.
+from stretto.batching import AtLeast as AtLeast
+from stretto.batching import AtMost as AtMost
+from stretto.batching import BatchSizePolicy as BatchSizePolicy
+from stretto.batching import BoundPolicy as BoundPolicy
+from stretto.batching import DoublingRamp as DoublingRamp
+from stretto.batching import Fixed as Fixed
+from stretto.batching import FunctionRule as FunctionRule
+from stretto.batching import Hysteresis as Hysteresis
+from stretto.batching import IncreaseFunction as IncreaseFunction
+from stretto.batching import LearningRateRule as LearningRateRule
+from stretto.batching import LinearRamp as LinearRamp
+from stretto.batching import LinearRule as LinearRule
+from stretto.batching import Monotone as Monotone
+from stretto.batching import MultipleOf as MultipleOf
+from stretto.batching import NoRule as NoRule
+from stretto.batching import PeriodSizes as PeriodSizes
+from stretto.batching import PowerOfTwo as PowerOfTwo
+from stretto.batching import Signals as Signals
+from stretto.batching import SizeFunction as SizeFunction
+from stretto.batching import Split as Split
+from stretto.batching import SquareRootRule as SquareRootRule
+from stretto.batching import StagedRamp as StagedRamp
+from stretto.batching import Steps as Steps
+from stretto.batching import rampup as rampup
+from stretto.batching import split as split
 from stretto.errors import BatchSizeError as BatchSizeError
 from stretto.errors import CheckpointError as CheckpointError
 from stretto.errors import ConfigError as ConfigError
@@ -11,6 +36,9 @@ from stretto.errors import StrettoError as StrettoError
 from stretto.errors import TimeError as TimeError
 from stretto.errors import TrainingError as TrainingError
 from stretto.errors import UnitError as UnitError
+from stretto.ordering import SampleOrder as SampleOrder
+from stretto.planning import Plan as Plan
+from stretto.planning import plan as plan
 from stretto.timing import At as At
 from stretto.timing import Every as Every
 from stretto.timing import Horizon as Horizon
@@ -25,16 +53,41 @@ _HOME: dict[str, str]
 __version__: str
 __all__ = [
     "At",
+    "AtLeast",
+    "AtMost",
     "BatchSizeError",
+    "BatchSizePolicy",
+    "BoundPolicy",
     "CheckpointError",
     "ConfigError",
     "ConversionError",
     "DataError",
+    "DoublingRamp",
     "Every",
+    "Fixed",
+    "FunctionRule",
     "Horizon",
+    "Hysteresis",
+    "IncreaseFunction",
+    "LearningRateRule",
+    "LinearRamp",
+    "LinearRule",
     "MissingPackageError",
+    "Monotone",
+    "MultipleOf",
+    "NoRule",
+    "PeriodSizes",
+    "Plan",
     "PlanError",
+    "PowerOfTwo",
+    "SampleOrder",
     "ScheduleError",
+    "Signals",
+    "SizeFunction",
+    "Split",
+    "SquareRootRule",
+    "StagedRamp",
+    "Steps",
     "StrettoError",
     "Time",
     "TimeError",
@@ -44,4 +97,7 @@ __all__ = [
     "TrainingError",
     "UnitError",
     "convert",
+    "plan",
+    "rampup",
+    "split",
 ]

@@ -71,6 +71,12 @@ class BoundPolicy(ABC):
 
     It is pure: the caller keeps the state and passes it in, so a checkpoint holds the state and
     nothing else, and every rank that sees the same arguments decides the same.
+
+    >>> from stretto import Horizon, Steps, Timestamp
+    >>> bound = Steps("0sp:8 100sp:16").bind(Horizon("1ep", dataset_num_samples=1000))
+    >>> size, state = bound.decide(Timestamp(sample=100), bound.start(), Signals())
+    >>> size
+    16
     """
 
     __slots__ = ()
@@ -109,7 +115,13 @@ class BoundPolicy(ABC):
 
 
 class BatchSizePolicy(ABC):
-    """How many samples, over all ranks, each optimizer step takes. A frozen value."""
+    """How many samples, over all ranks, each optimizer step takes. A frozen value.
+
+    >>> from stretto import LinearRamp
+    >>> ramp = LinearRamp(8, 64, "1ep")
+    >>> isinstance(ramp, BatchSizePolicy), ramp.times()
+    (True, (Time('1ep'),))
+    """
 
     __slots__ = ()
 

@@ -18,6 +18,9 @@ class LearningRateRule(ABC):
 
     The size is the one that the policy decided: a batch cut at the end of an epoch keeps the
     factor of the whole ones. The factor is computed from it each time, never accumulated.
+
+    >>> isinstance(LinearRule(256), LearningRateRule), LinearRule(256)(512)
+    (True, 2.0)
     """
 
     __slots__ = ()

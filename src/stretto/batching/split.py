@@ -17,6 +17,10 @@ class Split:
     Rank r of W owns the positions i with `i % W == r`, so its share follows by arithmetic and
     the shares differ by at most one sample. All ranks run the same number of micro-batches, as
     collectives inside a model need; one without samples runs a dummy of weight 0.
+
+    >>> parts = split(13, 4, 2)
+    >>> parts.shares, parts.accumulation
+    ((4, 3, 3, 3), 2)
     """
 
     size: int
