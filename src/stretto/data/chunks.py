@@ -1,0 +1,205 @@
+"""`ChunkSource`: reads an iterable of collated batches, knows where it stands, and can return."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, final
+
+from stretto.data.portable import from_json, to_json
+from stretto.data.randomness import kept_generators, sample_seed, seed_generators
+from stretto.data.spec import DataSpec, is_one_shot
+from stretto.errors import DataError, cannot
+
+_SILENT_SAMPLES = 100_000  # skipping fewer than this takes no time that one would watch
+
+
+class Chunk(NamedTuple):
+    """One batch as the source gave it."""
+
+    batch: Any
+    num_samples: int
+    state: Any
+    """The source's own state from before it was read; None where it has none."""
+
+
+class Range(NamedTuple):
+    """Some samples of a chunk."""
+
+    chunk: Chunk
+    start: int
+    stop: int
+
+
+@final
+class ChunkSource:
+    """Reads an iterable of collated batches, one chunk ahead, so that it knows the epoch's end.
+
+    Args:
+        spec: counts the samples of a batch.
+        batches: the iterable; at the start of each epoch it is iterated over anew, after
+            `set_epoch(epoch)` where it, its data set or its sampler has that.
+        seed: seeds the chance in the source's own order by the epoch, so that it can be repeated.
+    """
+
+    def __init__(self, spec: DataSpec, batches: Iterable[Any], *, seed: int) -> None:
+        self._spec = spec
+        self._batches = batches
+        self._seed = seed
+        self._is_one_shot = is_one_shot(batches)
+        self._has_state = hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
+        self._iterator: Iterator[Any] | None = None
+        self._chunk: Chunk | None = None
+        self._offset = 0
+        self._was_read = False
+        self.epoch = 0
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no sample of the epoch is left."""
+        return self._iterator is not None and self._chunk is None
+
+    def take(self, count: int) -> list[Range]:
+        """Return the next `count` samples of the epoch; fewer where it ends before."""
+        if self._iterator is None:
+            self.start_epoch(self.epoch)
+        ranges = []
+        while count and self._chunk is not None:
+            stop = min(self._chunk.num_samples, self._offset + count)
+            ranges.append(Range(self._chunk, self._offset, stop))
+            count -= stop - self._offset
+            self._offset = stop
+            if stop == self._chunk.num_samples:
+                self._chunk, self._offset = self._read(), 0
+        return ranges
+
+    def start_epoch(self, epoch: int, *, state: Any = None, skip: int = 0) -> None:
+        """Go to the start of an epoch, or to where the source's own `state` says, and `skip`.
+
+        Raises:
+            DataError: the source can be read only once, gives nothing, or ends before.
+        """
+        if self._is_one_shot and self._was_read:
+            raise _read_twice(self._batches, epoch)
+        self._was_read = True
+        self.epoch = epoch
+        _tell_epoch(self._batches, epoch)
+        with kept_generators():
+            seed_generators(sample_seed(self._seed, epoch, -1))
+            if state is not None:
+                self._batches.load_state_dict(from_json(state))  # type: ignore[attr-defined]
+            self._iterator = iter(self._batches)
+            self._chunk, self._offset = self._read(), 0
+        if self._chunk is None and state is None:
+            raise _empty(self._batches)
+        self._skip(skip)
+
+    def next_epoch(self) -> None:
+        """End the epoch; the next one starts when its first samples are taken."""
+        self._iterator, self._chunk, self._offset = None, None, 0
+        self.epoch += 1
+
+    def state_dict(self, sample_in_epoch: int) -> dict[str, Any]:
+        """Return where the source stands, as JSON: its own state where it has one, and a skip.
+
+        The state is the one from before the chunk that holds the first unread sample. Without a
+        state of its own everything up to there is skipped by counting.
+        """
+        own = None if self._chunk is None else to_json(self._chunk.state)
+        skip = sample_in_epoch if own is None else self._offset
+        return {"epoch": self.epoch, "state": own, "skip": skip}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Return to where `state_dict` was called."""
+        self.next_epoch()
+        self.epoch = state["epoch"]
+        if state["skip"] or state["state"] is not None:
+            self.start_epoch(state["epoch"], state=state["state"], skip=state["skip"])
+
+    def _read(self) -> Chunk | None:
+        assert self._iterator is not None
+        while True:
+            state = self._batches.state_dict() if self._has_state else None  # type: ignore[attr-defined]
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                return None
+            num_samples = self._spec.count_samples(batch)
+            if num_samples:
+                return Chunk(batch, num_samples, state)
+
+    def _skip(self, count: int) -> None:
+        with _Progress(count) as advance:
+            left = count
+            while left:
+                ranges = self.take(min(left, 4096))
+                if not ranges:
+                    raise _too_short(count, count - left)
+                passed = sum(one.stop - one.start for one in ranges)
+                left -= passed
+                advance(passed)
+
+
+def _tell_epoch(batches: Any, epoch: int) -> None:
+    dataset = getattr(batches, "dataset", None)
+    sampler = getattr(batches, "sampler", None)
+    for one in (batches, dataset, sampler, getattr(batches, "batch_sampler", None)):
+        set_epoch = getattr(one, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
+class _Progress:
+    """A progress bar on a terminal while samples are passed over by reading them."""
+
+    def __init__(self, count: int) -> None:
+        self._bar: Any = None
+        if count >= _SILENT_SAMPLES and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("skipping samples already seen", total=count)
+
+    def __enter__(self) -> _Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, passed: int) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task, passed)
+
+
+def _read_twice(batches: Any, epoch: int) -> DataError:
+    return DataError(
+        cannot(
+            f"read epoch {epoch} of data of type {type(batches).__name__}",
+            why="it can be iterated over only once",
+            instead="pass an object whose __iter__ starts anew, or end the run with its data",
+        )
+    )
+
+
+def _empty(batches: Any) -> DataError:
+    return DataError(
+        cannot(
+            f"read data of type {type(batches).__name__}",
+            why="an epoch of it has no samples",
+            instead="pass an iterable that yields at least one batch each time",
+        )
+    )
+
+
+def _too_short(count: int, found: int) -> DataError:
+    return DataError(
+        cannot(
+            f"return to sample {count} of the epoch",
+            why=f"the data end after {found}",
+            instead="resume with the data that the run was saved with",
+        )
+    )

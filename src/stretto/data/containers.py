@@ -1,0 +1,252 @@
+"""Batches of any shape: what is inside them, how many samples, and views of some of these.
+
+A batch is a tree: tensors and arrays are its leaves, tuples, lists, mappings, dataclasses and
+registered pytree nodes its containers. A leaf is *per sample* if its first dimension is the number
+of samples; so is a list or tuple of that length, unless its items are themselves per sample.
+All else (a scalar, a name, a tensor with a first dimension of 1) belongs to the batch as a whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from stretto.errors import DataError, cannot
+
+
+class Container(NamedTuple):
+    """A container taken apart."""
+
+    items: Sequence[Any]
+    rebuilt: Callable[[list[Any]], Any]
+    """Returns a container of the same kind with other items."""
+
+
+def opened(node: Any) -> Container | None:
+    """Return a container's items, or None where `node` is a leaf.
+
+    >>> opened((1, 2)).items, opened("text")
+    ((1, 2), None)
+    """
+    kind = type(node)
+    if kind is list or kind is tuple:
+        return Container(node, kind)
+    if isinstance(node, (Tensor, str, bytes)) or hasattr(node, "shape"):
+        return None
+    if isinstance(node, Mapping):
+        return Container(list(node.values()), lambda items: _mapping_like(node, items))
+    if isinstance(node, (list, tuple)):
+        return Container(node, lambda items: _sequence_like(node, items))
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        names = [field.name for field in dataclasses.fields(node) if field.init]
+        return Container(
+            [getattr(node, name) for name in names],
+            lambda items: dataclasses.replace(node, **dict(zip(names, items, strict=True))),
+        )
+    registered = _pytree.SUPPORTED_NODES.get(kind)
+    if registered is None:
+        return None
+    children, context = registered.flatten_fn(node)
+    return Container(children, lambda items: registered.unflatten_fn(items, context))
+
+
+def named(node: Any) -> Mapping[str, Any]:
+    """Return a container's items by name: of a mapping, a named tuple or a dataclass; else nothing.
+
+    >>> named({"input_ids": 1}), named([1])
+    ({'input_ids': 1}, {})
+    """
+    if isinstance(node, Mapping):
+        return node
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return dict(zip(node._fields, node, strict=True))
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+    return {}
+
+
+def mapped(function: Callable[[Tensor], Tensor], node: Any) -> Any:
+    """Return a batch with `function` applied to each of its tensors.
+
+    >>> mapped(torch.Tensor.double, {"x": torch.ones(1)})
+    {'x': tensor([1.], dtype=torch.float64)}
+    """
+    if isinstance(node, Tensor):
+        return function(node)
+    container = opened(node)
+    if container is None:
+        return node
+    return container.rebuilt([mapped(function, item) for item in container.items])
+
+
+def move_batch(batch: Any, device: torch.device | str, *, non_blocking: bool = True) -> Any:
+    """Return a batch with its tensors on `device`.
+
+    A batch with a `to` method of its own, such as a Hugging Face encoding, is moved by that.
+
+    >>> move_batch({"x": torch.ones(2)}, "cpu")["x"].device.type
+    'cpu'
+    """
+    own = None if isinstance(batch, Tensor) else getattr(batch, "to", None)
+    if callable(own):
+        return own(device)
+    return mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking), batch)
+
+
+def count_samples(batch: Any) -> int:
+    """Return the number of samples in a batch: the first dimension of the first tensor in it.
+
+    Where there is no tensor, the length of the first list.
+
+    >>> count_samples({"x": torch.zeros(8, 3), "names": ["a"] * 8})
+    8
+
+    Raises:
+        DataError: the batch has neither.
+    """
+    found = _first_length(batch)
+    if found is None:
+        found = _first_list(batch)
+    if found is None:
+        raise DataError(
+            cannot(
+                f"count the samples of a batch of type {type(batch).__name__}",
+                why="it has no tensor with a first dimension and no list in it",
+                instead="pass DataSpec(data, get_num_samples_in_batch=...)",
+            )
+        )
+    return found
+
+
+def take_samples(batch: Any, part: slice, num_samples: int | None = None) -> Any:
+    """Return some samples of a batch as a batch of the same kind; tensors are views.
+
+    >>> batch = {"x": torch.arange(4), "names": ["a", "b", "c", "d"], "scale": 0.5}
+    >>> take_samples(batch, slice(1, None, 2))
+    {'x': tensor([1, 3]), 'names': ['b', 'd'], 'scale': 0.5}
+
+    Args:
+        batch: the batch; it is not changed.
+        part: which samples, as a slice with positive step.
+        num_samples: how many samples it has; counted where left out.
+
+    Raises:
+        DataError: the batch has no such number of samples in any leaf, or leaves that contradict
+            each other.
+    """
+    whole = count_samples(batch) if num_samples is None else num_samples
+    cut = _Cut(part, whole)
+    result = cut.of(batch)
+    if not cut.found:
+        raise DataError(
+            cannot(
+                f"cut a batch of {whole} samples",
+                why=f"nothing in it has {whole} as its first dimension or its length",
+                instead="pass DataSpec(data, split_batch=...), or batches of single samples",
+            )
+        )
+    return result
+
+
+@final
+class _Cut:
+    """One cut through a batch."""
+
+    __slots__ = ("found", "num_samples", "part")
+
+    def __init__(self, part: slice, num_samples: int) -> None:
+        self.part = part
+        self.num_samples = num_samples
+        self.found = False
+
+    def of(self, node: Any) -> Any:
+        length = _length(node)
+        if length is not None:
+            return self._leaf(node, length)
+        container = opened(node)
+        if container is None:
+            return node
+        if self._is_per_sample(node):
+            self.found = True
+            return node[self.part]
+        return container.rebuilt([self.of(item) for item in container.items])
+
+    def _leaf(self, leaf: Any, length: int) -> Any:
+        if length == self.num_samples:
+            self.found = True
+            return leaf[self.part]
+        if length == 1:
+            return leaf
+        raise DataError(
+            cannot(
+                f"cut a batch of {self.num_samples} samples",
+                why=f"a tensor in it has the shape {tuple(leaf.shape)}",
+                instead="make its first dimension the samples, or 1 where all share it, "
+                "or pass DataSpec(data, split_batch=...)",
+            )
+        )
+
+    def _is_per_sample(self, node: Any) -> bool:
+        """Whether a list has an item for each sample; not if each item is per sample itself."""
+        if not isinstance(node, (list, tuple)) or hasattr(node, "_fields"):
+            return False
+        if len(node) != self.num_samples:
+            return False
+        return any(_first_length(item) != self.num_samples for item in node)
+
+
+def _length(node: Any) -> int | None:
+    """The first dimension of a tensor or array; None for what has none."""
+    if isinstance(node, Tensor):
+        return node.shape[0] if node.dim() else None
+    shape = getattr(node, "shape", None)
+    return int(shape[0]) if isinstance(shape, (tuple, torch.Size)) and shape else None
+
+
+def _first_length(node: Any) -> int | None:
+    length = _length(node)
+    if length is not None:
+        return length
+    container = opened(node)
+    for item in container.items if container else ():
+        length = _first_length(item)
+        if length is not None:
+            return length
+    return None
+
+
+def _first_list(node: Any) -> int | None:
+    container = opened(node)
+    if container is None:
+        return None
+    if isinstance(node, (list, tuple)) and all(opened(item) is None for item in node):
+        return len(node)
+    for item in container.items:
+        length = _first_list(item)
+        if length is not None:
+            return length
+    return None
+
+
+def _mapping_like(node: Mapping[Any, Any], items: list[Any]) -> Any:
+    pairs = zip(node, items, strict=True)
+    if type(node) is dict:
+        return dict(pairs)
+    if not isinstance(node, MutableMapping):
+        return type(node)(dict(pairs))  # type: ignore[call-arg]
+    # A copy keeps what a mapping has beside its items, such as a default factory.
+    result = copy.copy(node)
+    for key, item in pairs:
+        result[key] = item
+    return result
+
+
+def _sequence_like(node: Sequence[Any], items: list[Any]) -> Any:
+    make: Callable[[list[Any]], Any] = getattr(type(node), "_make", type(node))
+    return make(items)

@@ -1,0 +1,135 @@
+"""A rank's stream of indices, generated in blocks ahead of the batches that take them."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from stretto.ordering import SampleOrder
+from stretto.ordering.permutation import FACTOR_1, FACTOR_2, MASK, network
+
+_FIRST_BLOCK = 1 << 10
+_BLOCK = 1 << 15  # 0.06 us an index; larger blocks leave the cache, smaller ones pay for each call
+
+
+@final
+class IndexStream:
+    """The indices that one rank reads, in order: place j is position `rank + j * world_size`.
+
+    Blocks grow from small ones, so that the first batch does not wait for a large one.
+
+    >>> stream = IndexStream(SampleOrder(6, shuffle=False), rank=1, world_size=2)
+    >>> stream.take(0, 4), stream.tensor(4, 1)
+    ([1, 3, 5, 1], tensor([3]))
+
+    Args:
+        order: which sample stands at which position.
+        rank: whose stream it is.
+        world_size: how many ranks there are.
+        with_epoch: give `epoch * num_samples + index` instead of the index.
+    """
+
+    def __init__(
+        self, order: SampleOrder, *, rank: int = 0, world_size: int = 1, with_epoch: bool = False
+    ) -> None:
+        self._order = order
+        self._rank = rank
+        self._world_size = world_size
+        self._with_epoch = with_epoch
+        self._length = _FIRST_BLOCK
+        self._start = 0
+        self._end = 0
+        self._block = torch.empty(0, dtype=torch.int64)
+        self._listed: list[int] | None = None
+
+    def tensor(self, place: int, count: int) -> Tensor:
+        """Return the indices at `count` places from `place` on."""
+        if not self._start <= place <= place + count <= self._end:
+            self._fill(place, count)
+        return self._block[place - self._start : place - self._start + count]
+
+    def take(self, place: int, count: int) -> list[int]:
+        """Return the indices at `count` places from `place` on, as a list."""
+        if not self._start <= place <= place + count <= self._end:
+            self._fill(place, count)
+        if self._listed is None:
+            self._listed = self._block.tolist()
+        return self._listed[place - self._start : place - self._start + count]
+
+    def at(self, position: int) -> int:
+        """Return the index at a position of the run, of any rank."""
+        order = self._order
+        before = order.epoch_of(position) * order.num_samples if self._with_epoch else 0
+        return before + order[position]
+
+    def _fill(self, place: int, count: int) -> None:
+        kept = self._block[place - self._start :] if self._start <= place < self._end else None
+        after = self._end if kept is not None else place
+        missing = place + count - after
+        fresh = self._generated(after, max(self._length, missing))
+        self._block = fresh if kept is None else torch.cat([kept, fresh])
+        self._start, self._end = place, after + len(fresh)
+        self._listed = None
+        self._length = min(2 * self._length, _BLOCK)
+
+    def _generated(self, place: int, count: int) -> Tensor:
+        order, world = self._order, self._world_size
+        first = self._rank + place * world
+        epoch, within = divmod(first, order.num_samples)
+        parts = []
+        while count > 0:
+            here = min(count, -((within - order.num_samples) // world))
+            places = torch.arange(within, within + here * world, world)
+            parts.append(self._indices(places, epoch))
+            count -= here
+            crossed, within = divmod(within + here * world, order.num_samples)
+            epoch += crossed
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _indices(self, within: Tensor, epoch: int) -> Tensor:
+        order = self._order
+        indices = permuted_block(within, order, epoch) if order.shuffle else within
+        return indices + epoch * order.num_samples if self._with_epoch else indices
+
+
+def permuted_block(within: Tensor, order: SampleOrder, epoch: int) -> Tensor:
+    """Return `order[epoch * num_samples + i]` for each `i` of an int64 tensor.
+
+    The same permutation as `stretto.ordering`'s, in 64-bit integers that wrap around. In place
+    where it can be: five times as fast as one expression per line.
+
+    >>> order = SampleOrder(100, seed=3)
+    >>> permuted_block(torch.arange(100), order, 2).tolist() == [order[200 + i] for i in range(100)]
+    True
+    """
+    num_samples, above, below, keys = network(order.num_samples, order.seed, epoch)
+    result = within
+    todo: Tensor | None = None
+    while True:
+        upper = torch.div(within, below, rounding_mode="floor")
+        lower = within - upper * below
+        for number, key in enumerate(keys):
+            if number % 2:
+                _move(lower, upper, key, below)
+            else:
+                _move(upper, lower, key, above)
+        walked = upper.mul_(below).add_(lower)
+        result = walked if todo is None else result.index_put_((todo,), walked)
+        outside = walked >= num_samples
+        if not outside.any():
+            return result
+        todo = outside.nonzero().squeeze(1) if todo is None else todo[outside]
+        within = walked[outside]
+
+
+def _move(half: Tensor, other: Tensor, key: int, size: int) -> None:
+    mixed = other ^ key
+    mixed.mul_(FACTOR_1)
+    mixed.bitwise_xor_(mixed >> 15)
+    mixed.mul_(FACTOR_2).bitwise_and_(MASK)
+    mixed.mul_(size).bitwise_right_shift_(32)
+    # (half + mixed) % size without a division: the sum is below twice the size.
+    half.add_(mixed).sub_(size)
+    half.add_((half >> 63).bitwise_and_(size))

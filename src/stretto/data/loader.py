@@ -1,0 +1,337 @@
+"""`StepLoader`: one optimizer step after the other, cut to size, on the clock that it moves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+from stretto.batching import (
+    NO_SIGNALS,
+    BatchSizePolicy,
+    PolicyLike,
+    PolicyState,
+    Signals,
+    as_policy,
+)
+from stretto.data import state as saved
+from stretto.data.feed import Draw
+from stretto.data.ranks import agreed, part_of
+from stretto.data.source import Reading, Source, make_source
+from stretto.data.spec import Collate, DataSpec
+from stretto.data.step import MicroBatch, Step
+from stretto.data.token_counter import TokenCounter
+from stretto.data.workers import Workers
+from stretto.errors import DataError, cannot
+from stretto.planning import (
+    StepPlan,
+    next_step,
+    plan,
+    resolve_horizon,
+    tick,
+    unplannable,
+    walk,
+)
+from stretto.timing import Horizon, LastBatch, TimeLike, Timer, Timestamp, TimeUnit
+
+
+@final
+class StepLoader(Iterator[Step]):
+    """Yields the micro-batches of one optimizer step after the other, to the end of the run.
+
+    The size of each step is the policy's at that very step, whatever workers fetch ahead. The
+    loader owns the run's clock: when the next step is asked for, or `finish` is called, the one
+    before is counted.
+
+    >>> loader = StepLoader([1, 2, 3, 4, 5, 6], "0sp:1 50%:2", max_duration="1ep", shuffle=False)
+    >>> for step in loader:
+    ...     print(step.timestamp.sample, [micro.batch.tolist() for micro in step])
+    0 [[1]]
+    1 [[2]]
+    2 [[3]]
+    3 [[4, 5]]
+    5 [[6]]
+    >>> loader.timer.epoch, loader.timer.batch
+    (1, 5)
+
+    Args:
+        data: a map-style data set, a `DataLoader`, an iterable of collated batches, or a
+            `DataSpec` of one of them.
+        batch_size: samples of one step over all ranks: a number, a text such as
+            `"0tok:768 250Btok:1536"`, a function, or a policy.
+        max_duration: how long the run is, in any unit but `dur`.
+        micro_batch_size: the most samples of one micro-batch; None: a rank's whole share.
+        seed: the seed of the order (and of keyed randomness); nothing else depends on it.
+        shuffle: whether each epoch has an order of its own; None: yes, or as the `DataLoader` that
+            was given. An iterable has its own order.
+        last_batch: where an epoch ends inside a batch: `keep` the smaller one, `drop` it, or
+            `carry` on into the next epoch.
+        rank: this process among those that share each batch; None: torch.distributed's.
+        world_size: how many processes do; None: torch.distributed's.
+        num_workers: processes that fetch; None: as the `DataLoader`, or 0.
+        prefetch_factor: elements that each worker fetches ahead.
+        pin_memory: whether batches are copied to pinned memory, where there is an accelerator.
+        collate_fn: makes a batch of a list of samples; None: torch's default.
+        keyed_randomness: whether the chance inside each sample follows from (seed, epoch, sample)
+            alone, so that it is the same for any workers, ranks and batch sizes.
+        chunk_size: samples that a worker collates at once where sizes are decided during the run.
+        clock: a monotonic clock in nanoseconds.
+
+    Raises:
+        StrettoError: something cannot be; the message says what to write instead.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        batch_size: PolicyLike,
+        *,
+        max_duration: TimeLike,
+        micro_batch_size: int | None = None,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        last_batch: LastBatch = "keep",
+        rank: int | None = None,
+        world_size: int | None = None,
+        num_workers: int | None = None,
+        prefetch_factor: int | None = None,
+        pin_memory: bool | None = None,
+        collate_fn: Collate | None = None,
+        keyed_randomness: bool = False,
+        chunk_size: int | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        spec = DataSpec.of(data)
+        self.policy: BatchSizePolicy = as_policy(batch_size)
+        self._part = part_of(rank, world_size, micro_batch_size)
+        run = Horizon(
+            max_duration,
+            dataset_num_samples=spec.known_num_samples,
+            dataset_num_tokens=spec.known_num_tokens,
+            tokens_per_sample=spec.known_tokens_per_sample,
+            last_batch=last_batch,
+        )
+        self.horizon = resolve_horizon(run, self.policy)
+        self.timer = Timer(self.horizon, clock=clock)
+        self._bound = self.policy.bind(run)
+        self._is_planned = unplannable(run, self._bound) is None
+        reading = Reading(
+            spec,
+            Workers(
+                num_workers=num_workers,
+                prefetch_factor=prefetch_factor,
+                pin_memory=pin_memory,
+                collate_fn=collate_fn,
+            ),
+            self._part,
+            seed=seed,
+            shuffle=shuffle,
+            is_keyed=keyed_randomness,
+            chunk_size=chunk_size,
+        )
+        self._source: Source = make_source(reading, self.horizon, is_planned=self._is_planned)
+        self._tokens = TokenCounter(
+            spec, self._source, is_needed=_reads(run, self._bound.units, TimeUnit.TOKEN)
+        )
+        # Where only the clock can tell when the run is over, it is asked before each step.
+        self._asks_clock = self.horizon.end_sample is None and run.max_duration.unit != "ba"
+        self._reads_seconds = _reads(run, self._bound.units, TimeUnit.SECOND)
+        self._state: PolicyState = self._bound.start()
+        self._signals = NO_SIGNALS
+        self._draws: Iterator[Draw] | None = None
+        self._pending: tuple[Step, Draw] | None = None
+        self._end: Timestamp | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process among those that share each batch."""
+        return self._part.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes share each batch."""
+        return self._part.world_size
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """The most samples of one micro-batch; None: a rank's whole share."""
+        return self._part.micro_batch_size
+
+    @property
+    def tracks_tokens(self) -> bool:
+        """Whether the data tell how many tokens a batch has; may read one sample to find out."""
+        return self._tokens.is_tracked
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        if self._pending is not None:
+            self.finish()
+        if self._draws is None:
+            self._draws = self._open()
+        while True:
+            if self._asks_clock and self.horizon.is_done(self.timer.timestamp):
+                self.close()
+                raise StopIteration
+            draw = next(self._draws, None)
+            if draw is None:
+                self._arrive()
+                raise StopIteration
+            if draw.plan.skipped:
+                self.timer.end_epoch()
+            if draw.pieces:
+                break
+            self.timer.skip(samples=draw.size)
+            self.timer.end_epoch()
+        step = Step(self.timer.timestamp, draw.size, draw.plan.decided, self._weighed(draw))
+        self._pending = step, draw
+        return step
+
+    def finish(
+        self,
+        step: Step | None = None,
+        *,
+        tokens: int | None = None,
+        seconds: float | None = None,
+        signals: Signals = NO_SIGNALS,
+    ) -> Timestamp:
+        """Count the step that was yielded last, and return the clock behind it.
+
+        Asking for the next step does this, too. On several ranks all must do it, as counted tokens
+        and the wall clock are agreed on, unless they are given.
+
+        Args:
+            step: the step, to be sure that it is the one.
+            tokens: its tokens over all ranks; None: counted.
+            seconds: the wall time since the one before, the same on all ranks; None: measured.
+            signals: what the step measured, for the policy.
+
+        Raises:
+            DataError: no step, or another one, is open.
+        """
+        if self._pending is None or (step is not None and step is not self._pending[0]):
+            raise DataError(
+                cannot(
+                    "finish a step that is not the one in hand",
+                    why="each is finished once, before the next is asked for",
+                    instead="call finish() once for the step that was yielded last",
+                )
+            )
+        open_step, draw = self._pending
+        self._pending = None
+        if tokens is None or seconds is None:
+            tokens, seconds = self._measured(open_step, tokens, seconds)
+        self._move(draw, open_step.micro_batches, tokens, seconds)
+        self._state, self._signals = draw.plan.state, signals
+        return self.timer.timestamp
+
+    def close(self) -> None:
+        """Stop the workers. Iterating again goes on from where the clock stands."""
+        self._draws = None
+        self._end = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as JSON: clock, policy, order, and the source's own state.
+
+        The step in hand is finished first: its samples have been seen. The record is the same on
+        every rank, and another number of ranks, workers or micro-batches may go on from it.
+        """
+        if self._pending is not None:
+            self.finish()
+        return {
+            "version": saved.VERSION,
+            "clock": self.timer.state_dict(),
+            "policy": saved.policy_record(self.policy, self._state),
+            "signals": saved.signals_record(self._signals),
+            "order": saved.order_record(self._source.order),
+            "source": self._source.state_dict(self.timer.timestamp),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where `state_dict` was called, with the first unseen sample.
+
+        A policy of another kind starts afresh from there.
+
+        Raises:
+            CheckpointError: it was saved from data of another length or in another order.
+        """
+        saved.check_version(state)
+        saved.check_order(state["order"], saved.order_record(self._source.order))
+        self.close()
+        self._pending = None
+        self.timer.load_state_dict(state["clock"])
+        self._state = saved.policy_state(self.policy, self._bound, state["policy"])
+        self._signals = saved.signals_of(state["signals"])
+        self._source.load_state_dict(state["source"])
+
+    def _open(self) -> Iterator[Draw]:
+        if self._is_planned and self._part.world_size > 1:
+            # Every stage that is still to come must be one that these ranks can share.
+            plan(
+                self.horizon,
+                self.policy,
+                world_size=self._part.world_size,
+                micro_batch_size=self._part.micro_batch_size,
+                resume_at=self.timer.timestamp,
+            )
+        plans = self._planned() if self._is_planned else self._decided()
+        return self._source.feed.draws(plans)
+
+    def _planned(self) -> Iterator[StepPlan]:
+        """The batches of the run, ahead of it."""
+        self._end = yield from walk(
+            self.horizon, self._bound, timestamp=self.timer.timestamp, state=self._state
+        )
+
+    def _decided(self) -> Iterator[StepPlan]:
+        """The batches of the run, each decided when it is asked for."""
+        while True:
+            now, decided = next_step(
+                self.horizon, self._bound, self.timer.timestamp, self._state, self._signals
+            )
+            if decided is None:
+                self._end = now
+                return
+            yield decided
+
+    def _arrive(self) -> None:
+        """Pass over what `drop` leaves out at the end of the run."""
+        left = 0 if self._end is None else self._end.sample - self.timer.sample
+        if left > 0:
+            self.timer.end_epoch()
+
+    def _weighed(self, draw: Draw) -> list[MicroBatch]:
+        world, size, count = self._part.world_size, draw.size, self._tokens
+        return [
+            MicroBatch(batch, samples, count(batch, samples), samples * world / size)
+            for batch, samples in draw.pieces
+        ]
+
+    def _measured(
+        self, step: Step, tokens: int | None, seconds: float | None
+    ) -> tuple[int | None, float | None]:
+        """The tokens of all ranks and the seconds of one, where they matter."""
+        if self._part.world_size == 1:
+            return (step.num_tokens if tokens is None else tokens), seconds
+        if not self._tokens.is_counted and not self._reads_seconds:
+            return tokens, seconds
+        passed = self.timer.seconds_since_update()
+        total, passed = agreed(self._part, step.num_tokens, passed)
+        return (total if tokens is None else tokens), (passed if seconds is None else seconds)
+
+    def _move(
+        self, draw: Draw, micros: list[MicroBatch], tokens: int | None, seconds: float | None
+    ) -> None:
+        if not draw.crossings:
+            tick(self.timer, self.horizon, draw.size, tokens=tokens, seconds=seconds)
+            return
+        tokens = draw.size * (self.horizon.tokens_per_sample or 0) if tokens is None else tokens
+        self.timer.update(samples=draw.size, tokens=tokens, seconds=seconds)
+        for carried in draw.crossings:
+            of_new = self._tokens.last(micros, carried, draw.size, tokens)
+            self.timer.end_epoch(samples=carried, tokens=of_new)
+
+
+def _reads(run: Horizon, units: frozenset[TimeUnit], unit: TimeUnit) -> bool:
+    return run.max_duration.unit == unit or unit in units

@@ -1,0 +1,54 @@
+"""Chance that depends on (seed, epoch, sample) alone, whatever workers, ranks and batch sizes."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """Return a 64-bit seed for the chance inside one sample in one epoch.
+
+    >>> sample_seed(7, 0, 42)
+    17175792034451929803
+
+    Args:
+        seed: the seed of the run.
+        epoch: the epoch, from 0.
+        index: the sample's index in the data set.
+    """
+    digest = blake2b(f"{seed} {epoch} {index}".encode(), digest_size=8, person=b"stretto-sample")
+    return int.from_bytes(digest.digest(), "little")
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of torch (CPU), Python and, where it is imported, NumPy.
+
+    Straight to torch's CPU generator: 1 us, where `torch.manual_seed` takes 114.
+    """
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Put the generators back afterwards as they were, so that nobody else notices."""
+    torch_state, python_state = torch.default_generator.get_state(), random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state: Any = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(torch_state)
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)

@@ -1,0 +1,70 @@
+"""This rank among the others, and the little that they must tell each other without a Trainer."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from stretto.batching import checked_size
+from stretto.data.feed import Part
+from stretto.errors import DataError, cannot
+
+
+def part_of(rank: int | None, world_size: int | None, micro_batch_size: int | None) -> Part:
+    """Return this rank's part; what is None is read from torch.distributed, if that is started.
+
+    >>> part_of(None, None, 8)
+    Part(rank=0, world_size=1, micro_batch_size=8)
+
+    Raises:
+        DataError: only one of rank and world size is given, or the rank is not below the world
+            size.
+        BatchSizeError: the world size or the micro-batch size is not an integer of at least 1.
+    """
+    if (rank is None) != (world_size is None):
+        raise DataError(
+            cannot(
+                f"read the part of rank {rank} of {world_size}",
+                why="one of the two is missing",
+                instead="pass both rank and world_size, or neither",
+            )
+        )
+    if rank is None or world_size is None:
+        started = dist.is_available() and dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+    world_size = checked_size(world_size, "a world size")
+    if type(rank) is not int or not 0 <= rank < world_size:
+        raise DataError(
+            cannot(
+                f"read the part of rank {rank!r} of {world_size}",
+                why=f"ranks are integers from 0 to {world_size - 1}",
+                instead="pass the rank of this process",
+            )
+        )
+    if micro_batch_size is not None:
+        micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
+    return Part(rank, world_size, micro_batch_size)
+
+
+def agreed(part: Part, tokens: int, seconds: float) -> tuple[int, float]:
+    """Return the tokens of all ranks, and the seconds of rank 0. Every rank must call it.
+
+    Raises:
+        DataError: the ranks cannot speak to each other.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise DataError(
+            cannot(
+                f"count the tokens and seconds of {part.world_size} ranks",
+                why="torch.distributed is not started",
+                instead="call loader.finish(tokens=..., seconds=...) with those of all ranks, or "
+                "torch.distributed.init_process_group()",
+            )
+        )
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    packed = torch.tensor(
+        [tokens, seconds if part.rank == 0 else 0.0], dtype=torch.float64, device=device
+    )
+    dist.all_reduce(packed)
+    total, measured = packed.tolist()
+    return int(total), measured

@@ -1,0 +1,220 @@
+"""`DataSpec`: data, and what must be known about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from stretto.data.containers import count_samples, take_samples
+from stretto.data.tokens import count_tokens
+from stretto.errors import DataError, cannot, shown
+
+Collate: TypeAlias = Callable[[list[Any]], Any]
+"""Makes a batch of a list of samples."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DataSpec:
+    """Data, and what must be known about them; the defaults do for most.
+
+    What the data can be:
+
+    - a *map-style data set*: has `__len__` and `__getitem__` (a list of samples, too). Its samples
+      are put in order, dealt to ranks and collated here. It may have `get_batch(indices)`, which
+      returns a collated batch: then samples are never touched one by one.
+    - a *`DataLoader`* over a map-style data set with torch's own sampler: its data set, collate
+      function, workers, and whether it shuffles, are taken; its batch size is not.
+    - an *iterable of collated batches* of any size: a `DataLoader` with an order of its own or over
+      an `IterableDataset`, a streaming loader, a generator. They are cut anew into exact batches.
+      A torch `IterableDataset` alone yields samples, as torch has it, and is batched first.
+
+    >>> import torch
+    >>> from torch.utils.data import TensorDataset
+    >>> spec = DataSpec(TensorDataset(torch.zeros(50, 3)))
+    >>> spec.is_map_style, spec.known_num_samples
+    (True, 50)
+
+    Raises:
+        DataError: the data are none of these, or the counts contradict the data.
+    """
+
+    data: Any
+    """A map-style data set, a `DataLoader`, or an iterable of collated batches."""
+    num_samples: int | None = None
+    """Samples in an epoch; None: those of the data set, or not known."""
+    num_tokens: int | None = None
+    """Tokens in an epoch; None: the data set's `num_tokens`, if it has that, or not known."""
+    tokens_per_sample: int | None = None
+    """Tokens in every sample, where all have equally many; None: the data set's
+    `tokens_per_sample`, if it has that, or not known."""
+    get_num_samples_in_batch: Callable[[Any], int] | None = None
+    """Counts the samples of a batch; None: `count_samples`."""
+    get_num_tokens_in_batch: Callable[[Any], int] | None = None
+    """Counts the tokens of a batch; None: `count_tokens`."""
+    split_batch: Callable[[Any, slice], Any] | None = None
+    """Returns the samples of a batch that a slice selects; None: `take_samples`."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_samples", "num_tokens", "tokens_per_sample"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise DataError(
+                    cannot(
+                        f"use {name}={shown(value)}",
+                        why="it is not an integer of at least 1",
+                        instead="write how many there are, or leave it out",
+                    )
+                )
+        _check_kind(self.data)
+        _check_length(self)
+
+    @classmethod
+    def of(cls, data: Any) -> DataSpec:
+        """Return `data` if it is a spec, else a spec of it.
+
+        >>> DataSpec.of([1, 2, 3]).known_num_samples
+        3
+        """
+        return data if isinstance(data, cls) else cls(data)
+
+    @property
+    def is_map_style(self) -> bool:
+        """Whether samples can be had by their index."""
+        return is_map_style(self.dataset)
+
+    @property
+    def dataset(self) -> Any:
+        """The map-style data set; of other data, the data."""
+        if isinstance(self.data, DataLoader) and not has_own_order(self.data):
+            return self.data.dataset
+        return self.data
+
+    @property
+    def known_num_samples(self) -> int | None:
+        """Samples in an epoch, or None."""
+        return self.num_samples if self.num_samples is not None else _length(self)
+
+    @property
+    def known_num_tokens(self) -> int | None:
+        """Tokens in an epoch, or None."""
+        return self.num_tokens if self.num_tokens is not None else self._own("num_tokens")
+
+    @property
+    def known_tokens_per_sample(self) -> int | None:
+        """Tokens in each sample where all have equally many, or None."""
+        each = self.tokens_per_sample
+        return each if each is not None else self._own("tokens_per_sample")
+
+    def count_samples(self, batch: Any) -> int:
+        """Return the number of samples in a batch."""
+        count = self.get_num_samples_in_batch
+        return count_samples(batch) if count is None else count(batch)
+
+    def count_tokens(self, batch: Any) -> int | None:
+        """Return the number of tokens in a batch; None where it does not tell."""
+        count = self.get_num_tokens_in_batch
+        return count_tokens(batch) if count is None else count(batch)
+
+    def take_samples(self, batch: Any, part: slice, num_samples: int) -> Any:
+        """Return the samples of a batch of `num_samples` that `part` selects."""
+        if self.split_batch is not None:
+            return self.split_batch(batch, part)
+        if part.step in (None, 1) and part.start == 0 and part.stop >= num_samples:
+            return batch
+        return take_samples(batch, part, num_samples)
+
+    def _own(self, name: str) -> int | None:
+        data = self.data.dataset if isinstance(self.data, DataLoader) else self.data
+        value = getattr(data, name, None)
+        return value if type(value) is int and value > 0 else None
+
+
+def is_map_style(data: Any) -> bool:
+    """Return whether samples can be had by their index."""
+    if isinstance(data, (IterableDataset, DataLoader, str, bytes, dict)):
+        return False
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__")
+
+
+def has_own_order(loader: DataLoader[Any]) -> bool:
+    """Return whether a `DataLoader` reads samples in an order that is not ours to make."""
+    if not is_map_style(loader.dataset) or type(loader.batch_sampler) is not BatchSampler:
+        return True
+    sampler = loader.sampler
+    if type(sampler) is RandomSampler:
+        return sampler.replacement or sampler.num_samples != len(loader.dataset)  # type: ignore[arg-type]
+    return type(sampler) is not SequentialSampler
+
+
+def is_one_shot(data: Any) -> bool:
+    """Return whether the data can be read only once, as a generator."""
+    return isinstance(data, Iterator)
+
+
+def _check_kind(data: Any) -> None:
+    sampler = getattr(data, "sampler", None) if isinstance(data, DataLoader) else None
+    if isinstance(sampler, DistributedSampler):
+        raise DataError(
+            cannot(
+                "read a DataLoader with a DistributedSampler",
+                why="samples would be dealt to the ranks twice",
+                instead="pass its data set",
+            )
+        )
+    if isinstance(data, (str, bytes, dict)) or not (
+        is_map_style(data) or isinstance(data, Iterable)
+    ):
+        raise DataError(
+            cannot(
+                f"read data of type {type(data).__name__}",
+                why="it is neither a data set with a length and samples by index, nor an iterable "
+                "of batches",
+                instead="pass a torch data set, a DataLoader, or an iterable of collated batches",
+            )
+        )
+
+
+def _check_length(spec: DataSpec) -> None:
+    length = _length(spec)
+    if length == 0:
+        raise DataError(
+            cannot(
+                f"train on a data set of type {type(spec.dataset).__name__}",
+                why="it has no samples",
+                instead="pass one with at least one sample",
+            )
+        )
+    given = spec.num_samples
+    if given is not None and length is not None and given != length:
+        raise DataError(
+            cannot(
+                f"use num_samples={given}",
+                why=f"the data have {length}",
+                instead="leave it out",
+            )
+        )
+
+
+def _length(spec: DataSpec) -> int | None:
+    """The samples in an epoch as the data themselves say, or None."""
+    data = spec.dataset
+    if is_map_style(data):
+        return len(data)
+    if isinstance(data, DataLoader) and type(data.batch_sampler) is BatchSampler:
+        try:
+            length = len(data.sampler)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+        return length - length % (data.batch_size or 1) if data.drop_last else length
+    return None

@@ -1,0 +1,99 @@
+"""`TokenCounter`: the tokens of micro-batches, counted only where they must be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from stretto.data.randomness import kept_generators
+from stretto.data.source import Source
+from stretto.data.spec import DataSpec
+from stretto.data.step import MicroBatch
+from stretto.errors import DataError, cannot
+
+
+@final
+class TokenCounter:
+    """Counts tokens: by multiplication where every sample has equally many.
+
+    Args:
+        spec: the data.
+        source: gives a sample, to see whether its tokens can be counted.
+        is_needed: whether the length of the run or the batch size is in tokens.
+
+    Raises:
+        DataError: tokens are needed, and the data cannot count them.
+    """
+
+    def __init__(self, spec: DataSpec, source: Source, *, is_needed: bool) -> None:
+        self._spec = spec
+        self._source = source
+        self._is_needed = is_needed
+        self._each = spec.known_tokens_per_sample
+        self._tells: bool | None = None
+        if self._each is not None or spec.get_num_tokens_in_batch is not None:
+            self._tells = True
+        if is_needed and not self.is_tracked:
+            raise _uncountable()
+
+    @property
+    def is_tracked(self) -> bool:
+        """Whether the data tell how many tokens a batch has.
+
+        May read one sample to find out; of an iterable it is believed until its first batch.
+        """
+        if self._tells is None and self._source.map_source is not None:
+            with kept_generators():
+                batch = self._source.map_source.any_sample()
+            self._tells = self._spec.count_tokens(batch) is not None
+        return self._tells is not False
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether tokens differ from sample to sample and are counted."""
+        return self._each is None and self._tells is not False
+
+    def __call__(self, batch: Any, num_samples: int) -> int:
+        """Return the tokens of a batch; 0 where they are not tracked."""
+        if self._each is not None:
+            return num_samples * self._each
+        if self._tells is False or num_samples == 0:
+            return 0
+        tokens = self._spec.count_tokens(batch)
+        self._tells = tokens is not None
+        if tokens is None and self._is_needed:
+            raise _uncountable()
+        return tokens or 0
+
+    def last(self, micros: Sequence[MicroBatch], samples: int, size: int, tokens: int) -> int:
+        """Return the tokens of the last `samples` of a step of `size` samples and `tokens`.
+
+        Counted, where this rank has the whole step; else their share, rounded down.
+        """
+        if self.is_counted and sum(micro.num_samples for micro in micros) == size:
+            try:
+                return self._counted(micros, samples)
+            except DataError:  # packed batches cannot be cut
+                pass
+        return tokens * samples // size
+
+    def _counted(self, micros: Sequence[MicroBatch], samples: int) -> int:
+        total = 0
+        for micro in reversed(micros):
+            if samples < micro.num_samples:
+                part = slice(micro.num_samples - samples, micro.num_samples)
+                batch = self._spec.take_samples(micro.batch, part, micro.num_samples)
+                return total + (self(batch, samples) if samples else 0)
+            total += micro.num_tokens
+            samples -= micro.num_samples
+        return total
+
+
+def _uncountable() -> DataError:
+    return DataError(
+        cannot(
+            "count the tokens of these data",
+            why="a batch has neither attention_mask nor input_ids, and the run needs its tokens",
+            instead="pass DataSpec(data, tokens_per_sample=...) or get_num_tokens_in_batch=...",
+        )
+    )
