@@ -41,6 +41,12 @@ _FACE = {
         "rampup",
         "split",
     ),
+    "stretto.data": (
+        "DataSpec",
+        "MicroBatch",
+        "StepLoader",
+        "sample_seed",
+    ),
     "stretto.errors": (
         "BatchSizeError",
         "CheckpointError",
@@ -55,6 +61,7 @@ _FACE = {
         "TrainingError",
         "UnitError",
     ),
+    "stretto.optim": ("Hyperparameters", "from_torch"),
     "stretto.ordering": ("SampleOrder",),
     "stretto.planning": ("Plan", "plan"),
     "stretto.timing": (

@@ -24,6 +24,10 @@ from stretto.batching import StagedRamp as StagedRamp
 from stretto.batching import Steps as Steps
 from stretto.batching import rampup as rampup
 from stretto.batching import split as split
+from stretto.data import DataSpec as DataSpec
+from stretto.data import MicroBatch as MicroBatch
+from stretto.data import StepLoader as StepLoader
+from stretto.data import sample_seed as sample_seed
 from stretto.errors import BatchSizeError as BatchSizeError
 from stretto.errors import CheckpointError as CheckpointError
 from stretto.errors import ConfigError as ConfigError
@@ -36,6 +40,8 @@ from stretto.errors import StrettoError as StrettoError
 from stretto.errors import TimeError as TimeError
 from stretto.errors import TrainingError as TrainingError
 from stretto.errors import UnitError as UnitError
+from stretto.optim import Hyperparameters as Hyperparameters
+from stretto.optim import from_torch as from_torch
 from stretto.ordering import SampleOrder as SampleOrder
 from stretto.planning import Plan as Plan
 from stretto.planning import plan as plan
@@ -62,16 +68,19 @@ __all__ = [
     "ConfigError",
     "ConversionError",
     "DataError",
+    "DataSpec",
     "DoublingRamp",
     "Every",
     "Fixed",
     "FunctionRule",
     "Horizon",
+    "Hyperparameters",
     "Hysteresis",
     "IncreaseFunction",
     "LearningRateRule",
     "LinearRamp",
     "LinearRule",
+    "MicroBatch",
     "MissingPackageError",
     "Monotone",
     "MultipleOf",
@@ -87,6 +96,7 @@ __all__ = [
     "Split",
     "SquareRootRule",
     "StagedRamp",
+    "StepLoader",
     "Steps",
     "StrettoError",
     "Time",
@@ -97,7 +107,9 @@ __all__ = [
     "TrainingError",
     "UnitError",
     "convert",
+    "from_torch",
     "plan",
     "rampup",
+    "sample_seed",
     "split",
 ]
