@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast, final
@@ -112,6 +113,17 @@ class Plan:
                 split(step.size, self.world_size, self.micro_batch_size).accumulation,
                 self._values(step.timestamp, step.decided),
             )
+
+    def values_at(self, batch: int, /) -> dict[str, float]:
+        """Return the hyper-parameters of batch number `batch` (from 0).
+
+        >>> from stretto.schedules import Linear
+        >>> plan(Horizon("40sp"), 8, schedules={"lr": Linear(1, 0)}).values_at(2)
+        {'lr': 0.6}
+        """
+        first = [stage.first.batch for stage in self.stages]
+        stage = self.stages[bisect_right(first, batch) - 1]
+        return self._values(self.sizes.timestamp_at_batch(batch), stage.size)
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as plain values that JSON keeps exactly.

@@ -1,0 +1,168 @@
+"""What all pictures share: the look, axes in a unit of time, and the file they go to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto._optional import import_optional
+from stretto.errors import ConfigError, cannot
+from stretto.timing import TimeUnit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg", ".pdf")
+"""The endings of pictures that are drawn."""
+LABELS = {
+    TimeUnit.EPOCH: "epochs",
+    TimeUnit.BATCH: "batches",
+    TimeUnit.SAMPLE: "samples",
+    TimeUnit.TOKEN: "tokens",
+    TimeUnit.DURATION: "fraction of the run",
+    TimeUnit.SECOND: "seconds",
+}
+"""What an axis in a unit is called."""
+
+# Told apart in print and by those who do not see red or green (Okabe and Ito 2008).
+BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#a05a8c"
+INK, MUTED, FAINT = "#222222", "#767676", "#e3e3e3"
+STYLE: dict[str, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": MUTED,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.labelcolor": INK,
+    "axes.labelsize": 9.5,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "font.family": "DejaVu Sans",
+    "font.size": 9.5,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.8,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "butt",
+    "svg.hashsalt": "stretto",  # the same picture is the same file
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.color": MUTED,
+    "ytick.labelcolor": INK,
+    "ytick.left": False,
+}
+MAX_SIZES = 6
+"""Up to this many batch sizes, each stands at the axis."""
+
+
+def check_format(path: Path) -> None:
+    """Refuse a picture of a kind that is not drawn, before any work is done.
+
+    Raises:
+        ConfigError: the ending of its name is none of ours.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(
+            cannot(
+                f"draw {str(path)!r}",
+                why="its name does not say what kind of picture it is",
+                instead=f"let it end in {', '.join(FORMATS)}",
+            )
+        )
+
+
+def panels(heights: Sequence[float], title: str) -> tuple[Figure, list[Axes]]:
+    """Return a figure of panels above each other that share their horizontal axis."""
+    figures = import_optional("matplotlib.figure", "plot")
+    figure: Figure = figures.Figure(figsize=(8, 1.1 + sum(heights)), layout="constrained")
+    figure.suptitle(title, x=0.012, ha="left", fontsize=10.5, color=INK)
+    grid = figure.subplots(
+        len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": list(heights)}
+    )
+    return figure, [row[0] for row in grid]
+
+
+def finish_time_axis(axes: Axes, unit: TimeUnit, end: float) -> None:
+    """Let the lowest panel say what the horizontal axis counts, from 0 to the end."""
+    ticker = import_optional("matplotlib.ticker", "plot")
+    axes.set_xlim(0, end)
+    axes.set_xlabel(LABELS[unit])
+    if unit is TimeUnit.DURATION:
+        axes.xaxis.set_major_formatter(ticker.PercentFormatter(1, decimals=0))
+    elif end >= 10_000:
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: short(value)))
+
+
+def finish_size_axis(axes: Axes, sizes: Sequence[int]) -> None:
+    """Let the vertical axis say batch sizes; where few are far apart, each at a doubling."""
+    ticker = import_optional("matplotlib.ticker", "plot")
+    distinct = sorted(set(sizes))
+    if len(distinct) <= MAX_SIZES and distinct[-1] >= 4 * distinct[0]:
+        axes.set_yscale("log", base=2)
+        axes.set_ylim(distinct[0] / 1.5, distinct[-1] * 1.3)
+    else:
+        axes.set_ylim(0, distinct[-1] * 1.15)
+    if len(distinct) <= MAX_SIZES:
+        axes.set_yticks(distinct)
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def finish_value_axis(axes: Axes) -> None:
+    """Let the vertical axis of a hyper-parameter begin at 0, with plain numbers."""
+    axes.set_ylim(bottom=0)
+    axes.margins(y=0.1)
+    ticker = import_optional("matplotlib.ticker", "plot")
+    # 0.004 and 1e-5, where matplotlib would put a factor of 10 above the axis.
+    plain = ticker.FuncFormatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
+    axes.yaxis.set_major_formatter(plain)
+
+
+def finish_count_axis(axes: Axes, counts: Sequence[int]) -> None:
+    """Let the vertical axis say whole numbers from 0."""
+    ticker = import_optional("matplotlib.ticker", "plot")
+    axes.set_ylim(0, max(counts) * 1.2)
+    distinct = sorted(set(counts))
+    if len(distinct) <= MAX_SIZES - 2:
+        axes.set_yticks(distinct)
+    else:
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(4, integer=True))
+
+
+def short(value: float) -> str:
+    """Return a large count as people say it.
+
+    >>> [short(value) for value in (0, 950, 20_000, 1_310_720, 2e9)]
+    ['0', '950', '20K', '1.31M', '2B']
+    """
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if value >= limit:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:g}"
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the picture; the same picture is the same bytes.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150, metadata=dated.get(path.suffix.lower()))
+    except OSError as error:
+        raise ConfigError(
+            cannot(
+                f"write {str(path)!r}",
+                why=(error.strerror or str(error)).lower(),
+                instead="name a file in a folder that can be written to",
+            )
+        ) from None

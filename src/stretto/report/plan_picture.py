@@ -1,0 +1,183 @@
+"""A picture of a plan: batch size, accumulation and hyper-parameters over any unit of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from stretto._optional import import_optional
+from stretto.errors import PlanError, cannot
+from stretto.planning import Plan
+from stretto.report.drawing import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    STYLE,
+    check_format,
+    finish_count_axis,
+    finish_size_axis,
+    finish_time_axis,
+    finish_value_axis,
+    panels,
+    save,
+    short,
+)
+from stretto.timing import Timestamp, TimeUnit
+from stretto.timing.unit import parse_unit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+POINTS = 2_000
+"""Most batches whose hyper-parameters are drawn: more than a picture has pixels across."""
+MAX_VALUES = 4
+"""Most hyper-parameters that get a panel."""
+
+
+class Curves(NamedTuple):
+    """A plan as lines over one unit of time."""
+
+    unit: TimeUnit
+    end: float
+    edges: list[float]
+    """Where stages begin, and where the last one ends."""
+    sizes: list[int]
+    accumulation: list[int]
+    times: list[float]
+    """Where `values` are, and the end."""
+    values: dict[str, list[float]]
+    """Hyper-parameters at `times`, the last of them held to the end."""
+
+
+def draw_plan(plan: Plan, path: Path, *, unit: str | None = None) -> None:
+    """Draw a plan into a file.
+
+    Args:
+        plan: what to draw.
+        path: a name that ends in `.png`, `.svg` or `.pdf`.
+        unit: what the horizontal axis counts; left out, what the length of the run does.
+
+    Raises:
+        ConfigError: the file cannot be written, or is of another kind.
+        PlanError: the plan has no end, or cannot be shown in that unit.
+        MissingPackageError: matplotlib is not installed.
+    """
+    check_format(path)
+    curves = plan_curves(plan, unit)
+    with import_optional("matplotlib", "plot").rc_context(STYLE):
+        names = list(curves.values)[:MAX_VALUES]
+        accumulates = plan.micro_batch_size is not None
+        heights = [1.7, *([0.9] if accumulates else []), *([1.5] * len(names))]
+        figure, axes = panels(heights, describe(plan))
+        rest = iter(axes)
+        draw_sizes(next(rest), curves)
+        if accumulates:
+            _draw_accumulation(next(rest), curves)
+        for panel, name, color in zip(rest, names, (ORANGE, GREEN, PURPLE, ORANGE), strict=False):
+            draw_value(panel, curves, name, color=color)
+        finish_time_axis(axes[-1], curves.unit, curves.end)
+        save(figure, path)
+
+
+def plan_curves(plan: Plan, unit: str | None = None) -> Curves:
+    """Return a plan as lines over `unit`; left out, that of the length of the run.
+
+    >>> from stretto.planning import plan
+    >>> from stretto.timing import Horizon
+    >>> curves = plan_curves(plan(Horizon("40sp"), "0sp:4 20sp:10"))
+    >>> curves.edges, curves.sizes
+    ([0.0, 20.0, 40.0], [4, 10])
+
+    Raises:
+        PlanError: the plan has no end, or cannot be shown in that unit.
+    """
+    target = parse_unit(unit) if unit else plan.horizon.max_duration.unit
+    end, count = plan.end, plan.num_batches
+    if end is None or count is None:
+        raise PlanError(
+            cannot(
+                "draw a plan without an end",
+                why=f"only the run can tell when {plan.horizon.max_duration} have passed",
+                instead="say max_duration in 'ep', 'ba' or 'sp'",
+            )
+        )
+    _check_unit(plan, target)
+
+    def place(timestamp: Timestamp) -> float:
+        return float(plan.horizon.position(timestamp, target))
+
+    numbers = _batches_to_draw(plan, count)
+    values = [plan.values_at(number) for number in numbers]
+    return Curves(
+        target,
+        place(end),
+        [place(stage.first) for stage in plan.stages] + [place(end)],
+        [stage.size for stage in plan.stages],
+        [stage.accumulation for stage in plan.stages],
+        [place(plan.sizes.timestamp_at_batch(number)) for number in (*numbers, count)],
+        {name: [row[name] for row in (*values, values[-1])] for name in values[0]},
+    )
+
+
+def describe(plan: Plan) -> str:
+    """Return a plan in one line: how long in every unit, on how many ranks."""
+    end = plan.end
+    parts = [f"run of {plan.horizon.max_duration}"]
+    if end is not None:
+        parts += [f"{end.batch:,} batches", f"{_count(plan.num_samples or 0)} samples"]
+        if end.token:
+            parts.append(f"{_count(end.token)} tokens")
+    if plan.world_size > 1:
+        parts.append(f"{plan.world_size} ranks")
+    return "  ·  ".join(parts)
+
+
+def draw_sizes(axes: Axes, curves: Curves) -> None:
+    """Draw batch sizes as steps."""
+    axes.set_title("batch size")
+    axes.stairs(curves.sizes, curves.edges, baseline=None, color=BLUE, linewidth=1.8)
+    axes.stairs(curves.sizes, curves.edges, fill=True, color=BLUE, alpha=0.12, baseline=1e-9)
+    finish_size_axis(axes, curves.sizes)
+
+
+def draw_value(axes: Axes, curves: Curves, name: str, *, color: str) -> None:
+    """Draw a hyper-parameter: each value holds until the next batch."""
+    axes.set_title({"lr": "learning rate"}.get(name, name.replace("_", " ")))
+    axes.plot(curves.times, curves.values[name], color=color, drawstyle="steps-post")
+    finish_value_axis(axes)
+
+
+def _draw_accumulation(axes: Axes, curves: Curves) -> None:
+    axes.set_title("micro-batches of each rank")
+    axes.stairs(curves.accumulation, curves.edges, baseline=None, color=GREEN, linewidth=1.8)
+    finish_count_axis(axes, curves.accumulation)
+
+
+def _count(value: int) -> str:
+    return f"{value:,}" if value < 10**7 else short(value)
+
+
+def _batches_to_draw(plan: Plan, count: int) -> Sequence[int]:
+    """Batches spread evenly over the run, and the first of each stage."""
+    if count <= POINTS:
+        return range(count)
+    spread = {number * (count - 1) // (POINTS - 1) for number in range(POINTS)}
+    return sorted(spread | {stage.first.batch for stage in plan.stages[:POINTS]})
+
+
+def _check_unit(plan: Plan, unit: TimeUnit) -> None:
+    why = None
+    if unit is TimeUnit.SECOND:
+        why = "how long a batch will take is not known before the run"
+    if unit is TimeUnit.TOKEN and not (plan.end and plan.end.token):
+        why = "how many tokens a sample has is not known"
+    if why is not None:
+        raise PlanError(
+            cannot(
+                f"draw the plan over '{unit}'",
+                why=why,
+                instead="write --unit ep, ba, sp or dur",
+            )
+        )
