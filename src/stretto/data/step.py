@@ -10,7 +10,11 @@ from stretto.timing import Timestamp
 
 
 class MicroBatch(NamedTuple):
-    """What one forward and backward pass on one rank takes."""
+    """What one forward and backward pass on one rank takes.
+
+    >>> MicroBatch(batch=[7, 8, 9], num_samples=3, num_tokens=0, weight=0.375).weight
+    0.375
+    """
 
     batch: Any
     """The collated samples."""
