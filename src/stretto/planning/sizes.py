@@ -132,6 +132,7 @@ class PlannedSizes:
     stretches: tuple[Stretch, ...]
     end: Timestamp | None
     """The clock at the end of the run, or None where only the run can tell."""
+    _sections: list[EqualBatches]
     _batches: list[int]
     _samples: list[int]
 
@@ -139,12 +140,16 @@ class PlannedSizes:
         run, policy = horizon.with_batch_sizes(None), as_policy(policy)
         found: list[Stretch] = []
         end = yield_into(found, stretches(run, policy.bind(run)))
+        sections = [stretch.batches for stretch in found]
+        if end is not None:
+            sections.append(_beyond(run, found[-1], end))
         values: dict[str, object] = {
             "horizon": run,
             "policy": policy,
             "stretches": tuple(found),
             "end": end,
-            "_batches": [stretch.batches.first.batch for stretch in found],
+            "_sections": sections,
+            "_batches": [batches.first.batch for batches in sections],
             "_samples": [stretch.batches.first.sample for stretch in found],
         }
         for name, value in values.items():
@@ -162,23 +167,19 @@ class PlannedSizes:
         """
         if self.end is not None and batch == self.end.batch:
             return self.end.sample
-        stretch = self.stretches[bisect_right(self._batches, batch) - 1]
-        return stretch.batches.position(batch - stretch.batches.first.batch)
+        batches = self._sections[bisect_right(self._batches, batch) - 1]
+        return batches.position(batch - batches.first.batch)
 
     def batch_at_sample(self, sample: int, /) -> int:
         """Return the number of batches after which position `sample` has been reached."""
         if sample <= 0:
             return 0
+        if self.end is not None and sample > self.end.sample:
+            return self.end.batch + max(1, self._sections[-1].count_before(sample))
         number = bisect_left(self._samples, sample) - 1
         batches, count = self.stretches[number].batches, self.stretches[number].count
         before = batches.count_before(sample)
-        is_last = number == len(self.stretches) - 1
-        if self.end is not None and is_last and sample > self.end.sample:
-            # Batches that no run has lie as if it went on, but for the one cut at its end.
-            before = max(before, (count or 0) + 1)
-        elif count is not None:
-            before = min(before, count)
-        return batches.first.batch + before
+        return batches.first.batch + (before if count is None else min(before, count))
 
     def timestamp_at_batch(self, batch: int) -> Timestamp:
         """Return the clock at the start of batch number `batch`; after the last, at the end.
@@ -188,8 +189,8 @@ class PlannedSizes:
         """
         if self.end is not None and batch >= self.end.batch:
             return self.end
-        stretch = self.stretches[bisect_right(self._batches, batch) - 1]
-        return stretch.batches.timestamp(batch - stretch.batches.first.batch)
+        batches = self._sections[bisect_right(self._batches, batch) - 1]
+        return batches.timestamp(batch - batches.first.batch)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlannedSizes):
@@ -201,6 +202,13 @@ class PlannedSizes:
 
     def __repr__(self) -> str:
         return f"PlannedSizes({self.horizon!r}, {self.policy!r})"
+
+
+def _beyond(horizon: Horizon, last: Stretch, end: Timestamp) -> EqualBatches:
+    """The batches that no run has, as if the last ones went on; a batch cut there counts whole."""
+    if last.end == end and last.count is not None:
+        return EqualBatches.on(horizon, last.batches.timestamp(last.count), last.batches.size)
+    return EqualBatches.on(horizon, end, last.batches.size)
 
 
 def yield_into(
