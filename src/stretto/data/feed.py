@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 from stretto.batching import Split
 from stretto.data.containers import mapped
@@ -15,12 +15,8 @@ from stretto.planning import StepPlan
 _MOST_SHARES = 4096
 
 
-class Piece(NamedTuple):
-    """One micro-batch before it is weighed."""
-
-    batch: Any
-    num_samples: int
-    """0 for a dummy, whose batch is one sample that does not count."""
+Piece: TypeAlias = tuple[Any, int]
+"""A micro-batch and its samples; 0 for a dummy, whose batch is one sample that does not count."""
 
 
 class Draw(NamedTuple):
@@ -92,4 +88,4 @@ def pinned(batch: Any) -> Any:
 
 def first_sample(spec: DataSpec, batch: Any, num_samples: int) -> Piece:
     """Return a dummy: one sample of a batch, that does not count."""
-    return Piece(spec.take_samples(batch, slice(0, 1), num_samples), 0)
+    return spec.take_samples(batch, slice(0, 1), num_samples), 0

@@ -103,9 +103,9 @@ class IterableFeed(Feed):
                 piece = first_sample(self._spec, batch, num_samples)
             else:
                 part = slice(first, first + (count - 1) * world + 1, world)
-                piece = Piece(self._spec.take_samples(batch, part, num_samples), count)
+                piece = self._spec.take_samples(batch, part, num_samples), count
                 first += count * world
-            yield Piece(pinned(piece.batch), piece.num_samples) if self._pins else piece
+            yield (pinned(piece[0]), piece[1]) if self._pins else piece
 
 
 def _wrong_length(num_samples: int, why: str) -> DataError:

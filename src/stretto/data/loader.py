@@ -15,6 +15,7 @@ from stretto.batching import (
     as_policy,
 )
 from stretto.data import state as saved
+from stretto.data.decisions import Decisions
 from stretto.data.feed import Draw
 from stretto.data.ranks import agreed, part_of
 from stretto.data.source import Reading, Source, make_source
@@ -25,7 +26,6 @@ from stretto.data.workers import Workers
 from stretto.errors import DataError, cannot
 from stretto.planning import (
     StepPlan,
-    next_step,
     plan,
     resolve_horizon,
     tick,
@@ -140,7 +140,7 @@ class StepLoader(Iterator[Step]):
         self._signals = NO_SIGNALS
         self._draws: Iterator[Draw] | None = None
         self._pending: tuple[Step, Draw] | None = None
-        self._end: Timestamp | None = None
+        self._decisions = Decisions(run, self._bound)
 
     @property
     def rank(self) -> int:
@@ -229,7 +229,7 @@ class StepLoader(Iterator[Step]):
     def close(self) -> None:
         """Stop the workers. Iterating again goes on from where the clock stands."""
         self._draws = None
-        self._end = None
+        self._decisions = Decisions(self.horizon, self._bound)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON: clock, policy, order, and the source's own state.
@@ -275,30 +275,28 @@ class StepLoader(Iterator[Step]):
                 micro_batch_size=self._part.micro_batch_size,
                 resume_at=self.timer.timestamp,
             )
-        plans = self._planned() if self._is_planned else self._decided()
+        plans = self._planned() if self._source.looks_ahead else self._decided()
         return self._source.feed.draws(plans)
 
     def _planned(self) -> Iterator[StepPlan]:
         """The batches of the run, ahead of it."""
-        self._end = yield from walk(
+        self._decisions.end = yield from walk(
             self.horizon, self._bound, timestamp=self.timer.timestamp, state=self._state
         )
 
     def _decided(self) -> Iterator[StepPlan]:
         """The batches of the run, each decided when it is asked for."""
+        decide, timer = self._decisions.next, self.timer
         while True:
-            now, decided = next_step(
-                self.horizon, self._bound, self.timer.timestamp, self._state, self._signals
-            )
+            decided = decide(timer.timestamp, self._state, self._signals)
             if decided is None:
-                self._end = now
                 return
             yield decided
 
     def _arrive(self) -> None:
         """Pass over what `drop` leaves out at the end of the run."""
-        left = 0 if self._end is None else self._end.sample - self.timer.sample
-        if left > 0:
+        end = self._decisions.end
+        if end is not None and end.sample > self.timer.sample:
             self.timer.end_epoch()
 
     def _weighed(self, draw: Draw) -> list[MicroBatch]:
@@ -313,7 +311,8 @@ class StepLoader(Iterator[Step]):
     ) -> tuple[int | None, float | None]:
         """The tokens of all ranks and the seconds of one, where they matter."""
         if self._part.world_size == 1:
-            return (step.num_tokens if tokens is None else tokens), seconds
+            is_open = tokens is None and self._tokens.is_counted
+            return (step.num_tokens if is_open else tokens), seconds
         if not self._tokens.is_counted and not self._reads_seconds:
             return tokens, seconds
         passed = self.timer.seconds_since_update()
@@ -323,10 +322,11 @@ class StepLoader(Iterator[Step]):
     def _move(
         self, draw: Draw, micros: list[MicroBatch], tokens: int | None, seconds: float | None
     ) -> None:
-        if not draw.crossings:
+        if tokens is None:
+            tokens = draw.size * (self.horizon.tokens_per_sample or 0)
+        if draw.plan.ends_epochs:
             tick(self.timer, self.horizon, draw.size, tokens=tokens, seconds=seconds)
             return
-        tokens = draw.size * (self.horizon.tokens_per_sample or 0) if tokens is None else tokens
         self.timer.update(samples=draw.size, tokens=tokens, seconds=seconds)
         for carried in draw.crossings:
             of_new = self._tokens.last(micros, carried, draw.size, tokens)

@@ -90,7 +90,7 @@ class DirectFeed(Feed):
         for plan in plans:
             start = plan.timestamp.sample
             place = -((rank - start) // world)
-            pieces = []
+            pieces: list[Piece] = []
             for count in shares.sizes(plan.size, start):
                 if count:
                     batch = fetch.read(stream, place, count)
@@ -99,7 +99,7 @@ class DirectFeed(Feed):
                     batch = fetch([stream.at(start)])
                 if checks:
                     source.check(batch, count or 1)
-                pieces.append(Piece(pinned(batch) if pins else batch, count))
+                pieces.append((pinned(batch) if pins else batch, count))
             yield Draw(plan, pieces, plan.size)
 
 
@@ -122,10 +122,10 @@ class PlannedFeed(Feed):
         )
         for batch in batches:
             plan, sizes = ahead.popleft()
-            pieces = [Piece(batch, sizes[0])]
-            pieces += [Piece(next(batches), count) for count in sizes[1:]]
-            for piece in pieces:
-                source.check(piece.batch, piece.num_samples or 1)
+            pieces = [(batch, sizes[0])]
+            pieces += [(next(batches), count) for count in sizes[1:]]
+            for piece, count in pieces:
+                source.check(piece, count or 1)
             yield Draw(plan, pieces, plan.size)
 
     def _indices(
@@ -206,7 +206,7 @@ class ChunkFeed(Feed):
     def _views(self, chunk: Any, length: int, start: int, stop: int) -> Iterator[Piece]:
         for count in evenly(stop - start, self._source.part.micro_batch_size):
             part = slice(start, start + count)
-            yield Piece(self._source.spec.take_samples(chunk, part, length), count)
+            yield self._source.spec.take_samples(chunk, part, length), count
             start += count
 
     def _most_pieces(self, start: int, size: int) -> int:
@@ -228,7 +228,7 @@ class ChunkFeed(Feed):
 
     def _dummy(self, stream: IndexStream, start: int, chunk: Any, length: int) -> Piece:
         if chunk is None:  # this rank has not had a sample yet
-            return Piece(self._source.fetch([stream.at(start)]), 0)
+            return self._source.fetch([stream.at(start)]), 0
         return first_sample(self._source.spec, chunk, length)
 
 

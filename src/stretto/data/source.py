@@ -46,6 +46,8 @@ class Source:
     """None for iterables."""
     chunks: ChunkSource | None
     """None for map-style data sets."""
+    looks_ahead: bool = False
+    """Whether batches must be decided ahead of the step."""
 
     @property
     def order(self) -> SampleOrder | None:
@@ -83,7 +85,7 @@ def make_source(reading: Reading, horizon: Horizon, *, is_planned: bool) -> Sour
     if not workers.num_workers:
         return Source(DirectFeed(source), source, None)
     if is_planned:
-        return Source(PlannedFeed(source), source, None)
+        return Source(PlannedFeed(source), source, None, looks_ahead=True)
     feed = ChunkFeed(source, chunk_size=chunk_size, end=horizon.end_sample)
     return Source(feed, source, None)
 

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.data.indices import IndexStream, permuted_block
+from stretto.ordering import SampleOrder
+
+SIZES = st.one_of(st.integers(1, 50), st.sampled_from([255, 256, 4000, 65535, 65536, 10**9, 2**62]))
+
+
+@given(SIZES, st.integers(-(2**70), 2**70), st.integers(0, 10**6), st.data())
+def test_a_block_is_the_same_order_as_one_index_at_a_time(
+    n: int, seed: int, epoch: int, data: st.DataObject
+) -> None:
+    order = SampleOrder(n, seed)
+    start = data.draw(st.integers(0, max(0, n - 64)))
+    within = torch.arange(start, min(n, start + 64))
+    expected = [order[epoch * n + i] for i in within.tolist()]
+    assert permuted_block(within, order, epoch).tolist() == expected
+
+
+@given(st.integers(1, 2000), st.booleans(), st.booleans(), st.integers(1, 9), st.data())
+def test_a_stream_gives_its_ranks_positions_however_it_is_read(
+    n: int, shuffle: bool, with_epoch: bool, world: int, data: st.DataObject
+) -> None:
+    order = SampleOrder(n, 5, shuffle)
+    reads = data.draw(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 99)), max_size=5))
+    reads.append((0, 1200))  # more than the first block
+    rank = data.draw(st.integers(0, world - 1))
+    stream = IndexStream(order, rank=rank, world_size=world, with_epoch=with_epoch)
+    place = data.draw(st.integers(0, 10_000))
+    for skipped, count in reads:
+        place += skipped
+        positions = [rank + (place + i) * world for i in range(count)]
+        before = [order.epoch_of(p) * n if with_epoch else 0 for p in positions]
+        expected = [b + order[p] for b, p in zip(before, positions, strict=True)]
+        assert stream.take(place, count) == expected
+        assert stream.tensor(place, count).tolist() == expected
+        assert stream.at(positions[0]) == expected[0]
+        place += count
+
+
+def test_a_stream_can_be_read_backwards() -> None:
+    stream = IndexStream(SampleOrder(100, 3))
+    later = stream.take(50, 20)
+    assert stream.take(10, 60)[40:] == later
