@@ -100,9 +100,11 @@ def test_the_base_survives_a_loaded_state() -> None:
     optimizer = adamw()
     settings = Hyperparameters(optimizer, {"lr": Cosine()}, HORIZON)
     settings.apply(at(7))
-    optimizer.load_state_dict(adamw().state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
     settings.apply(at(0))
     assert optimizer.param_groups[0]["lr"] == 0.5
+    settings.apply(at(10))
+    assert optimizer.param_groups[0]["lr"] == settings.values()["lr"] == 0.0
     assert settings.base == {"lr": 0.5}
 
 

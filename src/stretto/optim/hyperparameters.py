@@ -21,7 +21,7 @@ from stretto.timing import Horizon, Timestamp
 class _Setting:
     """One value in one parameter group: its base, times a factor, times the rule's."""
 
-    group: dict[str, Any]
+    number: int
     key: str
     base: Any
     factor: BoundSchedule
@@ -60,7 +60,7 @@ class Hyperparameters:
         ConversionError: a time needs a fact that is not known.
     """
 
-    __slots__ = ("_base", "_columns", "_only", "_rule", "_schedules", "_settings")
+    __slots__ = ("_base", "_columns", "_only", "_optimizer", "_rule", "_schedules", "_settings")
 
     def __init__(
         self,
@@ -71,6 +71,8 @@ class Hyperparameters:
         rule: LearningRateRule | None = None,
     ) -> None:
         self._rule = NoRule() if rule is None else rule
+        # Its groups are looked up each time: loading a state puts new ones in their place.
+        self._optimizer = optimizer
         groups = optimizer.param_groups
         factors = {name: _one(value) for name, value in schedules.items()}
         for name in factors:
@@ -78,26 +80,24 @@ class Hyperparameters:
         if rule is not None and "lr" not in factors:
             factors = {"lr": as_schedule(1.0), **factors}
         self._settings = [
-            _setting(group, key, factor, horizon)
+            _setting(number, group[key], key, factor.bind(horizon))
             for number, group in enumerate(groups)
             for key, factor in _of_group(factors, number, group).items()
         ]
         self._columns = _columns(factors, groups)
         self._schedules = {
-            name: _of_group(factors, number, groups[number])[key]
+            name: _of_group(factors, number, groups[number]).get(key) or as_schedule(1.0)
             for name, (number, key) in self._columns.items()
-            if name in factors
         }
         self._base = {
             name: _number(groups[number][key]) for name, (number, key) in self._columns.items()
         }
-        self._columns = {name: (groups[n], key) for name, (n, key) in self._columns.items()}
         alone = self._settings[0] if len(self._settings) == 1 else None
-        self._only = alone if alone is not None and _is_plain(alone, self._rule) else None
+        self._only = alone if alone is not None and _is_plain(alone, groups, self._rule) else None
 
     @property
     def schedules(self) -> dict[str, Schedule]:
-        """What each scheduled value follows, all factors multiplied: what a plan is made with."""
+        """What the learning rate and all that is scheduled follow, factors multiplied: for a plan."""
         return dict(self._schedules)
 
     @property
@@ -122,20 +122,23 @@ class Hyperparameters:
         """
         only = self._only
         if only is not None:
-            only.group[only.key] = only.base * only.factor(timestamp)
+            groups = self._optimizer.param_groups
+            groups[only.number][only.key] = only.base * only.factor(timestamp)
             return
         rule = 1.0
         if not isinstance(self._rule, NoRule):
             rule = self._rule(_given(batch_size))
         for setting in self._settings:
-            _set(setting, setting.factor(timestamp), rule if setting.follows_rule else 1.0)
+            group = self._optimizer.param_groups[setting.number]
+            _set(group, setting, setting.factor(timestamp), rule if setting.follows_rule else 1.0)
 
     def values(self) -> dict[str, float]:
         """Return the values in force: the learning rate, and whatever else is scheduled.
 
         A name without a group shows the first group's value; of `betas`, the first.
         """
-        return {name: _number(group[key]) for name, (group, key) in self._columns.items()}
+        groups = self._optimizer.param_groups
+        return {name: _number(groups[number][key]) for name, (number, key) in self._columns.items()}
 
 
 def _one(value: Any) -> Schedule:
@@ -194,36 +197,37 @@ def _of_group(
     return {key: each[0] if len(each) == 1 else Product(*each) for key, each in found.items()}
 
 
-def _setting(group: dict[str, Any], key: str, factor: Schedule, horizon: Horizon) -> _Setting:
-    base = group[key]
+def _setting(number: int, base: Any, key: str, factor: BoundSchedule) -> _Setting:
     if isinstance(base, Tensor):
         base = float(base)
     elif isinstance(base, tuple):
-        base = tuple(_number(item) for item in base)
-    return _Setting(group, key, base, factor.bind(horizon), key == "lr")
+        base = tuple(float(item) for item in base)
+    return _Setting(number, key, base, factor, key == "lr")
 
 
-def _set(setting: _Setting, factor: float, rule: float) -> None:
+def _set(group: dict[str, Any], setting: _Setting, factor: float, rule: float) -> None:
     if isinstance(setting.base, tuple):
-        setting.group[setting.key] = tuple(base * factor for base in setting.base)
+        group[setting.key] = tuple(base * factor for base in setting.base)
         return
     value = setting.base * factor * rule
-    current = setting.group[setting.key]
+    current = group[setting.key]
     if isinstance(current, Tensor):
         current.fill_(value)  # a compiled or captured step reads this very tensor
     else:
-        setting.group[setting.key] = value
+        group[setting.key] = value
 
 
-def _is_plain(setting: _Setting, rule: LearningRateRule) -> bool:
-    is_number = isinstance(setting.base, (int, float))
-    is_tensor = isinstance(setting.group[setting.key], Tensor)
-    return is_number and not is_tensor and isinstance(rule, NoRule)
+def _is_plain(
+    setting: _Setting, groups: Sequence[Mapping[str, Any]], rule: LearningRateRule
+) -> bool:
+    """Whether setting it is one multiplication: the common case, twice as fast by itself."""
+    current = groups[setting.number][setting.key]
+    return isinstance(current, (int, float)) and isinstance(rule, NoRule)
 
 
 def _columns(
     factors: Mapping[str, Schedule], groups: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+) -> dict[str, tuple[int, str]]:
     """Where the value of each name stands: the number of a group and a key in it."""
     numbers = {_name(number, group): number for number, group in enumerate(groups)}
     columns = {"lr": (0, "lr")} if "lr" in groups[0] else {}

@@ -1,0 +1,27 @@
+"""The Trainer: one readable loop, events, callbacks, metrics."""
+
+from stretto.training.callback import Callback
+from stretto.training.loggers import (
+    JsonLinesLogger,
+    MetricLogger,
+    MLflowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+)
+from stretto.training.settings import Checkpointing, Evaluation, Loading, Logging, Stepping
+from stretto.training.trainer import Trainer
+
+__all__ = [
+    "Callback",
+    "Checkpointing",
+    "Evaluation",
+    "JsonLinesLogger",
+    "Loading",
+    "Logging",
+    "MLflowLogger",
+    "MetricLogger",
+    "Stepping",
+    "TensorBoardLogger",
+    "Trainer",
+    "WandbLogger",
+]

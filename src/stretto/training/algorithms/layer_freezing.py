@@ -1,0 +1,115 @@
+"""Layer freezing: the first layers stop learning one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, final
+
+from torch import nn
+
+from stretto.data import Step
+from stretto.errors import TrainingError, cannot
+from stretto.timing import Time, TimeLike
+from stretto.training.algorithms.window import progress
+from stretto.training.callback import Callback
+
+if TYPE_CHECKING:
+    from stretto.training.trainer import Trainer
+
+
+@final
+class LayerFreezing(Callback):
+    """Freezes layers from the first to the last, evenly over a stretch of the run.
+
+    At progress x through `start` to `end`, the first `floor(x * level * L)` of L layers are frozen
+    (FreezeOut, Brock et al. 2017, arXiv 1706.04983, section 3, with a linear schedule). It is a
+    function of the time alone, so nothing needs saving. The gradient of a frozen layer is dropped
+    before the optimizer sees it, which is right on several ranks too, where all of a model's
+    gradients must take part in the averaging; on one rank it is not even computed, unless all
+    that the optimizer has is frozen.
+
+    >>> LayerFreezing(["embed", "blocks.0"], start="50%")
+    LayerFreezing(['embed', 'blocks.0'], start='0.5dur', end='1dur', level=1.0)
+
+    Args:
+        layers: names of modules as in `model.named_modules()`, first to freeze first.
+        start: when the first layer may freeze.
+        end: when `level` is reached.
+        level: the part of the layers that is frozen in the end.
+
+    Raises:
+        TrainingError: no layers, or a level that is not in (0, 1].
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[str],
+        *,
+        start: TimeLike = "50%",
+        end: TimeLike = "100%",
+        level: float = 1.0,
+    ) -> None:
+        if not layers or not 0 < level <= 1:
+            raise TrainingError(
+                cannot(
+                    f"freeze {level} of the layers {list(layers)}",
+                    why="there must be layers, and a part of them in (0, 1]",
+                    instead="write LayerFreezing(['embed', 'blocks.0'], level=1.0)",
+                )
+            )
+        self._layers = tuple(layers)
+        self._start, self._end, self._level = Time(start), Time(end), level
+        self.num_frozen = 0
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Find the layers and resolve the times."""
+        modules = dict(trainer.model.named_modules())
+        unknown = [name for name in self._layers if name not in modules]
+        if unknown:
+            raise TrainingError(
+                cannot(
+                    f"freeze {unknown[0]!r}",
+                    why="the model has no such module",
+                    instead=f"write one of {', '.join(name for name in modules if name)}"[:300],
+                )
+            )
+        self._modules: list[nn.Module] = [modules[name] for name in self._layers]
+        self._progress = progress(trainer.horizon, self._start, self._end)
+        self._alone = not trainer.has_several_ranks
+
+    def on_batch_start(self, trainer: Trainer, step: Step) -> None:
+        """Freeze what is due."""
+        passed = self._progress(step.timestamp)
+        # A hair of tolerance: 0.3 * 10 is 2.9999999999999996.
+        due = math.floor(passed * self._level * len(self._modules) + 1e-9)
+        for module in self._modules[self.num_frozen : due]:
+            if self._alone and _learns_without(trainer.model, module):
+                module.requires_grad_(requires_grad=False)
+        self.num_frozen = max(due, self.num_frozen)
+
+    def on_gradient(self, trainer: Trainer, step: Step) -> None:
+        """Drop the gradients of what is frozen."""
+        del trainer, step
+        for module in self._modules[: self.num_frozen]:
+            for parameter in module.parameters():
+                parameter.grad = None
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Let every layer learn again."""
+        del trainer
+        for module in self._modules[: self.num_frozen]:
+            module.requires_grad_(requires_grad=True)
+        self.num_frozen = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"LayerFreezing({list(self._layers)}, start='{self._start}', end='{self._end}', "
+            f"level={self._level})"
+        )
+
+
+def _learns_without(model: nn.Module, module: nn.Module) -> bool:
+    """Whether anything is left for a backward pass to reach."""
+    own = {id(parameter) for parameter in module.parameters()}
+    return any(p.requires_grad and id(p) not in own for p in model.parameters())

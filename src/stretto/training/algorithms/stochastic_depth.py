@@ -1,0 +1,108 @@
+"""Stochastic depth: residual blocks are left out by chance while training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from stretto.data import Step
+from stretto.errors import TrainingError, cannot
+from stretto.timing import Time, TimeLike
+from stretto.training.algorithms.window import progress
+from stretto.training.callback import Callback
+
+if TYPE_CHECKING:
+    from stretto.training.trainer import Trainer
+
+
+@final
+class StochasticDepth(Callback):
+    """Leaves out whole residual blocks, the deeper the more often.
+
+    Block l of L is left out of a training pass with probability `rate * l / L`, and its residual
+    branch is divided by the probability that it is there, so evaluation needs no change (Huang et
+    al. 2016, arXiv 1603.09382, section 3, with the division moved to training). The rate grows
+    from 0 over `warmup`.
+
+    >>> StochasticDepth(["blocks.0", "blocks.1"], rate=0.2, warmup="5%")
+    StochasticDepth(['blocks.0', 'blocks.1'], rate=0.2, warmup='0.05dur')
+
+    Args:
+        blocks: names of modules whose output has the shape of their input, first block first.
+        rate: how often the deepest one is left out.
+        warmup: how long the rate grows; None: it is there from the start.
+
+    Raises:
+        TrainingError: no blocks, or a rate that is not in (0, 1).
+    """
+
+    def __init__(
+        self, blocks: Sequence[str], *, rate: float = 0.2, warmup: TimeLike | None = None
+    ) -> None:
+        if not blocks or not 0 < rate < 1:
+            raise TrainingError(
+                cannot(
+                    f"leave out the blocks {list(blocks)} at a rate of {rate}",
+                    why="there must be blocks, and a rate between 0 and 1",
+                    instead="write StochasticDepth(['blocks.0'], rate=0.2)",
+                )
+            )
+        self._blocks = tuple(blocks)
+        self._rate = rate
+        self._warmup = None if warmup is None else Time(warmup)
+        self._now = rate
+        self._restore: list[Callable[[], None]] = []
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Put chance in front of each block."""
+        modules = dict(trainer.model.named_modules())
+        for depth, name in enumerate(self._blocks, start=1):
+            if name not in modules:
+                raise TrainingError(
+                    cannot(
+                        f"leave out {name!r}",
+                        why="the model has no such module",
+                        instead=f"write one of {', '.join(n for n in modules if n)}"[:300],
+                    )
+                )
+            self._restore.append(self._lottery(modules[name], depth / len(self._blocks)))
+        self._grown = (
+            progress(trainer.horizon, self._warmup * 0, self._warmup) if self._warmup else None
+        )
+
+    def on_batch_start(self, trainer: Trainer, step: Step) -> None:
+        """Set the rate of this batch."""
+        del trainer
+        self._now = self._rate * (self._grown(step.timestamp) if self._grown else 1.0)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Give every block its own forward pass back."""
+        del trainer
+        while self._restore:
+            self._restore.pop()()
+
+    def _lottery(self, module: nn.Module, depth: float) -> Callable[[], None]:
+        forward = module.forward
+
+        def sometimes(hidden: Any, *args: Any, **kwargs: Any) -> Any:
+            rate = self._now * depth
+            if not module.training or rate == 0:
+                return forward(hidden, *args, **kwargs)
+            if torch.rand(()) < rate:
+                # Keeps its parameters in the graph, as averaging over ranks expects.
+                return hidden + 0 * sum(parameter.sum() for parameter in module.parameters())
+            return hidden + (forward(hidden, *args, **kwargs) - hidden) / (1 - rate)
+
+        module.forward = sometimes
+
+        def restore() -> None:
+            module.forward = forward
+
+        return restore
+
+    def __repr__(self) -> str:
+        shown = f", warmup='{self._warmup}'" if self._warmup else ""
+        return f"StochasticDepth({list(self._blocks)}, rate={self._rate}{shown})"

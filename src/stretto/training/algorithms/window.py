@@ -1,0 +1,36 @@
+"""How far a stretch of the run has passed: what most algorithms are a function of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stretto.errors import TrainingError, cannot
+from stretto.timing import Horizon, Time, Timestamp
+
+
+def progress(horizon: Horizon, start: Time, end: Time) -> Callable[[Timestamp], float]:
+    """Return how much of the run from `start` to `end` has passed, in [0, 1].
+
+    >>> passed = progress(Horizon("10ba"), Time("2ba"), Time("60%"))
+    >>> [passed(Timestamp(batch=batch)) for batch in (0, 2, 4, 6, 9)]
+    [0.0, 0.0, 0.5, 1.0, 1.0]
+
+    Raises:
+        TrainingError: the stretch has no length.
+        ConversionError: a time needs a fact that is not known.
+    """
+    axis = horizon.common_axis((start, end))
+    first, last = horizon.ticks(start, axis), horizon.ticks(end, axis)
+    if last <= first:
+        raise TrainingError(
+            cannot(
+                f"do something from {start} to {end}",
+                why="the end does not come after the start",
+                instead="write an end that is later",
+            )
+        )
+
+    def passed(timestamp: Timestamp) -> float:
+        return min(1.0, max(0.0, float((axis.read(timestamp) - first) / (last - first))))
+
+    return passed

@@ -1,0 +1,92 @@
+"""Events: what one can listen to in a run, without a word in the loop for whoever does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from stretto.data import Step
+
+if TYPE_CHECKING:
+    from stretto.training.trainer import Trainer
+
+
+class Callback:
+    """Listens to a run; override what you need, the rest costs nothing.
+
+    The clock is `trainer.timer`. State that must survive a resume goes through `state_dict` and
+    `load_state_dict` and must be JSON.
+
+    >>> class PrintEpochs(Callback):
+    ...     def on_epoch_end(self, trainer):
+    ...         print(trainer.timer.get("ep"))
+    """
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Training begins; the clock stands where the run starts or resumes."""
+
+    def on_batch_start(self, trainer: Trainer, step: Step) -> None:
+        """The batch is there and hyper-parameters are set; nothing is computed yet."""
+
+    def transform_batch(self, trainer: Trainer, batch: Any) -> Any:  # noqa: ARG002
+        """Return the micro-batch to train on instead of `batch`, on its device."""
+        return batch
+
+    def on_gradient(self, trainer: Trainer, step: Step) -> None:
+        """The gradient of the whole batch is in the parameters, not yet clipped."""
+
+    def on_batch_end(self, trainer: Trainer, step: Step) -> None:
+        """The optimizer has stepped and the clock has moved."""
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        """An epoch has ended."""
+
+    def on_evaluation_end(self, trainer: Trainer, name: str, metrics: Mapping[str, float]) -> None:
+        """An evaluation is done."""
+
+    def on_log(self, trainer: Trainer, record: Mapping[str, float]) -> None:
+        """A line of metrics was logged."""
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        """A checkpoint is whole and in its place."""
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Training has ended, or was stopped."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must survive a resume, as JSON."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+
+@final
+class Events:
+    """The listeners of each event: only those that do listen."""
+
+    __slots__ = ("_listeners",)
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._listeners: dict[str, list[Callable[..., Any]]] = {
+            name: [getattr(callback, name) for callback in callbacks if _overrides(callback, name)]
+            for name in EVENTS
+        }
+
+    def listeners(self, event: str) -> list[Callable[..., Any]]:
+        """Return whoever listens to `event`, in the order of the callbacks."""
+        return self._listeners[event]
+
+    def tell(self, event: str, *details: Any) -> None:
+        """Call every listener of `event`."""
+        for listener in self._listeners[event]:
+            listener(*details)
+
+
+EVENTS = tuple(name for name in vars(Callback) if name.startswith(("on_", "transform_")))
+"""The names of all events."""
+
+
+def _overrides(callback: Callback, name: str) -> bool:
+    return getattr(type(callback), name) is not getattr(Callback, name)

@@ -1,0 +1,107 @@
+"""Evaluation: the mean loss and metrics over a whole data set, each sample counted once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from stretto.data import StepLoader, move_batch
+from stretto.timing import BoundTrigger, Horizon
+from stretto.training.ranks import Ranks
+from stretto.training.settings import Evaluation, LossFunction
+
+
+@final
+class Evaluator:
+    """Measures the model on one data set; every rank takes its share of the samples.
+
+    Args:
+        settings: the data and the metrics.
+        model: the model itself, not the one that averages gradients: ranks need no equal shares.
+        loss: the training loss, where the evaluation has none of its own.
+        loss_is_sum: whether that returns sums.
+        count: counts the units that the loss is a mean over; None: samples.
+        batch_size: samples of one forward pass.
+        ranks: the processes of the run.
+        horizon: the run, for when it is due.
+    """
+
+    def __init__(
+        self,
+        settings: Evaluation,
+        model: nn.Module,
+        *,
+        loss: LossFunction,
+        loss_is_sum: bool,
+        count: Callable[[Any], int] | None,
+        batch_size: int,
+        ranks: Ranks,
+        horizon: Horizon,
+    ) -> None:
+        self.name = settings.name
+        self.is_due: BoundTrigger = settings.trigger.bind(horizon)
+        self.measured_at = -1
+        self._model = model
+        self._loss = settings.loss or loss
+        self._loss_is_sum = loss_is_sum and settings.loss is None
+        self._metrics = dict(settings.metrics)
+        self._count = count
+        self._ranks = ranks
+        self._data = settings.data
+        self._batch_size = settings.batch_size or batch_size
+        self._loader()  # a data set that cannot be read is refused now, not at the first evaluation
+
+    def measure(self) -> dict[str, float]:
+        """Return the mean loss and metrics. Every rank must call it.
+
+        The model is in evaluation mode meanwhile, and back in its own afterwards.
+        """
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                sums = self._sums()
+        finally:
+            self._model.train(was_training)
+        loss, units, *rest = self._ranks.agree(sums)
+        metrics, samples = rest[:-1], rest[-1]
+        means = {"loss": loss / units if units else math.nan}
+        for name, total in zip(self._metrics, metrics, strict=True):
+            means[name] = total / samples if samples else math.nan
+        return means
+
+    def _sums(self) -> list[float]:
+        """Sums of the loss, its units, each metric, and the number of samples, on this rank."""
+        sums = [0.0] * (3 + len(self._metrics))
+        for step in self._loader():
+            for micro in step.micro_batches:
+                if micro.weight:
+                    for index, value in enumerate(self._results(micro.batch, micro.num_samples)):
+                        sums[index] += value
+        return sums
+
+    def _results(self, batch: Any, num_samples: int) -> list[float]:
+        batch = move_batch(batch, self._ranks.device)
+        units = num_samples if self._count is None else self._count(batch)
+        metrics = [metric(self._model, batch) for metric in self._metrics.values()]
+        loss, *means = torch.stack(
+            [value.detach().float() for value in (self._loss(self._model, batch), *metrics)]
+        ).tolist()
+        # A mean over no units is nan; there is nothing to add.
+        total = 0.0 if not units else loss * (1 if self._loss_is_sum else units)
+        return [total, units, *(mean * num_samples for mean in means), num_samples]
+
+    def _loader(self) -> StepLoader:
+        return StepLoader(
+            self._data,
+            self._batch_size * self._ranks.world_size,
+            max_duration="1ep",
+            micro_batch_size=self._batch_size,
+            shuffle=False,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+        )

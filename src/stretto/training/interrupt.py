@@ -1,0 +1,41 @@
+"""A polite stop: SIGINT and SIGTERM end the run at the end of the batch."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any, final
+
+
+@final
+class Interrupts:
+    """While open, the first SIGINT or SIGTERM is remembered; the second one is as always.
+
+    >>> with Interrupts() as interrupts:
+    ...     interrupts.received is None
+    True
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        # Python lets only the main thread set handlers.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()

@@ -1,0 +1,120 @@
+"""The processes of a run, and the little that they must tell each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stretto.errors import TrainingError, cannot
+
+
+@final
+class Ranks:
+    """This process among those of the run.
+
+    What the ranks must agree on in a step travels in one small sum (`agree`), over gloo, so that
+    no accelerator has to wait for it.
+
+    Args:
+        device: where this rank computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._owns_group = False
+        self._group: Any = None
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        else:
+            self.rank, self.world_size = 0, 1
+        if self.world_size > 1:
+            self._group = dist.new_group(backend="gloo")
+
+    @classmethod
+    def from_environment(cls, device: str | None = None) -> Ranks:
+        """Join the process group that `torchrun` describes, if there is one.
+
+        Raises:
+            TrainingError: the device does not exist.
+        """
+        found = _device(device)
+        if found.type == "cuda":
+            torch.cuda.set_device(found)
+        launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        starts = launched and not dist.is_initialized()
+        if starts:
+            dist.init_process_group("nccl" if found.type == "cuda" else "gloo")
+        ranks = cls(found)
+        ranks._owns_group = starts
+        return ranks
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what is global."""
+        return self.rank == 0
+
+    def agree(self, values: Sequence[float]) -> list[float]:
+        """Return the sums of `values` over all ranks; exact for integers up to 2^53."""
+        if self.world_size == 1:
+            return list(values)
+        packed = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(packed, group=self._group)
+        return cast(list[float], packed.tolist())
+
+    def gather(self, text: str) -> list[str]:
+        """Return the texts of all ranks, in their order, on every rank."""
+        if self.world_size == 1:
+            return [text]
+        payload = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        lengths = [0] * self.world_size
+        lengths[self.rank] = payload.numel()
+        lengths = [int(length) for length in self.agree(lengths)]
+        room = torch.zeros(max(lengths), dtype=torch.uint8)
+        room[: payload.numel()] = payload
+        gathered = [torch.empty_like(room) for _ in lengths]
+        dist.all_gather(gathered, room, group=self._group)
+        return [
+            bytes(one[:length].tolist()).decode()
+            for one, length in zip(gathered, lengths, strict=True)
+        ]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world_size > 1:
+            dist.barrier(group=self._group)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return `model` with gradients averaged over ranks."""
+        if self.world_size == 1:
+            return model
+        devices = [self.device] if self.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+
+    def close(self) -> None:
+        """Leave the process group, if this object joined it."""
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise TrainingError(
+            cannot(
+                f"compute on {name!r}",
+                why=str(error).splitlines()[0],
+                instead="write 'cpu', or leave the device out",
+            )
+        ) from None
+    return device

@@ -1,0 +1,167 @@
+"""What a run leaves behind: lines of metrics, and a ledger with a line for every batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, final
+
+from stretto.data import Step
+from stretto.timing import Horizon, Timestamp
+from stretto.timing.timestamp import NANOSECONDS
+from stretto.training.loggers import JsonLinesLogger, MetricLogger
+from stretto.training.ranks import Ranks
+from stretto.training.running_loss import RunningLoss
+from stretto.training.stepper import MicroLoss
+
+METRICS = "metrics.jsonl"
+LEDGER = "ledger.csv"
+_COLUMNS = ("batch", "epoch", "sample", "token", "size", "tokens", "micro_batches")
+
+
+@final
+class Recorder:
+    """Collects losses and throughput between logs, and writes on rank 0.
+
+    Args:
+        folder: the run folder; None: only `loggers` get anything.
+        loggers: where metrics go besides the folder.
+        ranks: the processes of the run.
+        horizon: the run, for fractions of it.
+        values: reads the hyper-parameters that are scheduled.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        loggers: Sequence[MetricLogger],
+        *,
+        ranks: Ranks,
+        horizon: Horizon,
+        values: Callable[[], Mapping[str, float]],
+    ) -> None:
+        self.loss = RunningLoss()
+        self._ranks = ranks
+        self._horizon = horizon
+        self._values = values
+        self._folder = folder
+        self._writes = ranks.is_first
+        self._loggers: list[MetricLogger] = list(loggers) if self._writes else []
+        self._ledger: IO[str] | None = None
+        self._rows: list[str] = []
+        self._since = Timestamp()
+        self._paused_nanoseconds = 0
+
+    def open(self, timestamp: Timestamp) -> None:
+        """Open the files; what is logged first is measured from `timestamp` on."""
+        self._since = timestamp
+        if not self._writes:
+            return
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._loggers.insert(0, JsonLinesLogger(self._folder / METRICS))
+            self._ledger = (self._folder / LEDGER).open("a", encoding="utf-8")
+            if self._ledger.tell() == 0:
+                self._ledger.write(",".join((*_COLUMNS, *self._values())) + "\n")
+        for logger in self._loggers:
+            logger.open(self._folder)
+
+    def batch(self, step: Step, losses: Sequence[MicroLoss], after: Timestamp) -> None:
+        """Take one finished batch: `after` is the clock behind it."""
+        self.loss.add(losses)
+        if self._ledger is not None:
+            at = step.timestamp
+            values = ",".join(map(repr, self._values().values()))
+            self._rows.append(
+                f"{at.batch},{at.epoch},{at.sample},{at.token},{step.size},"
+                f"{after.token - at.token},{len(step.micro_batches)},{values}\n"
+            )
+
+    def log(self, step: Step, timestamp: Timestamp) -> dict[str, float]:
+        """Log what was measured since the last call. Every rank must call it."""
+        before, self._since = self._since, timestamp
+        passed = timestamp.run_nanoseconds - before.run_nanoseconds - self._paused_nanoseconds
+        self._paused_nanoseconds = 0
+        seconds = max(passed, 1) / NANOSECONDS
+        record = {
+            **self.clock(timestamp),
+            "loss": self.loss.take(self._ranks),
+            "batch_size": step.size,
+            **self._values(),
+            "samples_per_second": (timestamp.sample - before.sample) / seconds,
+        }
+        if timestamp.token:
+            record["tokens_per_second"] = (timestamp.token - before.token) / seconds
+        self.write(record)
+        return record
+
+    def write(self, record: Mapping[str, float]) -> None:
+        """Hand one line to every logger."""
+        for logger in self._loggers:
+            logger.log(record)
+
+    def clock(self, timestamp: Timestamp) -> dict[str, float]:
+        """Return the clock in every unit, as it stands on each line."""
+        num_samples = self._horizon.dataset_num_samples
+        epochs = timestamp.sample / num_samples if num_samples else timestamp.epoch
+        return {
+            "ep": epochs,
+            "ba": timestamp.batch,
+            "sp": timestamp.sample,
+            "tok": timestamp.token,
+            "dur": self._horizon.elapsed(timestamp),
+            "sec": timestamp.run_nanoseconds / NANOSECONDS,
+        }
+
+    def paused(self, work: Callable[[], Any]) -> Any:
+        """Return `work()`, whose time does not count as training time."""
+        start = time.monotonic_ns()
+        try:
+            return work()
+        finally:
+            self._paused_nanoseconds += time.monotonic_ns() - start
+
+    def flush(self) -> None:
+        """Put everything that was recorded on the disk."""
+        if self._ledger is not None:
+            self._ledger.writelines(self._rows)
+            self._rows.clear()
+            self._ledger.flush()
+        for logger in self._loggers:
+            logger.flush()
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self.flush()
+        if self._ledger is not None:
+            self._ledger.close()
+            self._ledger = None
+        for logger in self._loggers:
+            logger.close()
+        self._loggers = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums since the last log, and how long the files are by now.
+
+        Every rank must call it.
+        """
+        self.flush()
+        lengths = {}
+        if self._folder is not None and self._writes:
+            lengths = {name: (self._folder / name).stat().st_size for name in (METRICS, LEDGER)}
+        return {
+            "loss": self.loss.state_dict(self._ranks),
+            "since": self._since.to_state(),
+            "files": lengths,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from saved sums, and cut the files back to where they were."""
+        self.loss.load_state_dict(state["loss"], self._ranks)
+        self._since = Timestamp.from_state(state["since"])
+        for name, length in state["files"].items():
+            path = self._folder / name if self._folder is not None else None
+            if self._writes and path is not None and path.exists():
+                with path.open("r+b") as file:
+                    file.truncate(min(length, path.stat().st_size))

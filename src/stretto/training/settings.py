@@ -1,0 +1,174 @@
+"""What a `Trainer` is told, in groups: how data come, how a step is taken, what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, final
+
+from torch import Tensor, nn
+
+from stretto.batching import LearningRateRule
+from stretto.errors import TrainingError, cannot
+from stretto.timing import LastBatch, TimeLike, Trigger, parse_trigger
+from stretto.training.loggers import MetricLogger
+
+LossFunction: TypeAlias = Callable[[nn.Module, Any], Tensor]
+"""`loss(model, batch)`: a scalar, the mean over the batch (or its sum, if said so)."""
+
+Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """How samples are ordered and fetched.
+
+    >>> Loading(seed=7, num_workers=2).last_batch
+    'keep'
+    """
+
+    seed: int = 0
+    """Seed of the order of samples; nothing else depends on it."""
+    shuffle: bool | None = None
+    """Whether each epoch has an order of its own; None: yes, or as a given `DataLoader`."""
+    last_batch: LastBatch = "keep"
+    """What happens where an epoch ends inside a batch."""
+    num_workers: int | None = None
+    """Processes that fetch samples; None: as a `DataLoader` that is given, or 0: this one."""
+    prefetch_factor: int | None = None
+    """Elements that each worker fetches ahead."""
+    pin_memory: bool | None = None
+    """Whether batches are copied to pinned memory, where there is an accelerator."""
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    """Makes a batch of a list of samples; None: torch's default."""
+    keyed_randomness: bool = False
+    """Whether chance inside the data set depends on (seed, epoch, sample) alone."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepping:
+    """How one optimizer step is computed.
+
+    >>> Stepping(precision="bf16", clip_norm=1.0).loss_reduction
+    'mean'
+
+    Raises:
+        TrainingError: a value is not one of those that exist, or `clip_norm` is not positive.
+    """
+
+    learning_rate_rule: LearningRateRule | None = None
+    """How the learning rate answers to the batch size; None: not at all."""
+    loss_weight: Literal["samples", "tokens"] | Callable[[Any], int] = "samples"
+    """What the loss is a mean over: samples, target tokens, or what a function counts."""
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    """What the loss function returns."""
+    precision: Precision = "fp32"
+    """The type that autocast computes in; weights stay as they are."""
+    clip_norm: float | None = None
+    """The largest norm of the whole step's gradient."""
+    compile: bool = False
+    """Whether the model runs through `torch.compile`."""
+    device: str | None = None
+    """Where to compute; None: this rank's CUDA device if there is one, else the CPU."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss_weight):
+            _one_of("loss_weight", self.loss_weight, ("samples", "tokens"))
+        _one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise TrainingError(
+                cannot(
+                    f"clip gradients to a norm of {self.clip_norm}",
+                    why="it is not positive",
+                    instead="write a number such as 1.0, or leave clip_norm out",
+                )
+            )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Data that the model is measured on now and then, and always at the end of the run.
+
+    `metrics` are functions like the loss: `metric(model, batch)` is a mean over the batch.
+    """
+
+    data: Any
+    every: TimeLike | Trigger = "1ep"
+    metrics: Mapping[str, LossFunction] = field(default_factory=dict)
+    batch_size: int | None = None
+    """Samples in one forward pass on one rank; None: the training micro-batch."""
+    name: str = "validation"
+    loss: LossFunction | None = None
+    """None: the training loss."""
+
+    @property
+    def trigger(self) -> Trigger:
+        """When it is due."""
+        return parse_trigger(self.every)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Checkpointing:
+    """When checkpoints are written and how many of them are kept.
+
+    >>> Checkpointing("30m", keep=2).trigger
+    Every('30m')
+
+    Raises:
+        TrainingError: `keep` is not at least 1.
+    """
+
+    every: TimeLike | Trigger = "1ep"
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        if type(self.keep) is not int or self.keep < 1:
+            raise TrainingError(
+                cannot(
+                    f"keep {self.keep!r} checkpoints",
+                    why="it is not an integer of at least 1",
+                    instead="write how many of the newest to keep, such as 3",
+                )
+            )
+
+    @property
+    def trigger(self) -> Trigger:
+        """When one is due."""
+        return parse_trigger(self.every)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Logging:
+    """When metrics are logged, when files are flushed, and where metrics go besides the folder.
+
+    >>> Logging("4096sp").trigger
+    Every('4096sp')
+    """
+
+    every: TimeLike | Trigger = "1%"
+    flush: TimeLike | Trigger = "30s"
+    loggers: Sequence[MetricLogger] = ()
+
+    @property
+    def trigger(self) -> Trigger:
+        """When a line is due."""
+        return parse_trigger(self.every)
+
+    @property
+    def flush_trigger(self) -> Trigger:
+        """When what was logged must be on the disk."""
+        return parse_trigger(self.flush)
+
+
+def _one_of(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        shown = ", ".join(repr(choice) for choice in choices)
+        raise TrainingError(
+            cannot(f"use {name}={value!r}", why="there is no such choice", instead=f"write {shown}")
+        )

@@ -1,0 +1,195 @@
+"""One optimizer step: the gradient of the whole batch, whatever ranks and micro-batches it is in.
+
+The gradient contract: with N units in the batch over all W ranks, a micro-batch of n units whose
+mean loss is l contributes the gradient of l * n * W / N, and the ranks are averaged. So the sum is
+the gradient of the mean over N, never a mean of means. Units are samples, or target tokens, or
+whatever a function counts. Where N is known only after the ranks have spoken (tokens on several
+ranks), the division comes late: gradients are multiplied once, before clipping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stretto.data import MicroBatch, Step, count_target_tokens, move_batch
+from stretto.errors import TrainingError, cannot
+from stretto.training.ranks import Ranks
+from stretto.training.settings import LossFunction, Stepping
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class MicroLoss(NamedTuple):
+    """The loss of one micro-batch: its sum over units is `loss * factor`, its units `weight`."""
+
+    loss: Tensor
+    factor: float
+    weight: float
+
+
+class Gradient(NamedTuple):
+    """What one step computed on this rank."""
+
+    losses: list[MicroLoss]
+    units: int
+    """Units of this rank, where they are summed over ranks; else 0."""
+    tokens: int | None
+    """Tokens of this rank, where the batches were changed on their way; else the loader knows."""
+
+
+@final
+class Stepper:
+    """Computes gradients and updates weights.
+
+    Args:
+        model: the model as the loss function gets it (compiled, averaged over ranks).
+        optimizer: updates the model's parameters.
+        loss: `loss(model, batch)`, a mean or a sum as `settings` says.
+        settings: how a step is computed.
+        ranks: the processes of the run.
+        transforms: functions that change a micro-batch before it is used.
+        count_tokens: counts the tokens of what they return.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        loss: LossFunction,
+        settings: Stepping,
+        ranks: Ranks,
+        transforms: Sequence[Callable[[Any], Any]] = (),
+        count_tokens: Callable[[Any], int | None] | None = None,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._loss = loss
+        self._ranks = ranks
+        self._transforms = transforms
+        self._count_tokens = count_tokens
+        self.count = _counter(settings)
+        self._is_sum = settings.loss_reduction == "sum"
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._clip_norm = settings.clip_norm
+        self._dtype = _DTYPES.get(settings.precision)
+        self.scaler = (
+            torch.amp.GradScaler(ranks.device.type) if settings.precision == "fp16" else None
+        )
+        self._moves = ranks.device.type != "cpu"
+
+    def gradient(self, step: Step) -> Gradient:
+        """Accumulate the gradient of `step`; it is complete but for `finish`."""
+        micro_batches = [self._prepared(micro) for micro in step.micro_batches]
+        counts = self._counts(micro_batches)
+        # The unit weights of all ranks are known only for samples, or where there is one rank.
+        late = self.count is not None and self._ranks.world_size > 1
+        whole = step.size if self.count is None or late else sum(counts)
+        losses = []
+        for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
+            is_last = index == len(micro_batches) - 1
+            with self._without_sync(is_last=is_last):
+                with self._autocast():
+                    loss = self._loss(self._model, micro.batch)
+                self._backward(loss, units, whole)
+            if units:
+                factor = 1.0 if self._is_sum else float(units)
+                losses.append(MicroLoss(loss.detach(), factor, float(units)))
+        return Gradient(losses, sum(counts) if late else 0, self._tokens(micro_batches))
+
+    def finish(self, step: Step, units: float) -> None:
+        """Divide the gradient by the `units` of all ranks, where that had to wait for them.
+
+        Raises:
+            TrainingError: no rank had any unit to learn from.
+        """
+        if self.count is None or self._ranks.world_size == 1:
+            return
+        if units == 0:
+            raise _nothing_to_learn(step)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, step.size / units)  # no public spelling of it
+
+    def update(self) -> None:
+        """Clip, step and clear the gradients."""
+        if self.scaler is not None:
+            if self._clip_norm is not None:
+                self.scaler.unscale_(self._optimizer)
+                nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+            self.scaler.step(self._optimizer)
+            self.scaler.update()
+        else:
+            if self._clip_norm is not None:
+                nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _tokens(self, micro_batches: Sequence[MicroBatch]) -> int | None:
+        if not self._transforms or self._count_tokens is None:
+            return None
+        counts = [self._count_tokens(micro.batch) for micro in micro_batches if micro.weight]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
+
+    def _counts(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
+        if self.count is None:
+            return [micro.num_samples if micro.weight else 0 for micro in micro_batches]
+        return [self.count(micro.batch) if micro.weight else 0 for micro in micro_batches]
+
+    def _backward(self, loss: Tensor, units: int, whole: int) -> None:
+        if units == 0:
+            if self._ranks.world_size == 1:
+                return
+            # Every rank must take part in the averaging; 0 * nan would spoil it.
+            loss = sum((p.sum() for p in self._parameters if p.requires_grad), loss.new_zeros(()))
+            weight = 0.0
+        else:
+            weight = (1 if self._is_sum else units) * self._ranks.world_size / whole
+        # A weight of exactly 1 leaves the loss alone: to the last bit a plain loop's.
+        scaled = loss if weight == 1.0 else loss * weight
+        scaled = scaled if self.scaler is None else self.scaler.scale(scaled)
+        scaled.backward()  # type: ignore[no-untyped-call]
+
+    def _prepared(self, micro: MicroBatch) -> MicroBatch:
+        if not self._moves and not self._transforms:
+            return micro
+        batch = move_batch(micro.batch, self._ranks.device) if self._moves else micro.batch
+        for transform in self._transforms:
+            batch = transform(batch)
+        return micro._replace(batch=batch)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._dtype is None:
+            return _NOTHING
+        return torch.autocast(self._ranks.device.type, dtype=self._dtype)
+
+    def _without_sync(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        if is_last or self._ranks.world_size == 1:
+            return _NOTHING
+        return self._model.no_sync()  # type: ignore[operator,no-any-return]
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _counter(settings: Stepping) -> Callable[[Any], int] | None:
+    if callable(settings.loss_weight):
+        return settings.loss_weight
+    return count_target_tokens if settings.loss_weight == "tokens" else None
+
+
+def _nothing_to_learn(step: Step) -> TrainingError:
+    return TrainingError(
+        cannot(
+            f"take the step at {step.timestamp.get('sp')}",
+            why="its batch has no target tokens to weigh the loss by",
+            instead="give labels other than -100, or weigh by samples",
+        )
+    )

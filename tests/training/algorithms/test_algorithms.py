@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.data import DataSpec
+from stretto.errors import TrainingError
+from stretto.training import Callback, Trainer
+from stretto.training.algorithms import (
+    LayerFreezing,
+    SelectiveBackprop,
+    SequenceLengthWarmup,
+    StochasticDepth,
+)
+
+
+class Watch(Callback):
+    """Notes something at every batch."""
+
+    def __init__(self, look: Callable[[Trainer], Any]) -> None:
+        self.look = look
+        self.seen: list[Any] = []
+
+    def on_batch_end(self, trainer: Trainer, step: Any) -> None:
+        self.seen.append(self.look(trainer))
+
+
+def _weight(trainer: Trainer, index: int) -> torch.Tensor:
+    return trainer.model.get_submodule(str(index)).get_parameter("weight").detach().clone()
+
+
+def test_layers_freeze_one_after_the_other(problem: Callable[..., Any]) -> None:
+    run = problem()
+    freezing = LayerFreezing(["0", "2"], start="4ba", end="8ba")
+    first = Watch(lambda trainer: _weight(trainer, 0))
+    last = Watch(lambda trainer: _weight(trainer, 2))
+    run.trainer(max_duration="10ba", batch_size=6, callbacks=[freezing, first, last]).fit()
+    moved = [not torch.equal(a, b) for a, b in zip(first.seen, first.seen[1:], strict=False)]
+    assert moved == [True] * 5 + [False] * 4
+    moved = [not torch.equal(a, b) for a, b in zip(last.seen, last.seen[1:], strict=False)]
+    assert moved == [True] * 7 + [False] * 2
+    assert all(parameter.requires_grad for parameter in run.model.parameters())
+
+
+def test_a_layer_that_is_not_there_is_refused(problem: Callable[..., Any]) -> None:
+    with pytest.raises(TrainingError, match="cannot freeze 'head': the model has no such module"):
+        problem().trainer(callbacks=[LayerFreezing(["head"])]).fit()
+
+
+def test_selective_backprop_keeps_the_part_it_says_and_prefers_large_losses(
+    problem: Callable[..., Any],
+) -> None:
+    class Sizes(Callback):
+        def __init__(self) -> None:
+            self.sizes: list[int] = []
+            self.losses: list[float] = []
+
+        def transform_batch(self, trainer: Trainer, batch: Any) -> Any:
+            self.sizes.append(len(batch[0]))
+            self.losses.append(batch[1][:, 0].mean().item())
+            return batch
+
+    run, sizes = problem(num_samples=200), Sizes()
+    callback = SelectiveBackprop(
+        lambda model, batch: batch[1][:, 0], start="40sp", end="160sp", keep=0.25
+    )
+    trainer = run.trainer(max_duration="1ep", batch_size=20, callbacks=[callback, sizes])
+    trainer.fit()
+    # Strictly inside the stretch: the batches that start at 60, 80, ..., 140.
+    assert sizes.sizes == [20, 20, 20, 5, 5, 5, 5, 5, 20, 20]
+    assert trainer.timer.sample == 200
+    thinned = sum(sizes.losses[3:8]) / 5
+    assert thinned > sum(sizes.losses[:3] + sizes.losses[8:]) / 5
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5).double()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        branch: torch.Tensor = self.linear(hidden)
+        return hidden + branch
+
+
+def test_stochastic_depth_leaves_blocks_out_as_often_as_it_says(
+    problem: Callable[..., Any],
+) -> None:
+    run = problem()
+    torch.manual_seed(0)
+    run.model = nn.Sequential(Residual(), Residual(), nn.Linear(5, 2).double())
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.0)
+    calls = [0, 0]
+    for index in range(2):
+        run.model[index].linear.register_forward_hook(
+            lambda *_, index=index: calls.__setitem__(index, calls[index] + 1)
+        )
+    run.trainer(
+        max_duration="400ba", batch_size=1, callbacks=[StochasticDepth(["0", "1"], rate=0.5)]
+    ).fit()
+    # Binomial(400, 3/4) and (400, 1/2): five standard deviations are 43 and 50.
+    assert abs(calls[0] - 300) < 43
+    assert abs(calls[1] - 200) < 50
+    whole = run.model(run.data.tensors[0])
+    assert torch.equal(whole, run.model(run.data.tensors[0]))
+
+
+def test_stochastic_depth_is_unbiased_in_its_mean(problem: Callable[..., Any]) -> None:
+    block = Residual()
+    callback = StochasticDepth(["block"], rate=0.5)
+    hidden = torch.randn(3, 5, dtype=torch.float64)
+    expected = block(hidden)
+    restore = callback._lottery(block, 1.0)
+    torch.manual_seed(0)
+    mean = torch.stack([block(hidden) for _ in range(4000)]).mean(0)
+    restore()
+    assert torch.allclose(mean, expected, atol=0.1)
+    assert torch.equal(block(hidden), expected)
+
+
+def test_sequences_grow_in_tokens_and_the_clock_counts_what_is_left() -> None:
+    tokens = torch.randint(0, 9, (40, 16))
+    model = nn.Embedding(9, 9)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(
+            model(batch["input_ids"]).flatten(0, 1), batch["input_ids"].flatten()
+        )
+
+    class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"input_ids": tokens[index]}
+
+    warmup = SequenceLengthWarmup(4, 16, over="200tok", multiple_of=4)
+    lengths = Watch(lambda _: warmup.length)
+    clock = Watch(lambda trainer: trainer.timer.token)
+    trainer = Trainer(
+        model,
+        DataSpec(Rows()),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=loss,
+        max_duration="1ep",
+        batch_size=5,
+        callbacks=[warmup, lengths, clock],
+    )
+    trainer.fit()
+    assert lengths.seen[0] == 4
+    assert lengths.seen[-1] == 16
+    assert lengths.seen == sorted(lengths.seen)
+    assert clock.seen == [5 * sum(lengths.seen[: i + 1]) for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LayerFreezing([]),
+        lambda: LayerFreezing(["a"], level=0),
+        lambda: SelectiveBackprop(lambda m, b: b, keep=1.0),
+        lambda: SequenceLengthWarmup(8, 4, over="1ep"),
+        lambda: StochasticDepth([], rate=0.1),
+        lambda: StochasticDepth(["a"], rate=1.0),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(make: Callable[[], Any]) -> None:
+    with pytest.raises(TrainingError, match=r"cannot .*: .*; write"):
+        make()

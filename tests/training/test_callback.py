@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stretto.training import Callback, Checkpointing, Evaluation, Logging
+from stretto.training.callback import EVENTS, Events
+
+
+class Everything(Callback):
+    """Notes every event by name."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+
+def _note(name: str) -> Any:
+    def listener(self: Everything, trainer: Any, *details: Any) -> Any:
+        self.seen.append(name)
+        return details[0] if name == "transform_batch" else None
+
+    return listener
+
+
+for _name in EVENTS:
+    setattr(Everything, _name, _note(_name))
+
+
+def test_every_event_happens_in_its_order(problem: Callable[..., Any], tmp_path: Path) -> None:
+    run, callback = problem(), Everything()
+    run.trainer(
+        max_duration="2ba",
+        batch_size=30,
+        micro_batch_size=15,
+        folder=tmp_path,
+        log=Logging("1ep"),
+        evaluate=Evaluation(run.data, "1ep"),
+        checkpoint=Checkpointing("1ep"),
+        callbacks=[callback],
+    ).fit()
+    step = ["on_batch_start", "transform_batch", "transform_batch", "on_gradient", "on_batch_end"]
+    ends = ["on_epoch_end", "on_log", "on_evaluation_end", "on_checkpoint"]
+    assert callback.seen == ["on_fit_start", *step, *step, *ends, "on_fit_end"]
+
+
+def test_who_does_not_listen_is_not_called() -> None:
+    events = Events([Callback(), Everything()])
+    assert all(len(events.listeners(name)) == 1 for name in EVENTS)
+
+
+def test_a_transform_changes_what_is_trained_on(problem: Callable[..., Any]) -> None:
+    class Zero(Callback):
+        def transform_batch(self, trainer: Any, batch: Any) -> Any:
+            return (batch[0] * 0, batch[1])
+
+    plain, zeroed = problem(), problem()
+    plain.trainer().fit()
+    zeroed.trainer(callbacks=[Zero()]).fit()
+    assert (plain.model[0].weight != zeroed.model[0].weight).any()
+
+
+def test_state_of_a_callback_survives_a_resume(problem: Callable[..., Any], tmp_path: Path) -> None:
+    class Counter(Callback):
+        def __init__(self) -> None:
+            self.count = 0
+
+        def on_batch_end(self, trainer: Any, step: Any) -> None:
+            self.count += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.count = state["count"]
+
+    problem().trainer(folder=tmp_path, checkpoint=Checkpointing("1ep"), callbacks=[Counter()]).fit()
+    counter = Counter()
+    trainer = problem().trainer(folder=tmp_path, callbacks=[counter])
+    trainer.resume()
+    assert counter.count == trainer.timer.batch == 16

@@ -1,0 +1,77 @@
+"""Real processes: gloo through torchrun."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).with_name("distributed_run.py")
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def launch(world_size: int, out: Path, **settings: Any) -> list[dict[str, Any]]:
+    out.mkdir(exist_ok=True)
+    arguments = [str(SCRIPT), json.dumps(settings), str(out)]
+    if world_size == 1:
+        command = [sys.executable, *arguments]
+    else:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(world_size), *arguments),
+        ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+
+
+RAMP = {"batch_size": "0sp:7 50sp:13", "max_duration": "2ep", "micro_batch_size": 3}
+
+
+@pytest.mark.parametrize("by_tokens", [False, True], ids=["samples", "tokens"])
+def test_two_ranks_train_like_one(tmp_path: Path, by_tokens: bool) -> None:
+    """Uneven shares, uneven micro-batches and token weights: the gradient is one big batch's."""
+    (one,) = launch(1, tmp_path / "one", by_tokens=by_tokens, **RAMP)
+    two = launch(2, tmp_path / "two", by_tokens=by_tokens, **RAMP)
+    expected = torch.tensor(one["weights"])
+    for rank in two:
+        assert torch.allclose(torch.tensor(rank["weights"]), expected, rtol=0, atol=1e-12)
+        assert rank["losses"] == pytest.approx(one["losses"], rel=1e-12)
+        assert rank["clock"]["sample"] == one["clock"]["sample"]
+        assert rank["clock"]["run_nanoseconds"] == two[0]["clock"]["run_nanoseconds"]
+    assert sorted(two[0]["samples"] + two[1]["samples"]) == sorted(one["samples"])
+
+
+def test_ledger_of_two_ranks_is_that_of_one(tmp_path: Path) -> None:
+    launch(1, tmp_path / "one", last_batch="carry", **RAMP)
+    launch(2, tmp_path / "two", last_batch="carry", **RAMP)
+    ledgers = []
+    for name in ("one", "two"):
+        with (tmp_path / name / "run" / "ledger.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        ledgers.append([(row["batch"], row["sample"], row["size"], row["epoch"]) for row in rows])
+    assert ledgers[0] == ledgers[1]
+
+
+def test_a_signal_on_one_rank_stops_all_and_any_number_goes_on(tmp_path: Path) -> None:
+    (whole,) = launch(1, tmp_path / "whole", **RAMP)
+    stopped = launch(2, tmp_path / "cut", stop_rank=1, **RAMP)
+    assert {rank["clock"]["batch"] for rank in stopped} <= {5, 6}
+    assert stopped[1]["stop_reason"] == "received SIGTERM"
+    assert stopped[0]["stop_reason"] == "another rank was told to stop"
+    three = launch(3, tmp_path / "cut", resume=True, **RAMP)
+    expected = torch.tensor(whole["weights"])
+    assert torch.allclose(torch.tensor(three[2]["weights"]), expected, rtol=0, atol=1e-12)
+    seen = [sample for rank in (*stopped, *three) for sample in rank["samples"]]
+    assert sorted(seen) == sorted(whole["samples"])
