@@ -1,0 +1,39 @@
+"""Factors as pure functions of time: one value for each kind, bound to a run once."""
+
+from stretto.schedules.constant import Constant
+from stretto.schedules.curves import Cosine, Curve, Linear, Polynomial
+from stretto.schedules.custom import Custom, as_schedule
+from stretto.schedules.intervals import Exponential, MultiStep, Step
+from stretto.schedules.inverse_sqrt import InverseSqrt
+from stretto.schedules.periods import Periods, Rest
+from stretto.schedules.product import Product
+from stretto.schedules.restarts import CosineRestarts
+from stretto.schedules.schedule import BoundSchedule, Schedule, ScheduleLike
+from stretto.schedules.scope import RunScope, Scope, Span
+from stretto.schedules.wsd import WSD, DecayShape
+
+__all__ = [
+    "BoundSchedule",
+    "Constant",
+    "Cosine",
+    "CosineRestarts",
+    "Curve",
+    "Custom",
+    "DecayShape",
+    "Exponential",
+    "InverseSqrt",
+    "Linear",
+    "MultiStep",
+    "Periods",
+    "Polynomial",
+    "Product",
+    "Rest",
+    "RunScope",
+    "Schedule",
+    "ScheduleLike",
+    "Scope",
+    "Span",
+    "Step",
+    "WSD",
+    "as_schedule",
+]

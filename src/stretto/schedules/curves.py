@@ -1,0 +1,290 @@
+"""Schedules that glide from one factor to another: `Linear`, `Cosine`, `Polynomial`, `Curve`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+from stretto.errors import ScheduleError, cannot, shown
+from stretto.schedules.arguments import checked_factor, factor, length, positive
+from stretto.schedules.glide import cosine_left, glide, line, way
+from stretto.schedules.schedule import BoundSchedule, fill
+from stretto.schedules.scope import END, Span
+from stretto.schedules.warmup import WarmedUp, set_warmup, warmup_text
+from stretto.timing import Time, TimeLike, Timestamp
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Linear(WarmedUp):
+    """A straight line from `start` to `end`.
+
+    Formula: `start + (end - start) * x`, where `x` in [0, 1] is the part of `over` that has passed.
+    Source: `torch.optim.lr_scheduler.LinearLR`; transformers' `get_linear_schedule_with_warmup`;
+    as a warm-up, Goyal et al. 2017 (arXiv 1706.02677), section 2.2.
+
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = Linear(1, 0, warmup="2ba").bind(Horizon("10ba"))
+    >>> [factor(Timestamp(batch=batch)) for batch in (0, 1, 2, 4, 6, 10)]
+    [0.0, 0.5, 1.0, 0.75, 0.5, 0.0]
+
+    Args:
+        start: the first factor.
+        end: the last factor, held from then on.
+        over: how long the way is, after the warm-up; a fraction is of what the warm-up leaves.
+        warmup: rise from `warmup_start` to `start` over this time first.
+        warmup_start: the factor of the first batch of a warm-up.
+
+    Raises:
+        ScheduleError: a factor is not finite or is negative, or a time is negative.
+        TimeError: a text is not a time.
+    """
+
+    start: float
+    end: float
+    over: Time
+
+    def __init__(
+        self,
+        start: float = 1.0,
+        end: float = 0.0,
+        *,
+        over: TimeLike = END,
+        warmup: TimeLike | None = None,
+        warmup_start: float = 0.0,
+    ) -> None:
+        fill(self, start=factor(start, "start"), end=factor(end, "end"), over=length(over, "over"))
+        set_warmup(self, warmup, warmup_start)
+
+    def own_times(self) -> tuple[Time, ...]:
+        """Return how long the way is."""
+        return (self.over,)
+
+    def first_factor(self) -> float:
+        """Return where the line starts."""
+        return self.start
+
+    def over_rest(self, span: Span) -> BoundSchedule:
+        """Return the line from the start of `span` on."""
+        return line(span, span.after(self.over), self.start, self.end)
+
+    def __str__(self) -> str:
+        warmup = warmup_text(self.warmup, self.warmup_start)
+        return f"linear {way_text(self.start, self.end, self.over)}{warmup}"
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Cosine(WarmedUp):
+    """Half a cosine wave from `start` to `end`.
+
+    Formula: `end + (start - end) * (1 + cos(pi * x)) / 2`, where `x` in [0, 1] is the part of
+    `over` that has passed. Source: Loshchilov and Hutter 2017, SGDR (arXiv 1608.03983), equation 5;
+    `torch.optim.lr_scheduler.CosineAnnealingLR`, but held at `end` where that one rises again.
+
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = Cosine(1, 0.1, warmup="5%").bind(Horizon("100ba"))
+    >>> [round(factor(Timestamp(batch=batch)), 4) for batch in (0, 1, 5, 100, 101)]
+    [0.0, 0.2, 1.0, 0.1, 0.1]
+
+    Args:
+        start: the first factor.
+        end: the last factor, held from then on.
+        over: how long the way is, after the warm-up; a fraction is of what the warm-up leaves.
+        warmup: rise from `warmup_start` to `start` over this time first.
+        warmup_start: the factor of the first batch of a warm-up.
+
+    Raises:
+        ScheduleError: a factor is not finite or is negative, or a time is negative.
+        TimeError: a text is not a time.
+    """
+
+    start: float
+    end: float
+    over: Time
+
+    def __init__(
+        self,
+        start: float = 1.0,
+        end: float = 0.0,
+        *,
+        over: TimeLike = END,
+        warmup: TimeLike | None = None,
+        warmup_start: float = 0.0,
+    ) -> None:
+        fill(self, start=factor(start, "start"), end=factor(end, "end"), over=length(over, "over"))
+        set_warmup(self, warmup, warmup_start)
+
+    def own_times(self) -> tuple[Time, ...]:
+        """Return how long the way is."""
+        return (self.over,)
+
+    def first_factor(self) -> float:
+        """Return where the wave starts."""
+        return self.start
+
+    def over_rest(self, span: Span) -> BoundSchedule:
+        """Return the wave from the start of `span` on."""
+        return glide(span, span.after(self.over), self.start, self.end, left=cosine_left)
+
+    def __str__(self) -> str:
+        warmup = warmup_text(self.warmup, self.warmup_start)
+        return f"cosine {way_text(self.start, self.end, self.over)}{warmup}"
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Polynomial(WarmedUp):
+    """A power of the time that is left, from `start` to `end`.
+
+    Formula: `end + (start - end) * (1 - x) ** power`, where `x` in [0, 1] is the part of `over`
+    that has passed. Source: `torch.optim.lr_scheduler.PolynomialLR`; transformers'
+    `get_polynomial_decay_schedule_with_warmup`.
+
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = Polynomial(power=2).bind(Horizon("10ba"))
+    >>> [factor(Timestamp(batch=batch)) for batch in (0, 5, 10, 11)]
+    [1.0, 0.25, 0.0, 0.0]
+
+    Args:
+        start: the first factor.
+        end: the last factor, held from then on.
+        power: the power, above 0; 1 is a straight line.
+        over: how long the way is, after the warm-up; a fraction is of what the warm-up leaves.
+        warmup: rise from `warmup_start` to `start` over this time first.
+        warmup_start: the factor of the first batch of a warm-up.
+
+    Raises:
+        ScheduleError: a factor is not finite or is negative, the power is not above 0, or a time
+            is negative.
+        TimeError: a text is not a time.
+    """
+
+    start: float
+    end: float
+    power: float
+    over: Time
+
+    def __init__(
+        self,
+        start: float = 1.0,
+        end: float = 0.0,
+        *,
+        power: float = 1.0,
+        over: TimeLike = END,
+        warmup: TimeLike | None = None,
+        warmup_start: float = 0.0,
+    ) -> None:
+        fill(self, start=factor(start, "start"), end=factor(end, "end"), over=length(over, "over"))
+        fill(self, power=positive(power, "power"))
+        set_warmup(self, warmup, warmup_start)
+
+    def own_times(self) -> tuple[Time, ...]:
+        """Return how long the way is."""
+        return (self.over,)
+
+    def first_factor(self) -> float:
+        """Return where the curve starts."""
+        return self.start
+
+    def over_rest(self, span: Span) -> BoundSchedule:
+        """Return the curve from the start of `span` on."""
+        power = self.power
+
+        def left(passed: float) -> float:
+            return math.pow(1.0 - passed, power)
+
+        return glide(span, span.after(self.over), self.start, self.end, left=left)
+
+    def __str__(self) -> str:
+        warmup = warmup_text(self.warmup, self.warmup_start)
+        way = way_text(self.start, self.end, self.over)
+        return f"polynomial of power {self.power:g} {way}{warmup}"
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Curve(WarmedUp):
+    """A function of yours over the part of a run or period that has passed, from 0 to 1.
+
+    Unlike `Custom`, whose callable reads the clock of the whole run, it moves with its period.
+
+    Formula: `function(x)`, where `x` in [0, 1] is the part of `over` that has passed.
+
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> def triangle(passed: float) -> float:
+    ...     return passed if passed <= 0.5 else 1 - passed
+    >>> factor = Curve(triangle).bind(Horizon("10ba"))
+    >>> [factor(Timestamp(batch=batch)) for batch in (0, 4, 5, 8, 10)]
+    [0.0, 0.4, 0.5, 0.19999999999999996, 0.0]
+
+    Args:
+        function: the factor as a function of the part that has passed.
+        over: how long the way is, after the warm-up; a fraction is of what the warm-up leaves.
+        warmup: rise from `warmup_start` to `function(0.0)` over this time first.
+        warmup_start: the factor of the first batch of a warm-up.
+
+    Raises:
+        ScheduleError: the function can't be called or does not return factors, or a time is
+            negative.
+        TimeError: a text is not a time.
+    """
+
+    function: Callable[[float], float]
+    over: Time
+
+    def __init__(
+        self,
+        function: Callable[[float], float],
+        *,
+        over: TimeLike = END,
+        warmup: TimeLike | None = None,
+        warmup_start: float = 0.0,
+    ) -> None:
+        if not callable(function):
+            raise ScheduleError(
+                cannot(
+                    f"use {shown(function)} as a curve",
+                    why="it can't be called",
+                    instead="write a function of the part that has passed, such as lambda x: 1 - x",
+                )
+            )
+        fill(self, function=function, over=length(over, "over"))
+        set_warmup(self, warmup, warmup_start)
+
+    def own_times(self) -> tuple[Time, ...]:
+        """Return how long the way is."""
+        return (self.over,)
+
+    def first_factor(self) -> float:
+        """Return where the curve starts."""
+        return checked_factor(self.function(0.0), self.function)
+
+    def over_rest(self, span: Span) -> BoundSchedule:
+        """Return the curve from the start of `span` on."""
+        function, read = self.function, span.axis.read
+        scale, first, total, stop = way(span, span.after(self.over))
+        start = self.first_factor()
+        held = checked_factor(function(stop / total if total else 1.0), function)
+
+        def value(timestamp: Timestamp) -> float:
+            passed = read(timestamp) * scale - first
+            if passed >= stop:
+                return held
+            if passed <= 0:
+                return start
+            return checked_factor(function(passed / total), function)
+
+        return value
+
+    def __str__(self) -> str:
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        over = "" if self.over == END else f" over {self.over}"
+        return f"curve {name}{over}{warmup_text(self.warmup, self.warmup_start)}"
+
+
+def way_text(start: float, end: float, over: Time) -> str:
+    """Return the words for a way between two factors."""
+    return f"from {start:g} to {end:g}" + ("" if over == END else f" over {over}")

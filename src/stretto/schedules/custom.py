@@ -1,0 +1,96 @@
+"""`Custom`: a schedule that is a callable of yours; and how anything becomes a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import SupportsFloat, final
+
+from stretto.errors import ScheduleError, cannot, shown
+from stretto.schedules.arguments import checked_factor
+from stretto.schedules.constant import Constant
+from stretto.schedules.schedule import BoundSchedule, Schedule, fill
+from stretto.schedules.scope import Scope
+from stretto.timing import Time, Timer, Timestamp
+from stretto.timing.number import is_number
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Custom(Schedule):
+    """A factor from a callable of yours, which reads the clock of the whole run.
+
+    The callable gets a `Timer` that stands at the timestamp: `timer.epoch`, `timer.get("tok")`,
+    `timer.get_elapsed_duration()`. It must depend on nothing else, since a plan calls it out of
+    order and a resumed run calls it again. For a shape that moves with its period, write `Curve`.
+    `scaled` leaves the callable as it is.
+
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> def halve_each_epoch(timer: Timer) -> float:
+    ...     return 0.5**timer.epoch
+    >>> factor = Custom(halve_each_epoch).bind(Horizon("3ep"))
+    >>> [factor(Timestamp(epoch=epoch)) for epoch in (0, 1, 2)]
+    [1.0, 0.5, 0.25]
+
+    Args:
+        function: the factor at the time that a timer shows.
+
+    Raises:
+        ScheduleError: the function can't be called; when it is, it does not return a finite number
+            of at least 0.
+    """
+
+    function: Callable[[Timer], float]
+
+    def __init__(self, function: Callable[[Timer], float]) -> None:
+        if not callable(function):
+            raise ScheduleError(
+                cannot(
+                    f"use {shown(function)} as a custom schedule",
+                    why="it can't be called",
+                    instead="write a function of the timer, such as lambda timer: 0.5**timer.epoch",
+                )
+            )
+        fill(self, function=function)
+
+    def times(self) -> tuple[Time, ...]:
+        """Return no time: the callable reads the clock itself."""
+        return ()
+
+    def within(self, scope: Scope) -> BoundSchedule:
+        """Return the factor as a function of the timestamp."""
+        function, horizon = self.function, scope.horizon
+
+        def value(timestamp: Timestamp) -> float:
+            return checked_factor(function(Timer.at(timestamp, horizon)), function)
+
+        return value
+
+    def __str__(self) -> str:
+        return f"custom {getattr(self.function, '__name__', type(self.function).__name__)}"
+
+
+def as_schedule(value: object) -> Schedule:
+    """Return `value` as a schedule: a number is a constant, a callable a custom schedule.
+
+    >>> as_schedule(0.5)
+    Constant(value=0.5)
+
+    Raises:
+        ScheduleError: it is none of these, or the number is not a factor.
+    """
+    if isinstance(value, Schedule):
+        return value
+    if is_number(value) and isinstance(value, SupportsFloat):
+        return Constant(float(value))
+    is_class = isinstance(value, type)  # of a schedule, most likely: Cosine instead of Cosine()
+    if callable(value) and not is_class:
+        return Custom(value)
+    raise ScheduleError(
+        cannot(
+            f"use {shown(value)} as a schedule",
+            why="it is a class" if is_class else "it is not a schedule, a number or a callable",
+            instead="write a schedule such as Cosine(warmup='5%'), a number, or a function of the "
+            "timer",
+        )
+    )

@@ -1,0 +1,84 @@
+"""The ways from one factor to another that several schedules share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+from stretto.schedules.schedule import BoundSchedule
+from stretto.schedules.scope import Span, integers
+from stretto.timing import Timestamp
+
+
+def line(span: Span, to: Fraction, start: float, end: float) -> BoundSchedule:
+    """Return the straight line from `start` to `end` that begins with `span` and ends at `to`.
+
+    The factor is held before and after, and after the end of the span.
+    """
+    read = span.axis.read
+    scale, first, total, stop = way(span, to)
+    rise, low, high = end - start, min(start, end), max(start, end)
+    held = end if stop == total else min(max(start + rise * (stop / total), low), high)
+
+    def value(timestamp: Timestamp) -> float:
+        passed = read(timestamp) * scale - first
+        if passed >= stop:
+            return held
+        if passed <= 0:
+            return start
+        result = start + rise * (passed / total)
+        # Rounding may step over an end by one unit in the last place.
+        if result > high:
+            return high
+        return result if result > low else low
+
+    return value
+
+
+def glide(
+    span: Span, to: Fraction, start: float, end: float, *, left: Callable[[float], float]
+) -> BoundSchedule:
+    """Return `end + (start - end) * left(x)`, where `x` is the part of the way that has passed.
+
+    The way begins with `span` and ends at `to`; `left` falls from 1 at 0 to 0 at 1. The factor is
+    held before and after, and after the end of the span.
+    """
+    read = span.axis.read
+    scale, first, total, stop = way(span, to)
+    fall, low, high = start - end, min(start, end), max(start, end)
+    held = end if stop == total else min(max(end + fall * left(stop / total), low), high)
+
+    def value(timestamp: Timestamp) -> float:
+        passed = read(timestamp) * scale - first
+        if passed >= stop:
+            return held
+        if passed <= 0:
+            return start
+        result = end + fall * left(passed / total)
+        # Rounding may step over an end by one unit in the last place.
+        if result > high:
+            return high
+        return result if result > low else low
+
+    return value
+
+
+def way(span: Span, to: Fraction) -> tuple[int, int, int, int]:
+    """Return a denominator and over it: where the way starts, its length, and where it is left.
+
+    It is left at its end, or before that where the span ends.
+    """
+    scale, first, last, stop = integers(
+        span.start, to, to if span.end is None else min(to, span.end)
+    )
+    return scale, first, last - first, stop - first
+
+
+def cosine_left(passed: float) -> float:
+    """Return how much of half a cosine wave is left, from 1 to 0.
+
+    >>> cosine_left(0.0), cosine_left(1.0)
+    (1.0, 0.0)
+    """
+    return (1.0 + math.cos(math.pi * passed)) / 2

@@ -1,0 +1,272 @@
+"""Schedules that go by an interval or by milestones: `Exponential`, `Step`, `MultiStep`.
+
+An interval is counted on its own counter from where the schedule begins, so `Step("1000ba")` is
+every thousandth batch also where the batch size moves and the schedule begins at an epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import final
+
+from stretto.errors import ScheduleError, cannot, shown
+from stretto.schedules.arguments import factor, interval
+from stretto.schedules.schedule import BoundSchedule, fill
+from stretto.schedules.scope import END, Span, integers
+from stretto.schedules.warmup import WarmedUp, set_warmup, warmup_text
+from stretto.timing import Time, TimeLike, Timestamp
+
+BEYOND = 2**128
+"""More ticks than any counter reaches: nanoseconds since the Big Bang are 2^88."""
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Exponential(WarmedUp):
+    """Smooth exponential decay (or growth): times `gamma` over each interval.
+
+    Formula: `gamma ** (t / every)`, where `t` has passed since the warm-up. Source:
+    `torch.optim.lr_scheduler.ExponentialLR`, which it meets at whole intervals; with a gamma above
+    1, the learning rate range test of Smith 2017 (arXiv 1506.01186), section 3.3. For a decay that
+    moves only once an interval, write `Step`.
+
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = Exponential("2ba", 0.25).bind(Horizon("10ba"))
+    >>> [factor(Timestamp(batch=batch)) for batch in (0, 1, 2, 4)]
+    [1.0, 0.5, 0.25, 0.0625]
+
+    Args:
+        every: the interval.
+        gamma: what the factor is multiplied by over each interval.
+        warmup: rise from `warmup_start` to 1 over this time first.
+        warmup_start: the factor of the first batch of a warm-up.
+
+    Raises:
+        ScheduleError: the interval is not positive, or `gamma` is not a finite number of at least
+            0; at binding, a gamma above 1 grows beyond all floats.
+        TimeError: a text is not a time.
+    """
+
+    every: Time
+    gamma: float
+
+    def __init__(
+        self,
+        every: TimeLike,
+        gamma: float,
+        *,
+        warmup: TimeLike | None = None,
+        warmup_start: float = 0.0,
+    ) -> None:
+        fill(self, every=interval(every, "every"), gamma=factor(gamma, "gamma"))
+        set_warmup(self, warmup, warmup_start)
+
+    def own_times(self) -> tuple[Time, ...]:
+        """Return the interval, and the end where growth must be bounded by it."""
+        return (self.every, END) if self.gamma > 1 else (self.every,)
+
+    def first_factor(self) -> float:
+        """Return 1."""
+        return 1.0
+
+    def over_rest(self, span: Span) -> BoundSchedule:
+        """Return the decay from the start of `span` on."""
+        gamma, (read, scale, first, step, last) = self.gamma, _intervals(span, self.every)
+
+        def value(timestamp: Timestamp) -> float:
+            passed = read(timestamp) * scale - first
+            if passed <= 0:
+                return 1.0
+            return math.pow(gamma, (passed if passed < last else last) / step)
+
+        if gamma > 1:
+            _check_growth(gamma, last / step, self.every)
+        return value
+
+    def __str__(self) -> str:
+        warmup = warmup_text(self.warmup, self.warmup_start)
+        return f"exponential by {self.gamma:g} over every {self.every}{warmup}"
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Step(WarmedUp):
+    """A stair: times `gamma` each time another interval has passed.
+
+    Formula: `gamma ** floor(t / every)`, where `t` has passed since the warm-up. Source:
+    `torch.optim.lr_scheduler.StepLR`.
+
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = Step("30ep", 0.1).bind(Horizon("90ep"))
+    >>> [round(factor(Timestamp(epoch=epoch)), 4) for epoch in (0, 29, 30, 59, 60)]
+    [1.0, 1.0, 0.1, 0.1, 0.01]
+
+    Args:
+        every: the interval.
+        gamma: what the factor is multiplied by after each interval.
+        warmup: rise from `warmup_start` to 1 over this time first.
+        warmup_start: the factor of the first batch of a warm-up.
+
+    Raises:
+        ScheduleError: the interval is not positive, or `gamma` is not a finite number of at least
+            0; at binding, a gamma above 1 grows beyond all floats.
+        TimeError: a text is not a time.
+    """
+
+    every: Time
+    gamma: float
+
+    def __init__(
+        self,
+        every: TimeLike,
+        gamma: float = 0.1,
+        *,
+        warmup: TimeLike | None = None,
+        warmup_start: float = 0.0,
+    ) -> None:
+        fill(self, every=interval(every, "every"), gamma=factor(gamma, "gamma"))
+        set_warmup(self, warmup, warmup_start)
+
+    def own_times(self) -> tuple[Time, ...]:
+        """Return the interval, and the end where growth must be bounded by it."""
+        return (self.every, END) if self.gamma > 1 else (self.every,)
+
+    def first_factor(self) -> float:
+        """Return 1."""
+        return 1.0
+
+    def over_rest(self, span: Span) -> BoundSchedule:
+        """Return the stair from the start of `span` on."""
+        gamma, (read, scale, first, step, last) = self.gamma, _intervals(span, self.every)
+        # A step that would fall on the end is not taken: what is held is the value before the end.
+        last = max(last - 1, 0)
+
+        def value(timestamp: Timestamp) -> float:
+            passed = read(timestamp) * scale - first
+            if passed <= 0:
+                return 1.0
+            return math.pow(gamma, (passed if passed < last else last) // step)
+
+        if gamma > 1:
+            _check_growth(gamma, last // step, self.every)
+        return value
+
+    def __str__(self) -> str:
+        warmup = warmup_text(self.warmup, self.warmup_start)
+        return f"times {self.gamma:g} every {self.every}{warmup}"
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class MultiStep(WarmedUp):
+    """A stair with stated steps: times `gamma` at each milestone.
+
+    Formula: `gamma ** n`, where `n` milestones have been reached. Milestones are relative to the
+    end of the warm-up; to count them from the start, write
+    `MultiStep(["30ep", "60ep"]) * Linear(0, 1, over="5ep")`. Source:
+    `torch.optim.lr_scheduler.MultiStepLR`.
+
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = MultiStep(["0.5dur", "75ep"]).bind(Horizon("90ep", dataset_num_samples=10))
+    >>> [round(factor(Timestamp(sample=10 * epoch)), 4) for epoch in (0, 44, 45, 74, 75)]
+    [1.0, 1.0, 0.1, 0.1, 0.01]
+
+    Args:
+        milestones: when; in any units, which may differ.
+        gamma: what the factor is multiplied by at each milestone.
+        warmup: rise from `warmup_start` to 1 over this time first.
+        warmup_start: the factor of the first batch of a warm-up.
+
+    Raises:
+        ScheduleError: there is no milestone, one is not positive, or `gamma` is not a finite number
+            of at least 0; at binding, the milestones are not in order.
+        TimeError: a text is not a time.
+    """
+
+    milestones: tuple[Time, ...]
+    gamma: float
+
+    def __init__(
+        self,
+        milestones: Sequence[TimeLike],
+        gamma: float = 0.1,
+        *,
+        warmup: TimeLike | None = None,
+        warmup_start: float = 0.0,
+    ) -> None:
+        fill(self, milestones=_milestones(milestones), gamma=factor(gamma, "gamma"))
+        set_warmup(self, warmup, warmup_start)
+        _check_growth(self.gamma, len(self.milestones), None)
+
+    def own_times(self) -> tuple[Time, ...]:
+        """Return the milestones."""
+        return self.milestones
+
+    def first_factor(self) -> float:
+        """Return 1."""
+        return 1.0
+
+    def over_rest(self, span: Span) -> BoundSchedule:
+        """Return the stair from the start of `span` on."""
+        cuts = [span.after(time) for time in self.milestones]
+        for (before, a), (after, b) in pairwise(zip(self.milestones, cuts, strict=True)):
+            if b < a or after == before:
+                raise ScheduleError(
+                    cannot(
+                        f"put the milestone '{after}' after '{before}'",
+                        why="it does not come later in this run",
+                        instead="write each milestone once and in order",
+                    )
+                )
+        if span.end is not None:
+            cuts = [cut for cut in cuts if cut < span.end]  # one on the end is never reached
+        read, marks = span.axis.read, [math.ceil(cut) for cut in cuts]
+        factors = [math.pow(self.gamma, number) for number in range(len(marks) + 1)]
+
+        def value(timestamp: Timestamp) -> float:
+            return factors[bisect_right(marks, read(timestamp))]
+
+        return value
+
+    def __str__(self) -> str:
+        warmup = warmup_text(self.warmup, self.warmup_start)
+        return f"times {self.gamma:g} at {', '.join(map(str, self.milestones))}{warmup}"
+
+
+def _milestones(milestones: Sequence[TimeLike]) -> tuple[Time, ...]:
+    if not isinstance(milestones, (list, tuple)) or not milestones:
+        raise ScheduleError(
+            cannot(
+                f"use milestones={shown(milestones)}",
+                why="it is not a list of times",
+                instead="write milestones such as ['0.5dur', '0.75dur']",
+            )
+        )
+    return tuple(interval(milestone, "milestone") for milestone in milestones)
+
+
+def _intervals(span: Span, every: Time) -> tuple[Callable[[Timestamp], int], int, int, int, int]:
+    """The counter of `every`, a denominator, and over it: the start, interval and length."""
+    own = span.along(every.unit)
+    end = own.start + BEYOND if own.end is None else own.end
+    scale, first, step, last = integers(own.start, own.length(every), end)
+    # A fraction of a period of no length is nothing: any step will do, as none is ever taken.
+    return own.axis.read, scale, first, max(step, 1), last - first
+
+
+def _check_growth(gamma: float, times: float, every: Time | None) -> None:
+    try:
+        math.pow(gamma, times)
+    except OverflowError:
+        often = f"'{every}' of this run" if every else "milestone"
+        raise ScheduleError(
+            cannot(
+                f"multiply by gamma={gamma:g} at each {often}",
+                why="the factor grows beyond all floats",
+                instead="write a gamma of at most 1, or one closer to it",
+            )
+        ) from None

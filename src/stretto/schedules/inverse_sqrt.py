@@ -1,0 +1,97 @@
+"""`InverseSqrt`: decay with the square root of time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+from stretto.errors import ScheduleError, cannot
+from stretto.schedules.arguments import interval
+from stretto.schedules.intervals import BEYOND
+from stretto.schedules.schedule import BoundSchedule, Schedule, fill
+from stretto.schedules.scope import Scope, Span, integers
+from stretto.schedules.warmup import Rise, after_warmup, set_warmup, warmup_text
+from stretto.timing import Time, TimeLike, Timestamp
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class InverseSqrt(Schedule):
+    """Decay with the square root of time, which needs no end.
+
+    Formula: `sqrt(s / (s + t))`, where `t` has passed since the warm-up and `s` is the time scale;
+    with `s` equal to the warm-up `w`, that is `sqrt(w / time)`. Source: Vaswani et al. 2017
+    (arXiv 1706.03762), equation 3; transformers' `get_inverse_sqrt_schedule`.
+
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = InverseSqrt(warmup="4ba").bind(Horizon("64ba"))
+    >>> [factor(Timestamp(batch=batch)) for batch in (0, 2, 4, 16, 64)]
+    [0.0, 0.5, 1.0, 0.5, 0.25]
+
+    Args:
+        timescale: the time scale; as long as the warm-up where left out.
+        warmup: rise from `warmup_start` to 1 over this time first.
+        warmup_start: the factor of the first batch of a warm-up.
+
+    Raises:
+        ScheduleError: there is neither a time scale nor a warm-up, or one is not positive.
+        TimeError: a text is not a time.
+    """
+
+    timescale: Time | None
+    warmup: Time | None
+    warmup_start: float
+
+    def __init__(
+        self,
+        timescale: TimeLike | None = None,
+        *,
+        warmup: TimeLike | None = None,
+        warmup_start: float = 0.0,
+    ) -> None:
+        set_warmup(self, warmup, warmup_start)
+        fill(self, timescale=None if timescale is None else interval(timescale, "timescale"))
+        if not (self.timescale or self.warmup):
+            raise ScheduleError(
+                cannot(
+                    "decay with the inverse square root of time",
+                    why="there is neither a warm-up nor a time scale to measure it by",
+                    instead="write InverseSqrt(warmup='1000ba') or InverseSqrt('1000ba')",
+                )
+            )
+
+    def times(self) -> tuple[Time, ...]:
+        """Return the times that must be placed on one axis."""
+        return tuple(time for time in (self.timescale, self.warmup) if time is not None)
+
+    def within(self, scope: Scope) -> BoundSchedule:
+        """Return the factor over `scope` as a function of the timestamp."""
+        span = scope.span(self.times())
+
+        def decay(rest: Span) -> BoundSchedule:
+            # Without a time scale of its own, the warm-up is it: what was passed before `rest`.
+            timescale = rest.start - span.start
+            if self.timescale is not None:
+                timescale = rest.length(self.timescale)
+            end = rest.start + BEYOND if rest.end is None else rest.end
+            scale, first, unit, last = integers(rest.start, timescale, end)
+            # A fraction of a period of no length is nothing: any unit will do, as no time passes.
+            read, unit, last = rest.axis.read, max(unit, 1), last - first
+
+            def value(timestamp: Timestamp) -> float:
+                passed = read(timestamp) * scale - first
+                if passed <= 0:
+                    return 1.0
+                return math.sqrt(unit / (unit + (passed if passed < last else last)))
+
+            return value
+
+        if self.warmup is None:
+            return decay(span)
+        return after_warmup(span, Rise(self.warmup, self.warmup_start, 1.0), decay)
+
+    def __str__(self) -> str:
+        scale = "" if self.timescale is None else f" on the scale of {self.timescale}"
+        warmup = warmup_text(self.warmup, self.warmup_start)
+        return f"inverse square root of time{scale}{warmup}"

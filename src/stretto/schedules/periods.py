@@ -1,0 +1,183 @@
+"""`Periods`: one schedule after another."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import TypeAlias, final
+
+from stretto.errors import ScheduleError, cannot, shown
+from stretto.schedules.arguments import length
+from stretto.schedules.custom import as_schedule
+from stretto.schedules.schedule import BoundSchedule, Schedule, ScheduleLike, fill
+from stretto.schedules.scope import END, Scope, Span
+from stretto.timing import Time, TimeLike, Timestamp, TimeUnit
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """The duration of a period that takes what the others leave; written `"rest"`.
+
+    >>> Rest()
+    Rest()
+    """
+
+    def __str__(self) -> str:
+        return "rest"
+
+
+Period: TypeAlias = tuple[Time | Rest, Schedule]
+"""How long, and the schedule that fills it."""
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Periods(Schedule):
+    """One schedule after another, each for a time; one may take the rest.
+
+    Times inside a period are relative to it: `0.5dur` is half of the period and `3ep` is three
+    epochs after its start. Lengths are exact: 5% of 90 epochs are 4.5 epochs, never 4. The rest may
+    stand anywhere; what follows it is then measured back from the end. After the last period its
+    last value is held.
+
+    >>> from stretto.schedules import Linear, MultiStep
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = Periods(
+    ...     [("5%", Linear(0, 1)), ("rest", MultiStep(["0.5dur", "0.75dur"]))]
+    ... ).bind(Horizon("90ep", dataset_num_samples=100))
+    >>> [round(factor(Timestamp(sample=s)), 4) for s in (0, 225, 450, 4724, 4725, 6863)]
+    [0.0, 0.5, 1.0, 1.0, 0.1, 0.01]
+
+    Source: the pull request discussion on time in Composer (mosaicml/composer issue 146), where
+    whole-epoch periods lost half an epoch.
+
+    Args:
+        periods: pairs of a duration (a time, or `"rest"` at most once) and a schedule (or a number,
+            or a callable).
+
+    Raises:
+        ScheduleError: there is no period, one is not a pair, a duration is negative, or the rest is
+            given twice; at binding, the periods are longer than the run or period around them.
+        TimeError: a text is not a time.
+    """
+
+    periods: tuple[Period, ...]
+
+    def __init__(self, periods: Sequence[tuple[TimeLike | Rest, ScheduleLike]]) -> None:
+        parsed = tuple(_period(period) for period in periods)
+        if not parsed:
+            raise _refused("use no periods", "a schedule has at least one", "write one period")
+        if sum(isinstance(duration, Rest) for duration, _ in parsed) > 1:
+            raise _refused(
+                f"use the periods {_durations(parsed)}",
+                "only one of them can take the rest",
+                "write a duration for the others",
+            )
+        fill(self, periods=parsed)
+
+    def times(self) -> tuple[Time, ...]:
+        """Return the times that must be placed on one axis."""
+        times: list[Time] = []
+        for duration, schedule in self.periods:
+            inner = schedule.times()
+            if isinstance(duration, Rest):
+                times += inner
+            else:
+                # A fraction inside is one of this period, whose length is placed already.
+                times += [duration, *(time for time in inner if time.unit is not TimeUnit.DURATION)]
+        # What follows the rest is measured back from the end.
+        return (*times, END) if self._around_rest()[1] else tuple(times)
+
+    def within(self, scope: Scope) -> BoundSchedule:
+        """Return the factor over `scope` as a function of the timestamp.
+
+        Raises:
+            ConversionError: a time needs a fact that is not known; the message names it.
+            ScheduleError: the periods are longer than the scope, or one does not fit.
+        """
+        span = scope.span(self.times())
+        parts = self._parts(span)
+        pairs = zip(self.periods, parts, strict=True)
+        bound = [schedule.within(part) for (_, schedule), part in pairs]
+        read, cuts = span.axis.read, [math.ceil(part.start) for part in parts[1:]]
+
+        def value(timestamp: Timestamp) -> float:
+            return bound[bisect_right(cuts, read(timestamp))](timestamp)
+
+        return value
+
+    def _parts(self, span: Span) -> list[Span]:
+        """The stretch of each period: forward from the start, and backward from the end."""
+        head, tail = self._around_rest()
+        starts, end = [span.start], span.end
+        for duration in head:
+            starts.append(span.moved(starts[-1], duration))
+        if tail is None:
+            end = starts.pop()
+        else:
+            starts += reversed(_backward(span, tail))
+        known = [*starts, *(bound for bound in (end, span.end) if bound is not None)]
+        if any(later < earlier for earlier, later in pairwise(known)):
+            raise self._too_long(span)
+        ends = [*starts[1:], end]
+        return [span.part(*bounds) for bounds in zip(starts, ends, strict=True)]
+
+    def _around_rest(self) -> tuple[list[Time], list[Time] | None]:
+        """The durations before the rest, and those after it; None where there is no rest."""
+        head: list[Time] = []
+        tail: list[Time] | None = None
+        for duration, _ in self.periods:
+            if isinstance(duration, Rest):
+                tail = []
+            else:
+                (head if tail is None else tail).append(duration)
+        return head, tail
+
+    def _too_long(self, span: Span) -> ScheduleError:
+        around = span.end - span.start if span.end is not None else span.start
+        return _refused(
+            f"fit the periods {_durations(self.periods)} into '{span.show(around)}'",
+            "together they are longer",
+            "write shorter durations, or 'rest' for one of them",
+        )
+
+    def __repr__(self) -> str:
+        return f"Periods({list(self.periods)!r})"
+
+    def __str__(self) -> str:
+        return "; ".join(f"{duration}: {schedule}" for duration, schedule in self.periods)
+
+
+def _backward(span: Span, durations: list[Time]) -> list[Fraction]:
+    """Where each of the last periods starts, the last one first."""
+    starts: list[Fraction] = []
+    for duration in reversed(durations):
+        assert span.end is not None, "times() asks for the end"
+        starts.append(span.moved(starts[-1] if starts else span.end, -duration))
+    return starts
+
+
+def _period(period: object) -> Period:
+    if not isinstance(period, (tuple, list)) or len(period) != 2:
+        raise _refused(
+            f"use {shown(period)} as a period",
+            "it is not a pair of a duration and a schedule",
+            "write a pair such as ('5%', Linear(0, 1))",
+        )
+    duration, schedule = period
+    if isinstance(duration, Rest) or duration == "rest":
+        return Rest(), as_schedule(schedule)
+    return length(duration, "duration"), as_schedule(schedule)
+
+
+def _durations(periods: Sequence[Period]) -> str:
+    return ", ".join(f"'{duration}'" for duration, _ in periods)
+
+
+def _refused(what: str, why: str, instead: str) -> ScheduleError:
+    return ScheduleError(cannot(what, why=why, instead=instead))

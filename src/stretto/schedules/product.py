@@ -1,0 +1,65 @@
+"""`Product`: several schedules multiplied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from stretto.errors import ScheduleError, cannot
+from stretto.schedules.custom import as_schedule
+from stretto.schedules.schedule import BoundSchedule, Schedule, ScheduleLike, fill
+from stretto.schedules.scope import Scope
+from stretto.timing import Time, Timestamp
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Product(Schedule):
+    """Several schedules multiplied, each on a counter of its own; written `a * b`.
+
+    Formula: the product of the factors.
+
+    >>> from stretto.schedules import Linear, Step
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = (Linear(0, 1, over="4ba") * Step("1ep", 0.5)).bind(Horizon("4ep"))
+    >>> [factor(Timestamp(batch=batch, epoch=batch // 6)) for batch in (0, 2, 4, 6, 12)]
+    [0.0, 0.5, 1.0, 0.5, 0.25]
+
+    Args:
+        schedules: the schedules, or numbers or callables.
+
+    Raises:
+        ScheduleError: there is none, or one is not a schedule.
+    """
+
+    schedules: tuple[Schedule, ...]
+
+    def __init__(self, *schedules: ScheduleLike) -> None:
+        if not schedules:
+            raise ScheduleError(
+                cannot(
+                    "multiply no schedules",
+                    why="a product has at least one factor",
+                    instead="write Product(Cosine(), Step('1ep'))",
+                )
+            )
+        fill(self, schedules=tuple(as_schedule(schedule) for schedule in schedules))
+
+    def times(self) -> tuple[Time, ...]:
+        """Return the times of all the schedules."""
+        return tuple(time for schedule in self.schedules for time in schedule.times())
+
+    def within(self, scope: Scope) -> BoundSchedule:
+        """Return the product over `scope` as a function of the timestamp."""
+        bound = [schedule.within(scope) for schedule in self.schedules]
+
+        def value(timestamp: Timestamp) -> float:
+            product = 1.0
+            for factor in bound:
+                product *= factor(timestamp)
+            return product
+
+        return value
+
+    def __str__(self) -> str:
+        return " times ".join(f"({schedule})" for schedule in self.schedules)

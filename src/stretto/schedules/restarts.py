@@ -1,0 +1,131 @@
+"""`CosineRestarts`: cosine decay that starts anew."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import final
+
+from stretto.errors import ScheduleError, cannot, shown
+from stretto.schedules.arguments import factor, interval
+from stretto.schedules.glide import cosine_left
+from stretto.schedules.intervals import BEYOND
+from stretto.schedules.schedule import BoundSchedule, fill
+from stretto.schedules.scope import Span, integers
+from stretto.schedules.warmup import WarmedUp, set_warmup, warmup_text
+from stretto.timing import Time, TimeLike, Timestamp
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class CosineRestarts(WarmedUp):
+    """Cosine decay from `start` to `end` that starts anew, each cycle `multiplier` times as long.
+
+    Formula: `end + (start - end) * (1 + cos(pi * t / t_i)) / 2`, where `t` has passed since the
+    last restart and cycle `i` is `t_i = t_0 * multiplier ** i` long. Source: Loshchilov and Hutter
+    2017, SGDR (arXiv 1608.03983), equation 5, with `T_mult` an integer as there;
+    `torch.optim.lr_scheduler.CosineAnnealingWarmRestarts`.
+
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = CosineRestarts("4ba", 2).bind(Horizon("12ba"))
+    >>> [round(factor(Timestamp(batch=batch)), 4) for batch in (0, 2, 3, 4, 8, 12)]
+    [1.0, 0.5, 0.1464, 1.0, 0.5, 0.0]
+
+    Args:
+        t_0: the length of the first cycle.
+        multiplier: how many times as long each cycle is as the one before; an integer from 1.
+        start: the factor at each restart.
+        end: the factor that each cycle falls to.
+        warmup: rise from `warmup_start` to `start` over this time first.
+        warmup_start: the factor of the first batch of a warm-up.
+
+    Raises:
+        ScheduleError: a factor is not finite or is negative, `t_0` is not positive, or the
+            multiplier is not an integer of at least 1.
+        TimeError: a text is not a time.
+    """
+
+    t_0: Time
+    multiplier: int
+    start: float
+    end: float
+
+    def __init__(
+        self,
+        t_0: TimeLike,
+        multiplier: int = 1,
+        *,
+        start: float = 1.0,
+        end: float = 0.0,
+        warmup: TimeLike | None = None,
+        warmup_start: float = 0.0,
+    ) -> None:
+        if type(multiplier) is not int or multiplier < 1:
+            raise ScheduleError(
+                cannot(
+                    f"use multiplier={shown(multiplier)}",
+                    why="it is not an integer of at least 1",
+                    instead="write 1 for cycles of one length, 2 to double them",
+                )
+            )
+        fill(self, t_0=interval(t_0, "t_0"), multiplier=multiplier)
+        fill(self, start=factor(start, "start"), end=factor(end, "end"))
+        set_warmup(self, warmup, warmup_start)
+
+    def own_times(self) -> tuple[Time, ...]:
+        """Return the length of the first cycle."""
+        return (self.t_0,)
+
+    def first_factor(self) -> float:
+        """Return the factor at each restart."""
+        return self.start
+
+    def over_rest(self, span: Span) -> BoundSchedule:
+        """Return the cycles from the start of `span` on."""
+        own = span.along(self.t_0.unit)
+        end = own.start + BEYOND if own.end is None else own.end
+        scale, first, cycle, last = integers(own.start, own.length(self.t_0), end)
+        # A fraction of a period of no length is nothing: any cycle will do, as none ever begins.
+        read, cycle, last = own.axis.read, max(cycle, 1), last - first
+        multiplier, starts = self.multiplier, _restarts(cycle, self.multiplier, last)
+        top, bottom, fall = self.start, self.end, self.start - self.end
+        low, high = min(top, bottom), max(top, bottom)
+
+        def at(passed: int) -> float:
+            if multiplier == 1:
+                part = passed % cycle / cycle
+            else:
+                number = bisect_right(starts, passed) - 1
+                part = (passed - starts[number]) / (cycle * multiplier**number)
+            result = bottom + fall * cosine_left(part)
+            # Rounding may step over an end by one unit in the last place.
+            if result > high:
+                return high
+            return result if result > low else low
+
+        # A restart that would fall on the end is not taken: what is held is the value before it.
+        is_restart = last % cycle == 0 if multiplier == 1 else last in starts
+        held = bottom if is_restart else at(last)
+
+        def value(timestamp: Timestamp) -> float:
+            passed = read(timestamp) * scale - first
+            if passed >= last:
+                return held
+            return at(passed) if passed > 0 else top
+
+        return value
+
+    def __str__(self) -> str:
+        growth = f", each {self.multiplier} times as long" if self.multiplier > 1 else ""
+        warmup = warmup_text(self.warmup, self.warmup_start)
+        way = f"from {self.start:g} to {self.end:g}"
+        return f"cosine {way} with restarts after {self.t_0}{growth}{warmup}"
+
+
+def _restarts(cycle: int, multiplier: int, last: int) -> list[int]:
+    """Where cycles of growing length start, up to `last`; few, since they grow by powers."""
+    starts = [0]
+    while multiplier > 1 and starts[-1] + cycle <= last:
+        starts.append(starts[-1] + cycle)
+        cycle *= multiplier
+    return starts

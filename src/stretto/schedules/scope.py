@@ -1,0 +1,172 @@
+"""`Scope`: the stretch of a run that a schedule covers, and where its times lie in it.
+
+A scope is first the run itself (`RunScope`), on no particular counter: a schedule asks for the
+counter on which its own times can be placed. From there on it is a `Span`: a stretch of one axis,
+which can be cut into parts. All positions are exact, in ticks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol, final
+
+from stretto.errors import ConversionError
+from stretto.timing import Axis, Horizon, Time, TimeUnit
+from stretto.timing.conversion import rounded
+
+END = Time(1, TimeUnit.DURATION)
+"""All of a scope."""
+
+
+class Scope(Protocol):
+    """The stretch of a run that a schedule covers: all of it, or a period."""
+
+    @property
+    def horizon(self) -> Horizon:
+        """The facts of the whole run."""
+        ...
+
+    def span(self, times: Iterable[Time]) -> Span:
+        """Return the scope on an axis that all of `times` can be placed on.
+
+        Raises:
+            ConversionError: a fact is missing; the message names it.
+        """
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RunScope:
+    """The whole run.
+
+    >>> RunScope(Horizon("2ep", dataset_num_samples=50)).span([END]).end
+    Fraction(100, 1)
+    """
+
+    horizon: Horizon
+
+    def span(self, times: Iterable[Time]) -> Span:
+        """Return the run on an axis that all of `times` can be placed on.
+
+        Raises:
+            ConversionError: a fact is missing; the message names it.
+        """
+        times = list(times)
+        axis = self.horizon.common_axis(times)
+        if any(time.unit is TimeUnit.DURATION for time in times):
+            return Span(self.horizon, axis, Fraction(0), self._end(axis))
+        try:
+            return Span(self.horizon, axis, Fraction(0), self._end(axis))
+        except ConversionError:  # no time refers to the end, so it may be unknown
+            return Span(self.horizon, axis, Fraction(0), None)
+
+    def _end(self, axis: Axis) -> Fraction:
+        return self.horizon.ticks(self.horizon.max_duration, axis)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of one axis, in exact ticks.
+
+    >>> run = RunScope(Horizon("90ep", dataset_num_samples=100)).span([END])
+    >>> rest = run.part(run.after(Time("5%")), run.end)
+    >>> rest.start, rest.after(Time("0.5dur"))
+    (Fraction(450, 1), Fraction(4725, 1))
+    """
+
+    horizon: Horizon
+    axis: Axis
+    """The counter that positions are measured on."""
+    start: Fraction
+    end: Fraction | None
+    """None where it cannot be known on this axis and no time refers to it."""
+
+    def span(self, times: Iterable[Time]) -> Span:  # noqa: ARG002 (its axis was chosen for them)
+        """Return this span, whose axis was chosen with `times` in view."""
+        return self
+
+    def part(self, start: Fraction, end: Fraction | None) -> Span:
+        """Return the stretch from `start` to `end` of the same axis."""
+        return Span(self.horizon, self.axis, start, end)
+
+    def after(self, time: Time) -> Fraction:
+        """Return the position at which `time` has passed since the start of the span."""
+        return self.moved(self.start, time)
+
+    def length(self, time: Time) -> Fraction:
+        """Return how long `time` is from the start of the span, in ticks."""
+        return self.after(time) - self.start
+
+    def moved(self, position: Fraction, time: Time) -> Fraction:
+        """Return the position that lies `time` (which may be negative) after `position`.
+
+        A fraction is one of the span. Batches are counted from the first that begins at or after
+        the position: while the batch size moves, how long they are depends on where they are.
+
+        Raises:
+            ConversionError: a fact is missing; the message names it.
+        """
+        if time.unit is TimeUnit.DURATION:
+            assert self.end is not None, "a schedule that refers to the end has it in its times"
+            moved = position + time.amount * (self.end - self.start)
+        elif time.unit is self.axis.unit:
+            moved = position + time.amount * self.axis.scale
+        elif time.unit is TimeUnit.BATCH and position != 0:
+            batches = self.horizon.convert(self._time(position), TimeUnit.BATCH) + time
+            moved = self.horizon.ticks(max(batches, Time(0, TimeUnit.BATCH)), self.axis)
+        else:
+            moved = position + self.horizon.ticks(time, self.axis)
+        if self.axis.unit is TimeUnit.EPOCH:
+            # By way of the horizon, which refuses parts of an epoch of unknown size.
+            return self.horizon.ticks(self._time(moved), self.axis)
+        return moved
+
+    def along(self, unit: TimeUnit) -> Span:
+        """Return the same stretch on the counter of `unit` itself; for `dur` this one.
+
+        An interval such as `1000ba` is even only on its own counter: while the batch size moves,
+        it is another number of samples each time.
+
+        Raises:
+            ConversionError: where the span starts cannot be known in `unit`.
+        """
+        if unit in (TimeUnit.DURATION, self.axis.unit):
+            return self
+        axis = self.horizon.axis(unit)
+        end = None
+        if self.end is not None:
+            try:
+                end = self._on(self.end, axis)
+            except ConversionError:  # only the value that is held after the end depends on it
+                end = None
+        return Span(self.horizon, axis, self._on(self.start, axis), end)
+
+    def show(self, position: Fraction) -> str:
+        """Return a position or length on this axis as text for a message."""
+        return str(rounded(position / self.axis.scale, self.axis.unit))
+
+    def _on(self, position: Fraction, axis: Axis) -> Fraction:
+        if position == 0:
+            return Fraction(0)  # nothing is nothing in every unit, also where facts are missing
+        return self.horizon.ticks(self._time(position), axis)
+
+    def _time(self, position: Fraction) -> Time:
+        return rounded(position / self.axis.scale, self.axis.unit)
+
+
+def integers(*positions: Fraction) -> tuple[int, ...]:
+    """Return a common denominator, then the positions as integers over it.
+
+    Integers are compared and subtracted exactly and fast, so a bound schedule reads its counter,
+    multiplies by the denominator, and stays among integers until it returns a float.
+
+    >>> integers(Fraction(9, 2), Fraction(1, 3))
+    (6, 27, 2)
+    """
+    denominator = math.lcm(*(position.denominator for position in positions))
+    return denominator, *(int(position * denominator) for position in positions)

@@ -1,0 +1,106 @@
+"""`WSD`: warm up, stay, decay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final, get_args
+
+from stretto.errors import ScheduleError, cannot, shown
+from stretto.schedules.arguments import factor, length
+from stretto.schedules.constant import Constant
+from stretto.schedules.curves import Cosine, Curve, Linear
+from stretto.schedules.periods import Periods
+from stretto.schedules.schedule import BoundSchedule, Schedule, fill
+from stretto.schedules.scope import Scope
+from stretto.schedules.warmup import set_warmup, warmup_text
+from stretto.timing import Time, TimeLike
+
+DecayShape: TypeAlias = Literal["linear", "cosine", "1-sqrt"]
+"""How `WSD` falls: `1 - x`, `(1 + cos(pi * x)) / 2` or `1 - sqrt(x)`."""
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class WSD(Schedule):
+    """Warm up, stay at 1, and decay over the last part of the run.
+
+    The three are periods of one run, so both `warmup="5%"` and `decay="20%"` are parts of the
+    whole: `Periods([("5%", Linear(0, 1)), ("rest", 1), ("20%", Linear(1, 0))])`.
+
+    Formula: 1 until the decay, then `end + (1 - end) * shape(x)`, where `x` in [0, 1] is the part
+    of the decay that has passed. Source: Hu et al. 2024, MiniCPM (arXiv 2404.06395), for the
+    three stages; Hägele et al. 2024 (arXiv 2405.18392) for the shape `1-sqrt`.
+
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = WSD("20%", warmup="5%").bind(Horizon("100ba"))
+    >>> [factor(Timestamp(batch=batch)) for batch in (0, 1, 5, 80, 90, 100)]
+    [0.0, 0.2, 1.0, 1.0, 0.5, 0.0]
+
+    Args:
+        decay: how long before the end the decay begins.
+        end: the last factor.
+        shape: how the factor falls.
+        warmup: rise from `warmup_start` to 1 over this time first.
+        warmup_start: the factor of the first batch of a warm-up.
+
+    Raises:
+        ScheduleError: a factor is not finite or is negative, a time is negative, or there is no
+            such shape; at binding, warm-up and decay are together longer than the run.
+        TimeError: a text is not a time.
+    """
+
+    decay: Time
+    end: float
+    shape: DecayShape
+    warmup: Time | None
+    warmup_start: float
+
+    def __init__(
+        self,
+        decay: TimeLike,
+        end: float = 0.0,
+        *,
+        shape: DecayShape = "linear",
+        warmup: TimeLike | None = None,
+        warmup_start: float = 0.0,
+    ) -> None:
+        if shape not in get_args(DecayShape):
+            raise ScheduleError(
+                cannot(
+                    f"decay in the shape {shown(shape)}",
+                    why="there is no such shape",
+                    instead="write 'linear', 'cosine' or '1-sqrt'",
+                )
+            )
+        fill(self, decay=length(decay, "decay"), end=factor(end, "end"), shape=shape)
+        set_warmup(self, warmup, warmup_start)
+
+    def times(self) -> tuple[Time, ...]:
+        """Return the times that must be placed on one axis."""
+        return self._periods().times()
+
+    def within(self, scope: Scope) -> BoundSchedule:
+        """Return the factor over `scope` as a function of the timestamp.
+
+        Raises:
+            ConversionError: a time needs a fact that is not known; the message names it.
+            ScheduleError: warm-up and decay are together longer than the scope.
+        """
+        return self._periods().within(scope)
+
+    def _periods(self) -> Periods:
+        rise = [] if self.warmup is None else [(self.warmup, Linear(self.warmup_start, 1.0))]
+        return Periods([*rise, ("rest", Constant()), (self.decay, self._fall())])
+
+    def _fall(self) -> Schedule:
+        if self.shape == "linear":
+            return Linear(1.0, self.end)
+        if self.shape == "cosine":
+            return Cosine(1.0, self.end)
+        end = self.end
+        return Curve(lambda passed: end + (1.0 - end) * (1.0 - math.sqrt(passed)))
+
+    def __str__(self) -> str:
+        warmup = warmup_text(self.warmup, self.warmup_start)
+        return f"constant 1, then {self.shape} to {self.end:g} over the last {self.decay}{warmup}"

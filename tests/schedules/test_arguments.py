@@ -1,0 +1,87 @@
+"""What is accepted as an argument of a schedule."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from stretto.errors import ScheduleError, TimeError
+from stretto.schedules.arguments import (
+    checked_factor,
+    factor,
+    interval,
+    length,
+    optional_length,
+    positive,
+)
+from stretto.timing import Time
+
+NUMBERS = [0, 1, 0.25, Fraction(1, 4), Decimal("0.25"), np.float32(0.25), np.int64(3)]
+NO_FACTORS = [-1, -0.1, math.nan, math.inf, -math.inf, "1", None, True, 1j, [1.0], 10**400]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=repr)
+def test_any_number_is_a_factor(number: float) -> None:
+    assert type(factor(number, "start")) is float
+    assert factor(number, "start") == number
+
+
+@pytest.mark.parametrize("value", NO_FACTORS, ids=lambda value: repr(value)[:20])
+def test_what_is_not_a_factor_is_refused_by_name(value: object) -> None:
+    with pytest.raises(
+        ScheduleError, match=r"cannot use start=.*not a finite number of at least 0"
+    ):
+        factor(value, "start")
+
+
+def test_a_negative_zero_becomes_a_plain_one() -> None:
+    assert math.copysign(1, factor(-0.0, "start")) == 1
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -1, math.nan], ids=str)
+def test_a_positive_number_is_above_nothing(value: float) -> None:
+    with pytest.raises(ScheduleError, match="power="):
+        positive(value, "power")
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=repr)
+def test_a_function_may_return_any_number(number: float) -> None:
+    assert type(checked_factor(number, len)) is float
+
+
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, "1", None, [1.0], 10**400])
+def test_what_else_a_function_returns_is_refused(value: object) -> None:
+    with pytest.raises(ScheduleError, match="the schedule len returned it"):
+        checked_factor(value, len)
+
+
+@pytest.mark.parametrize("value", ["0ba", "5%", Time("5ep"), timedelta(hours=1)], ids=str)
+def test_a_length_may_be_nothing(value: str | Time | timedelta) -> None:
+    assert length(value, "over") == optional_length(value, "over") == Time(value)
+
+
+def test_a_length_left_out_stays_out() -> None:
+    assert optional_length(None, "warmup") is None
+
+
+def test_lengths_are_not_negative() -> None:
+    with pytest.raises(ScheduleError, match="cannot use over='-5ba': it is negative; write '5ba'"):
+        length("-5ba", "over")
+
+
+@pytest.mark.parametrize("value", ["0ba", "-1ep", "0%"])
+def test_intervals_are_longer_than_nothing(value: str) -> None:
+    with pytest.raises(ScheduleError, match="an interval is longer than nothing"):
+        interval(value, "every")
+
+
+@pytest.mark.parametrize("value", [5, None, 0.5, "5", "5epochs"], ids=repr)
+def test_what_is_not_a_time_is_refused(value: str) -> None:
+    for read in (length, interval):
+        with pytest.raises(TimeError, match="cannot read"):
+            read(value, "over")

@@ -1,0 +1,95 @@
+"""`Custom`, and how anything becomes a schedule."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+
+from stretto.errors import ScheduleError
+from stretto.schedules import Constant, Cosine, Custom, Periods, as_schedule
+from stretto.testing.schedules import by_batch, values
+from stretto.timing import Horizon, Time, Timer, Timestamp
+
+
+def test_it_reads_the_clock_at_the_timestamp() -> None:
+    seen: list[Timer] = []
+
+    def function(timer: Timer) -> float:
+        seen.append(timer)
+        return timer.get_elapsed_duration()
+
+    run = Horizon("4ep", dataset_num_samples=10)
+    stamp = Timestamp(epoch=1, batch=7, sample=13, token=99, sample_in_epoch=3)
+    assert Custom(function).bind(run)(stamp) == 13 / 40
+    assert seen[0].timestamp == stamp
+    assert seen[0].get("ep") == Time("1.3ep")
+    assert seen[0].get("tok") == Time("99tok")
+
+
+def test_in_a_period_it_still_reads_the_clock_of_the_run() -> None:
+    schedule = Periods([("4ba", 1.0), ("rest", lambda timer: timer.get_elapsed_duration())])
+    assert values(schedule, Horizon("8ba"), by_batch(6))[4:] == [0.5, 0.625]
+
+
+def test_it_may_return_any_number() -> None:
+    for number in (1, 1.0, Fraction(1)):
+        found = as_schedule(lambda _, number=number: number).bind(Horizon("8ba"))(Timestamp())
+        assert type(found) is float
+        assert found == 1.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, None, "1"], ids=repr)
+def test_what_is_not_a_factor_is_refused_when_it_is_returned(value: float) -> None:
+    bound = as_schedule(lambda _: value).bind(Horizon("8ba"))
+    with pytest.raises(ScheduleError, match="a factor is a finite number of at least 0"):
+        bound(Timestamp())
+
+
+def test_a_number_is_a_constant() -> None:
+    assert as_schedule(1) == as_schedule(Fraction(1)) == Constant(1.0)
+
+
+def test_a_schedule_is_itself() -> None:
+    schedule = Cosine()
+    assert as_schedule(schedule) is schedule
+
+
+def test_a_callable_object_is_a_schedule() -> None:
+    class Halving:
+        def __call__(self, timer: Timer) -> float:
+            return 0.5**timer.batch
+
+    schedule = as_schedule(Halving())
+    assert values(schedule, Horizon("8ba"), by_batch(3)) == [1.0, 0.5, 0.25]
+    assert str(schedule) == "custom Halving"
+
+
+@pytest.mark.parametrize("value", [None, True, "cosine", [1.0], 1j], ids=repr)
+def test_what_is_no_schedule_is_refused(value: object) -> None:
+    with pytest.raises(ScheduleError, match="it is not a schedule, a number or a callable"):
+        as_schedule(value)
+
+
+def test_a_class_instead_of_a_schedule_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="it is a class; write a schedule such as Cosine"):
+        as_schedule(Cosine)
+
+
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf], ids=str)
+def test_a_number_that_is_no_factor_is_refused(value: float) -> None:
+    with pytest.raises(ScheduleError, match="not a finite number of at least 0"):
+        as_schedule(value)
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="cannot use 5 as a custom schedule"):
+        Custom(5)  # type: ignore[arg-type]
+
+
+def test_scaling_leaves_the_callable_as_it_is() -> None:
+    def function(timer: Timer) -> float:
+        return 1.0
+
+    assert Custom(function).scaled(2) == Custom(function)

@@ -1,0 +1,64 @@
+"""The ways from one factor to another."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.schedules.glide import cosine_left, glide, line, way
+from stretto.schedules.scope import RunScope, Span
+from stretto.timing import Horizon, Time, Timestamp
+
+FACTORS = st.floats(0, 10)
+
+
+def span_of(start: Fraction, end: Fraction) -> Span:
+    """Return a stretch of a run of 100 batches."""
+    return RunScope(Horizon("100ba")).span([Time("1ba")]).part(start, end)
+
+
+@given(FACTORS, FACTORS, st.fractions(0, 50), st.fractions(0, 60), st.integers(-10, 120))
+def test_a_line_is_that_of_exact_arithmetic(
+    start: float, end: float, begin: Fraction, length: Fraction, batch: int
+) -> None:
+    to = begin + length
+    bound = line(span_of(begin, Fraction(100)), to, start, end)
+    # A way of no length is at its end where it begins.
+    part = (
+        min(max((batch - begin) / length, Fraction(0)), Fraction(1)) if length else batch >= begin
+    )
+    exact = Fraction(start) + (Fraction(end) - Fraction(start)) * part
+    assert bound(Timestamp(batch=batch)) == pytest.approx(float(exact), rel=1e-14, abs=1e-14)
+
+
+@given(FACTORS, FACTORS, st.integers(0, 100))
+def test_a_line_is_a_glide_on_what_is_left(start: float, end: float, batch: int) -> None:
+    span, stamp = span_of(Fraction(0), Fraction(100)), Timestamp(batch=batch)
+    straight = line(span, Fraction(90), start, end)(stamp)
+    glided = glide(span, Fraction(90), start, end, left=lambda passed: 1 - passed)(stamp)
+    assert straight == pytest.approx(glided, rel=1e-13, abs=1e-13)
+
+
+@given(FACTORS, FACTORS, st.integers(0, 10**6))
+def test_rounding_steps_over_no_end(start: float, end: float, batch: int) -> None:
+    span = RunScope(Horizon("1_000_003ba")).span([Time("1dur")])
+    assert span.end is not None
+    low, high = min(start, end), max(start, end)
+    assert low <= line(span, span.end, start, end)(Timestamp(batch=batch)) <= high
+    bound = glide(span, span.end, start, end, left=cosine_left)
+    assert low <= bound(Timestamp(batch=batch)) <= high
+
+
+def test_a_way_that_is_longer_than_its_span_is_left_where_that_ends() -> None:
+    span = span_of(Fraction(0), Fraction(50))
+    assert way(span, Fraction(201, 2)) == (2, 0, 201, 100)
+    bound = line(span, Fraction(100), 1.0, 0.0)
+    assert [bound(Timestamp(batch=batch)) for batch in (49, 50, 51, 100)] == [0.51, 0.5, 0.5, 0.5]
+
+
+def test_a_way_of_no_length_is_at_its_end() -> None:
+    bound = line(span_of(Fraction(5), Fraction(50)), Fraction(5), 1.0, 0.25)
+    assert [bound(Timestamp(batch=batch)) for batch in (4, 5, 6)] == [1.0, 0.25, 0.25]

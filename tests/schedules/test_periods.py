@@ -1,0 +1,258 @@
+"""`Periods`: one schedule after another, exactly."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from fractions import Fraction
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.errors import ConversionError, ScheduleError, TimeError
+from stretto.schedules import (
+    Constant,
+    Cosine,
+    Exponential,
+    Linear,
+    MultiStep,
+    Periods,
+    Rest,
+    Schedule,
+    Step,
+)
+from stretto.testing.schedules import by_batch, values
+from stretto.timing import Horizon, Time, Timestamp
+
+N = 24
+RUN = Horizon("10ep", dataset_num_samples=N)
+
+
+class Growing:
+    """Batch sizes 1, 2, 3, ..."""
+
+    def sample_at_batch(self, batch: int, /) -> int:
+        return batch * (batch + 1) // 2
+
+    def batch_at_sample(self, sample: int, /) -> int:
+        batch = 0
+        while self.sample_at_batch(batch) < sample:
+            batch += 1
+        return batch
+
+
+def test_the_periods_that_schedules_come_from() -> None:
+    """90 epochs, a warm-up of 5% (4.5 epochs), then steps at 1/2 and 3/4 of the other 85.5."""
+    schedule = Periods([("5%", Linear(0, 1)), ("rest", MultiStep(["0.5dur", "0.75dur"]))])
+    run = Horizon("90ep", dataset_num_samples=1000)
+    warmup, first, second = 4_500, 4_500 + 42_750, 4_500 + 64_125
+    bound = schedule.bind(run)
+    for sample in (0, 1, 2_250, 4_499, 4_500, first - 1, first, second - 1, second, 89_999):
+        factor = min(sample / warmup, 1.0) * 0.1 ** sum(sample >= cut for cut in (first, second))
+        assert bound(Timestamp(sample=sample)) == pytest.approx(factor, rel=1e-15)
+    same = MultiStep(["0.5dur", "0.75dur"], warmup="5%").bind(run)
+    assert all(same(stamp) == bound(stamp) for stamp in by_batch(90_000)[::97])
+
+
+def parts_of(denominator: int, least: int, most: int) -> st.SearchStrategy[Fraction]:
+    """Return fractions with one denominator: quicker to draw and to shrink than any fraction."""
+    return st.integers(least, most).map(lambda number: Fraction(number, denominator))
+
+
+Model = tuple[Fraction, Fraction, Fraction, list[Fraction]]  # length, start, end, milestones
+
+
+@given(
+    st.lists(
+        st.tuples(
+            parts_of(40, 0, 80),
+            parts_of(9, 0, 9),
+            parts_of(9, 0, 9),
+            st.lists(parts_of(30, 1, 30), unique=True, max_size=4).map(sorted),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.booleans(),
+    st.integers(0, N * 10 - 1),
+)
+def test_any_periods_against_a_model_in_fractions(
+    models: list[Model], in_rest: bool, sample: int
+) -> None:
+    lengths = [length for length, *_ in models]
+    position = Fraction(sample, N)
+    starts = [Fraction(0), *accumulate(lengths)]
+    if in_rest:
+        lengths[-1] = 10 - sum(lengths[:-1], start=Fraction(0))
+    # The model: which period, what part of it has passed, and the formula in exact fractions.
+    number = min(bisect_right(starts[:-1], position) - 1, len(models) - 1)
+    _, start, end, milestones = models[number]
+    length = lengths[number]
+    passed = min((position - starts[number]) / length, Fraction(1)) if length else Fraction(1)
+    # A milestone on the end of a period is not reached in it.
+    reached = sum(passed >= part for part in milestones if part < 1 and length)
+    expected = (start + (end - start) * passed) * Fraction(1, 2) ** reached
+
+    periods: list[tuple[Time | Rest, Schedule]] = []
+    for length, start, end, milestones in models:
+        schedule: Schedule = Linear(float(start), float(end))
+        if milestones:
+            schedule *= MultiStep([Time(part, "dur") for part in milestones], 0.5)
+        periods.append((Time(length, "ep"), schedule))
+    if in_rest:
+        periods[-1] = Rest(), periods[-1][1]
+    found = Periods(periods).bind(RUN)(Timestamp(sample=sample))
+    assert found == pytest.approx(float(expected), rel=1e-12, abs=1e-15)
+
+
+def test_epochs_inside_are_counted_from_its_start() -> None:
+    schedule = Periods([("1.5ep", 1.0), ("rest", MultiStep(["3ep"], 0.5))])
+    bound = schedule.bind(RUN)
+    assert bound(Timestamp(sample=N * 9 // 2 - 1)) == 1.0
+    assert bound(Timestamp(sample=N * 9 // 2)) == 0.5
+
+
+def test_periods_may_hold_periods() -> None:
+    inner = Periods([("50%", Linear(0, 1)), ("rest", Linear(1, 0))])
+    schedule = Periods([("50%", inner), ("rest", inner)])
+    found = values(schedule, Horizon("16ba"), by_batch(17))
+    rise_and_fall = [0.0, 0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25]
+    assert found == [*rise_and_fall, *rise_and_fall, 0.0]
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_the_rest_may_stand_anywhere(position: int) -> None:
+    periods: list[tuple[str, float]] = [("2ep", 0.25), ("10%", 0.5)]
+    periods.insert(position, ("rest", 1.0))
+    bound = Periods(periods).bind(RUN)
+    lengths = {"2ep": 2, "10%": 1, "rest": 7}
+    expected = [factor for duration, factor in periods for _ in range(lengths[duration])]
+    assert [bound(Timestamp(sample=epoch * N)) for epoch in range(10)] == expected
+
+
+def test_what_follows_the_rest_is_measured_back_from_the_end() -> None:
+    sizes = Growing()
+    run = Horizon("10ep", dataset_num_samples=10, batch_sizes=sizes)
+    bound = Periods([("rest", 1.0), ("4ba", 0.5), ("3ba", 0.25)]).bind(run)
+    batches = sizes.batch_at_sample(100)
+    for batch in range(batches):
+        left = batches - batch
+        expected = 0.25 if left <= 3 else 0.5 if left <= 7 else 1.0
+        assert bound(Timestamp(batch=batch, sample=sizes.sample_at_batch(batch))) == expected
+
+
+def test_periods_of_mixed_units_lie_where_a_walk_over_the_batches_finds_them() -> None:
+    sizes = Growing()
+    run = Horizon("10ep", dataset_num_samples=10, batch_sizes=sizes)
+    bound = Periods([("3ba", 0.1), ("1ep", 0.2), ("2ba", 0.3), ("10%", 0.4), ("rest", 0.5)]).bind(
+        run
+    )
+    cut, cuts = sizes.sample_at_batch(3), [sizes.sample_at_batch(3)]
+    cuts.append(cut + 10)
+    cuts.append(sizes.sample_at_batch(sizes.batch_at_sample(cuts[-1]) + 2))
+    cuts.append(cuts[-1] + 10)
+    for sample in range(100):
+        expected = (0.1, 0.2, 0.3, 0.4, 0.5)[bisect_right(cuts, sample)]
+        assert bound(Timestamp(sample=sample)) == expected
+
+
+def test_after_the_last_period_its_last_value_is_held() -> None:
+    schedule = Periods([("2ba", 1.0), ("4ba", Linear(1, 0.25))])
+    assert values(schedule, Horizon("20ba"), by_batch(30))[6:] == [0.25] * 24
+    decay = Periods([("2ba", 1.0), ("4ba", Exponential("2ba", 0.5))])
+    assert values(decay, Horizon("20ba"), by_batch(30))[6:] == [0.25] * 24
+    stairs = Periods([("2ba", 1.0), ("4ba", Step("2ba", 0.5))])
+    assert values(stairs, Horizon("20ba"), by_batch(30))[6:] == [0.5] * 24
+
+
+def test_a_period_of_no_length_is_passed_over() -> None:
+    schedule = Periods([("0%", Linear(0, 1)), ("rest", MultiStep(["2ba"], 0.5)), ("0ba", Cosine())])
+    assert values(schedule, Horizon("4ba"), by_batch(4)) == [1.0, 1.0, 0.5, 0.5]
+
+
+def test_all_kinds_fit_a_period_of_no_length() -> None:
+    for schedule in (
+        Linear(warmup="5%"),
+        MultiStep(["0.5dur", "0.75dur"]),
+        Step("0.5dur"),
+        Exponential("0.5dur", 0.5),
+    ):
+        bound = Periods([("rest", 1.0), ("0%", schedule)]).bind(Horizon("4ba"))
+        assert bound(Timestamp(batch=3)) == 1.0
+        assert 0.0 <= bound(Timestamp(batch=9)) <= 1.0
+
+
+def test_only_units_that_are_used_need_their_facts() -> None:
+    unknown = Horizon("1h")
+    schedule = Periods([("5ep", Linear(0, 1)), ("rest", Step("3ep", 0.5))])
+    bound = schedule.bind(unknown)
+    assert [bound(Timestamp(epoch=epoch)) for epoch in (0, 4, 5, 8, 11)] == [0, 0.8, 1, 0.5, 0.25]
+    with pytest.raises(ConversionError, match="max_duration is in seconds"):
+        Periods([("5ep", Linear(0, 1)), ("rest", Cosine())]).bind(unknown)
+    with pytest.raises(ConversionError, match="max_duration is in seconds"):
+        Periods([("rest", 1.0), ("5ep", Linear())]).bind(unknown)
+
+
+def test_durations_are_read_at_the_edge() -> None:
+    read = Periods([("5%", 0.5), (Rest(), lambda timer: 1.0), [Time("1ep"), Cosine()]])  # type: ignore[list-item]
+    durations = [duration for duration, _ in read.periods]
+    assert durations == [Time("0.05dur"), Rest(), Time("1ep")]
+    assert read.periods[0][1] == Constant(0.5)
+    assert repr(Periods([("rest", Cosine())])) == "Periods([(Rest(), Cosine())])"
+
+
+@pytest.mark.parametrize(
+    "periods",
+    [
+        [("6ep", 1.0), ("5ep", 1.0)],
+        [("60%", 1.0), ("5ep", 1.0)],
+        [("60%", 1.0), ("rest", 1.0), ("5ep", 1.0)],
+        [("11ep", 1.0), ("rest", 1.0)],
+        [("rest", 1.0), ("101%", 1.0)],
+    ],
+    ids=str,
+)
+def test_periods_are_not_longer_than_the_run(periods: list[tuple[str, float]]) -> None:
+    with pytest.raises(ScheduleError, match=r"cannot fit the periods .* into '10ep'"):
+        Periods(periods).bind(RUN)
+
+
+def test_periods_are_not_longer_than_the_period_around_them() -> None:
+    inner = Periods([("3ep", 1.0)])
+    with pytest.raises(ScheduleError, match="cannot fit the periods '3ep' into '2ep'"):
+        Periods([("2ep", inner), ("rest", 1.0)]).bind(RUN)
+
+
+@pytest.mark.parametrize("rest", ["10ep", "100%"])
+def test_nothing_may_be_left_for_the_rest(rest: str) -> None:
+    assert values(Periods([(rest, 0.5), ("rest", 1.0)]), RUN, by_batch(9)) == [0.5] * 9
+
+
+@pytest.mark.parametrize(
+    ("periods", "message"),
+    [
+        ([], "a schedule has at least one"),
+        ([("rest", 1.0), ("5%", 1.0), ("rest", 1.0)], "only one of them can take the rest"),
+        ([Cosine()], "it is not a pair of a duration and a schedule"),
+        ([("5%", 1.0, 2.0)], "it is not a pair of a duration and a schedule"),
+        (["5%"], "it is not a pair of a duration and a schedule"),
+        ([("-5%", 1.0)], "it is negative"),
+        ([("5%", "cosine")], "it is not a schedule, a number or a callable"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_are_no_periods_is_refused(periods: list[tuple[str, float]], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Periods(periods)
+
+
+@pytest.mark.parametrize("duration", [-1, "-1", "remainder", None], ids=repr)
+def test_what_is_no_duration_is_refused(duration: str) -> None:
+    with pytest.raises(TimeError, match="as a time"):
+        Periods([(duration, Cosine())])
+
+
+def test_they_are_described_in_words() -> None:
+    schedule = Periods([("5%", Linear(0, 1)), ("rest", Cosine(end=0.1))])
+    assert str(schedule) == "0.05dur: linear from 0 to 1; rest: cosine from 1 to 0.1"
