@@ -324,13 +324,20 @@ class StepLoader(Iterator[Step]):
     ) -> None:
         if tokens is None:
             tokens = draw.size * (self.horizon.tokens_per_sample or 0)
-        if draw.plan.ends_epochs:
-            tick(self.timer, self.horizon, draw.size, tokens=tokens, seconds=seconds)
+        timer, size, total = self.timer, draw.size, tokens
+        if not draw.plan.ends_epochs and not draw.crossings:
+            timer.update(samples=size, tokens=tokens, seconds=seconds)
             return
-        self.timer.update(samples=draw.size, tokens=tokens, seconds=seconds)
+
+        def of_last(samples: int) -> int:
+            return self._tokens.last(micros, samples, size=size, tokens=total)
+
+        if draw.plan.ends_epochs:
+            tick(timer, self.horizon, size, tokens=total, seconds=seconds, tokens_of_last=of_last)
+            return
+        timer.update(samples=size, tokens=total, seconds=seconds)
         for carried in draw.crossings:
-            of_new = self._tokens.last(micros, carried, draw.size, tokens)
-            self.timer.end_epoch(samples=carried, tokens=of_new)
+            timer.end_epoch(samples=carried, tokens=of_last(carried))
 
 
 def _reads(run: Horizon, units: frozenset[TimeUnit], unit: TimeUnit) -> bool:

@@ -65,7 +65,7 @@ class TokenCounter:
             raise _uncountable()
         return tokens or 0
 
-    def last(self, micros: Sequence[MicroBatch], samples: int, size: int, tokens: int) -> int:
+    def last(self, micros: Sequence[MicroBatch], samples: int, *, size: int, tokens: int) -> int:
         """Return the tokens of the last `samples` of a step of `size` samples and `tokens`.
 
         Counted, where this rank has the whole step; else their share, rounded down.

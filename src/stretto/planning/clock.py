@@ -5,7 +5,7 @@ A plan, the data loader and the trainer all take their batches from here, so the
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 from stretto.batching.equal import is_countable, next_epoch, outgrows_epoch
@@ -126,10 +126,13 @@ def tick(
     tokens: int | None = None,
     seconds: float | None = None,
     ends_epoch: bool = False,
+    tokens_of_last: Callable[[int], int] | None = None,
 ) -> None:
     """Move `timer` over a batch of `size` samples, exactly as `advance` moves a timestamp.
 
     Where a step says that samples were `skipped` before it, call `timer.end_epoch()` first.
+    Where a batch is carried into the next epoch, `tokens_of_last(samples)` counts the tokens of
+    its last samples; left out, they are their share of all.
 
     >>> horizon = Horizon("2ep", dataset_num_samples=20)
     >>> timer = Timer(horizon)
@@ -147,7 +150,10 @@ def tick(
         num_samples = horizon.dataset_num_samples or 0
         for epoch in range(roll.epochs, 0, -1):
             carried = (epoch - 1) * num_samples + roll.sample_in_epoch
-            timer.end_epoch(samples=carried, tokens=tokens_carried(carried, size, tokens))
+            if carried and tokens_of_last is not None:
+                timer.end_epoch(samples=carried, tokens=tokens_of_last(carried))
+            else:
+                timer.end_epoch(samples=carried, tokens=tokens_carried(carried, size, tokens))
     elif ends_epoch:
         timer.end_epoch()
 
