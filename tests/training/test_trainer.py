@@ -61,7 +61,7 @@ def test_without_a_ramp_it_is_a_plain_pytorch_loop_to_the_last_bit(problem: Make
             for group in plain.optimizer.param_groups:
                 group["lr"] = 0.1 * (1 - position / 180)
             loss = nn.functional.mse_loss(plain.model(inputs), targets)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             plain.optimizer.step()
             plain.optimizer.zero_grad()
             expected.append(loss.item())
@@ -383,6 +383,7 @@ def test_clipping_bounds_the_gradient_of_the_whole_batch(problem: Make) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # the compiler alone takes a minute on a busy machine
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch's compiler uses torch.jit
 def test_a_compiled_model_trains_like_an_eager_one(problem: Make) -> None:
     eager, compiled = problem(), problem()
