@@ -101,10 +101,14 @@ def _from_mapping(mapping: Mapping[object, object]) -> BatchSizePolicy:
 
 
 def _ramp(words: Mapping[object, object]) -> BatchSizePolicy:
-    if words["ramp"] not in _RAMPS:
-        near = _nearest(words["ramp"], _RAMPS)
-        _refuse(words, f"there is no ramp {words['ramp']!r}", f"{near}one of {_listed(_RAMPS)}")
-    make, needed, optional = _RAMPS[str(words["ramp"])]
+    kind = words["ramp"]
+    if not isinstance(kind, str) or kind not in _RAMPS:
+        _refuse(
+            words,
+            f"there is no ramp {shown(kind)}",
+            f"{_nearest(kind, _RAMPS)}one of {_listed(_RAMPS)}",
+        )
+    make, needed, optional = _RAMPS[kind]
     _check_words(words, {"ramp", *needed, *optional})
     missing = [name for name in needed if name not in words]
     if missing:
@@ -152,7 +156,7 @@ def _check_words(mapping: Mapping[object, object], known: Iterable[str]) -> None
 
 def _nearest(word: object, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(word), list(known), n=1)
-    return f"{near[0]!r}? or " if near else ""
+    return f"{near[0]!r}, or " if near else ""
 
 
 def _listed(words: Iterable[str]) -> str:

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.batching import (
+    NO_SIGNALS,
+    BatchSizePolicy,
+    DoublingRamp,
+    LinearRamp,
+    StagedRamp,
+    rampup,
+)
+from stretto.errors import BatchSizeError, ConversionError, TimeError
+from stretto.timing import Horizon, Time, Timestamp
+
+sizes = st.integers(1, 300)
+
+
+def size_at(policy: BatchSizePolicy, horizon: Horizon, timestamp: Timestamp) -> int:
+    bound = policy.bind(horizon)
+    return bound.decide(timestamp, bound.start(), NO_SIGNALS)[0]
+
+
+@given(sizes, sizes, st.integers(1, 500), st.integers(0, 600))
+def test_a_linear_ramp_is_its_formula(one: int, two: int, over: int, now: int) -> None:
+    start, end = sorted((one, two))
+    got = size_at(LinearRamp(start, end, Time(over, "sp")), Horizon("1ep"), Timestamp(sample=now))
+    assert got == start + int((end - start) * min(Fraction(1), Fraction(now, over)))
+
+
+@given(st.data(), st.integers(1, 500), st.integers(0, 600))
+def test_ramps_stay_between_start_and_end_and_reach_it(
+    data: st.DataObject, over: int, now: int
+) -> None:
+    start, end = sorted((data.draw(sizes), data.draw(sizes)))
+    length = Time(over, "sp")
+    ramps = [LinearRamp(start, end, length), DoublingRamp(start, end, length)]
+    if start < end:
+        ramps.append(StagedRamp([start, end], length))
+    for ramp in ramps:
+        got = [size_at(ramp, Horizon("1ep"), Timestamp(sample=s)) for s in (0, now, now + 1, over)]
+        assert got[0] == start
+        assert got[-1] == end
+        assert start <= got[1] <= got[2] <= end
+
+
+@given(st.data())
+def test_holds_end_exactly_where_the_size_changes(data: st.DataObject) -> None:
+    start, end = sorted((data.draw(sizes), data.draw(sizes)))
+    length = Time(data.draw(st.integers(1, 300)), "sp")
+    kind = data.draw(st.sampled_from([LinearRamp, DoublingRamp]))
+    bound = kind(start, end, length).bind(Horizon("1ep"))
+    now = 0
+    while True:
+        size = bound.decide(Timestamp(sample=now), {}, NO_SIGNALS)[0]
+        hold = bound.holds_until(Timestamp(sample=now), {})
+        assert hold is not None
+        if not hold.limits:
+            break
+        ((axis, tick),) = hold.limits
+        assert axis.unit == "sp"
+        before = bound.decide(Timestamp(sample=tick - 1), {}, NO_SIGNALS)[0]
+        after = bound.decide(Timestamp(sample=tick), {}, NO_SIGNALS)[0]
+        assert before == size < after
+        now = tick
+    assert size == end
+
+
+@pytest.mark.parametrize(
+    ("ramp", "expected"),
+    [
+        (LinearRamp(8, 32, "12ba", increment=8), [8] * 4 + [16] * 4 + [24] * 4 + [32] * 2),
+        (DoublingRamp(8, 32, "12ba"), [8] * 6 + [16] * 6 + [32] * 2),
+        (DoublingRamp(8, 40, "12ba"), [8] * 4 + [16] * 4 + [32] * 4 + [40] * 2),
+        (StagedRamp([1, 5, 50], "10ba"), [1] * 5 + [5] * 5 + [50] * 4),
+        (StagedRamp([1, 5, 50, 51], "10ba"), [1] * 4 + [5] * 3 + [50] * 3 + [51] * 4),
+        (LinearRamp(8, 8, "10ba"), [8] * 14),
+        (DoublingRamp(8, 8, "10ba"), [8] * 14),
+    ],
+    ids=["increments", "doubling", "doubling to 40", "stages", "thirds", "flat", "flat doubling"],
+)
+def test_known_ramps(ramp: BatchSizePolicy, expected: list[int]) -> None:
+    horizon = Horizon("14ba")
+    assert [size_at(ramp, horizon, Timestamp(batch=batch)) for batch in range(14)] == expected
+
+
+@pytest.mark.parametrize("over", ["0.5ep", "10sp", "50tok", "25%", "0.25dur"])
+def test_a_ramp_may_be_in_any_unit(over: str) -> None:
+    horizon = Horizon("2ep", dataset_num_samples=20, tokens_per_sample=5)
+    got = [
+        size_at(DoublingRamp(1, 4, over), horizon, Timestamp(sample=s, token=5 * s))
+        for s in (0, 4, 5, 9, 10)
+    ]
+    assert got == [1, 1, 2, 2, 4]
+
+
+def test_a_ramp_may_follow_the_wall_clock() -> None:
+    bound = LinearRamp(1, 3, "2m").bind(Horizon("1h"))
+    assert not bound.is_static
+    assert bound.decide(Timestamp(run_nanoseconds=60 * 10**9), {}, NO_SIGNALS)[0] == 2
+
+
+def test_whole_epochs_of_unknown_length_are_enough() -> None:
+    bound = StagedRamp([8, 16, 64], "2ep").bind(Horizon("4ep"))
+    got = [bound.decide(Timestamp(epoch=epoch), {}, NO_SIGNALS)[0] for epoch in range(4)]
+    assert got == [8, 16, 64, 64]
+
+
+def test_parts_of_epochs_of_unknown_length_are_refused() -> None:
+    with pytest.raises(ConversionError, match="dataset_num_samples"):
+        DoublingRamp(8, 64, "2ep").bind(Horizon("4ep"))
+
+
+def test_scaling_stretches_the_length_but_not_fractions() -> None:
+    assert LinearRamp(8, 64, "2ep", increment=8).scaled(0.5) == LinearRamp(
+        8, 64, "1ep", increment=8
+    )
+    assert DoublingRamp(8, 64, "5ba").scaled(0.5) == DoublingRamp(8, 64, "3ba")
+    assert StagedRamp([8, 64], "10%").scaled(2) == StagedRamp([8, 64], "10%")
+    with pytest.raises(BatchSizeError, match="not positive"):
+        LinearRamp(8, 64, "2ep").scaled(0)
+
+
+def test_rampup_drops_accumulation_down_to_the_lowest_size() -> None:
+    ramp = rampup(4096, "1Btok", world_size=8, micro_batch_size=64)
+    assert ramp == DoublingRamp(512, 4096, "1Btok")
+    # The pull request's own example: from 1024 there are two stages before 4096.
+    ramp = rampup(
+        4096, "1Btok", world_size=8, micro_batch_size=128, initial_global_train_batch_size=1024
+    )
+    assert ramp == DoublingRamp(1024, 4096, "1Btok")
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 12), st.integers(1, 12))
+def test_every_size_of_rampup_is_even(world: int, micro: int, first: int, more: int) -> None:
+    unit = world * micro
+    ramp = rampup(
+        unit * (first + more),
+        "1ep",
+        world_size=world,
+        micro_batch_size=micro,
+        initial_global_train_batch_size=unit * first,
+    )
+    assert isinstance(ramp, DoublingRamp)
+    assert all(size % unit == 0 for size in ramp.sizes)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        LinearRamp(8, 64, "2.5ep"),
+        LinearRamp(8, 64, "1/3ep", increment=8),
+        DoublingRamp(8, 64, "1h30m"),
+        StagedRamp([8, 9], "10%"),
+    ],
+    ids=repr,
+)
+def test_repr_reads_back(value: BatchSizePolicy) -> None:
+    assert eval(repr(value)) == value
+    assert hash(eval(repr(value))) == hash(value)
+    assert [time.amount > 0 for time in value.times()] == [True]
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: LinearRamp(0, 8, "1ep"), "use 0 as a batch size"),
+        (lambda: LinearRamp(8, 16.0, "1ep"), "use 16.0 as a batch size"),  # type: ignore[arg-type]
+        (lambda: LinearRamp(True, 16, "1ep"), "use True as a batch size"),
+        (lambda: LinearRamp(16, 8, "1ep"), "a ramp does not shrink"),
+        (lambda: DoublingRamp(16, 8, "1ep"), "a ramp does not shrink"),
+        (lambda: LinearRamp(8, 20, "1ep", increment=8), "write an end such as 16 or 24"),
+        (lambda: LinearRamp(8, 16, "1ep", increment=0), "the increment of a ramp"),
+        (lambda: DoublingRamp(8, 16, "0ep"), "over '0ep': it is not longer than 0"),
+        (lambda: StagedRamp([8], "1ep"), "they are too few"),
+        (lambda: StagedRamp([8, 8], "1ep"), "not in ascending order"),
+        (lambda: rampup(100, "1ep", world_size=8, micro_batch_size=4), "the final .*multiple of"),
+        (
+            lambda: rampup(
+                64, "1ep", world_size=8, micro_batch_size=4, initial_global_train_batch_size=48
+            ),
+            "the initial .*world_size \\* micro_batch_size = 32",
+        ),
+    ],
+)
+def test_wrong_ramps_are_refused(make: object, match: str) -> None:
+    assert callable(make)
+    with pytest.raises(BatchSizeError, match=match):
+        make()
+
+
+def test_a_length_that_is_no_time_is_refused() -> None:
+    with pytest.raises(TimeError, match="3epoch"):
+        LinearRamp(8, 16, "3epoch")

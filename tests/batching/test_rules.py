@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.batching import FunctionRule, LearningRateRule, LinearRule, NoRule, SquareRootRule
+from stretto.errors import BatchSizeError
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6))
+def test_rules_are_their_formulas(size: int, reference: int) -> None:
+    assert NoRule()(size) == 1.0
+    assert LinearRule(reference)(size) == size / reference
+    assert SquareRootRule(reference)(size) == math.sqrt(size / reference)
+    assert LinearRule(size)(size) == SquareRootRule(size)(size) == 1.0
+
+
+def clipped(size: int) -> float:
+    return min(2, size / 256)
+
+
+@pytest.mark.parametrize(
+    "rule", [NoRule(), LinearRule(256), SquareRootRule(256), FunctionRule(clipped)], ids=repr
+)
+def test_rules_are_values(rule: LearningRateRule) -> None:
+    assert eval(repr(rule)) == rule
+    assert isinstance(rule(1024), float)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -1.0, None, "1", True], ids=repr)
+def test_wrong_factors_name_the_call(factor: object) -> None:
+    def mine(size: int) -> float:
+        return factor  # type: ignore[return-value]
+
+    with pytest.raises(BatchSizeError, match=r"not a finite number of at least 0; .*mine\(64\)"):
+        FunctionRule(mine)(64)
+
+
+@pytest.mark.parametrize("rule", [LinearRule, SquareRootRule])
+@pytest.mark.parametrize("reference", [0, -1, 1.5, True, None], ids=repr)
+def test_references_are_batch_sizes(rule: type[LinearRule], reference: int) -> None:
+    with pytest.raises(BatchSizeError, match="as the reference of a learning rate rule"):
+        rule(reference)
+
+
+def test_a_rule_is_a_function() -> None:
+    with pytest.raises(BatchSizeError, match="use 'sqrt' as a learning rate rule"):
+        FunctionRule("sqrt")  # type: ignore[arg-type]
