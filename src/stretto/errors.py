@@ -46,9 +46,10 @@ def shown(value: object) -> str:
     ("'3epoch'", 80)
     """
     try:
-        text = repr(value)
+        # A text is cut first: a file read by mistake may be very long.
+        text = repr(value[:80] if isinstance(value, str) else value)
     except ValueError:  # Python refuses to print an int of more than 4300 digits
-        return f"a {type(value).__name__} with thousands of digits"
+        return f"a very large {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

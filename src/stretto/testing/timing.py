@@ -1,0 +1,242 @@
+"""Strategies for times, horizons and timestamps, and a run counted sample by sample."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import get_args
+
+from hypothesis import strategies as st
+
+from stretto.timing import Horizon, LastBatch, Time, Timestamp, TimeUnit
+from stretto.timing.unit import WHOLE, parse_unit
+
+_BEYOND_FLOATS = 2**70
+"""Well above 2^53, from where on a float no longer holds every whole number."""
+
+
+def units() -> st.SearchStrategy[TimeUnit]:
+    """Any unit of time.
+
+    >>> from hypothesis import given
+    >>> @given(units())
+    ... def test_units_are_short(unit):
+    ...     assert len(unit) <= 3
+    >>> test_units_are_short()
+    """
+    return st.sampled_from(TimeUnit)
+
+
+def times(unit: str | None = None) -> st.SearchStrategy[Time]:
+    """Any time, of `unit` or of any: negative, zero, fractional, beyond what a float holds.
+
+    >>> from hypothesis import given
+    >>> @given(times("ba"))
+    ... def test_a_time_reads_back(time):
+    ...     assert Time(str(time)) == time
+    >>> test_a_time_reads_back()
+    """
+    if unit is None:
+        return units().flatmap(times)
+    found = parse_unit(unit)
+    amounts: st.SearchStrategy[int | Fraction] = st.one_of(
+        st.integers(-100, 100), st.integers(-_BEYOND_FLOATS, _BEYOND_FLOATS)
+    )
+    if found not in WHOLE:
+        thousandths = st.integers(-(10**9), 10**9).map(lambda count: Fraction(count, 1000))
+        amounts = st.one_of(amounts, thousandths, st.fractions(max_denominator=10**6))
+    return amounts.map(lambda amount: Time(amount, found))
+
+
+def lengths(unit: str | None = None) -> st.SearchStrategy[Time]:
+    """Any time after the start: what an interval or a duration may be.
+
+    >>> from hypothesis import given
+    >>> @given(lengths("ba"))
+    ... def test_lengths_are_positive(length):
+    ...     assert length >= Time("1ba")
+    >>> test_lengths_are_positive()
+    """
+    return times(unit).map(abs).filter(bool)
+
+
+@st.composite
+def horizons(
+    draw: st.DrawFn,
+    *,
+    run_unit: str | None = None,
+    is_sized: bool | None = None,
+    has_batch_size: bool | None = None,
+) -> Horizon:
+    """Any horizon of a short run, with facts that agree with each other.
+
+    >>> from hypothesis import given
+    >>> @given(horizons(run_unit="sp"))
+    ... def test_the_end_is_known(horizon):
+    ...     assert horizon.end_sample == int(horizon.max_duration)
+    >>> test_the_end_is_known()
+
+    Args:
+        draw: given by hypothesis.
+        run_unit: the unit of the run's length; any but `dur` where left out.
+        is_sized: whether the number of samples is known; either where left out.
+        has_batch_size: whether there is one known size for all batches; either where left out.
+    """
+    run_units = [unit for unit in TimeUnit if unit is not TimeUnit.DURATION]
+    unit = draw(st.sampled_from(run_units)) if run_unit is None else parse_unit(run_unit)
+    num_samples = None
+    if draw(st.booleans()) if is_sized is None else is_sized:
+        num_samples = draw(st.integers(1, 60))
+    each = draw(st.none() | st.integers(1, 9))
+    num_tokens = None
+    if each is None and draw(st.booleans()):
+        num_tokens = draw(st.integers(1, 500))
+    last_batch = draw(st.sampled_from(get_args(LastBatch)))
+    size = None
+    if draw(st.booleans()) if has_batch_size is None else has_batch_size:
+        most = num_samples if last_batch == "drop" and num_samples else 80
+        size = draw(st.integers(1, most))
+    return Horizon(
+        draw(_run_lengths(unit, is_whole=num_samples is None)),
+        dataset_num_samples=num_samples,
+        dataset_num_tokens=num_tokens,
+        tokens_per_sample=each,
+        batch_sizes=size,
+        last_batch=last_batch,
+    )
+
+
+def _run_lengths(unit: TimeUnit, *, is_whole: bool) -> st.SearchStrategy[Time]:
+    if unit is TimeUnit.EPOCH and not is_whole:
+        amounts = st.fractions(Fraction(1, 50), 5, max_denominator=50)
+        return amounts.map(lambda amount: Time(amount, unit))
+    most = {TimeUnit.EPOCH: 5, TimeUnit.BATCH: 40, TimeUnit.TOKEN: 2_000}.get(unit, 300)
+    return st.integers(1, most).map(lambda amount: Time(amount, unit))
+
+
+@st.composite
+def timestamps(draw: st.DrawFn, horizon: Horizon) -> Timestamp:
+    """Any timestamp that a run over `horizon` may pass: its counters agree with each other.
+
+    >>> from hypothesis import given
+    >>> @given(timestamps(Horizon("9sp", batch_sizes=4)))
+    ... def test_batches_begin_at_multiples(now):
+    ...     assert now.sample in {0, 4, 8, 9}
+    >>> test_batches_begin_at_multiples()
+
+    Args:
+        draw: given by hypothesis.
+        horizon: the run; where it knows its batch sizes, the timestamp lies between two batches.
+    """
+    sizes, num_samples = horizon.batch_sizes, horizon.dataset_num_samples
+    if sizes is None:
+        sample = draw(st.integers(0, horizon.end_sample or 500))
+        batch = draw(st.integers(1 if sample else 0, sample))
+    else:
+        most = 100 if horizon.end_sample is None else sizes.batch_at_sample(horizon.end_sample)
+        batch = draw(st.integers(0, most))
+        sample = sizes.sample_at_batch(batch)
+    if num_samples is None:
+        epoch, within = draw(st.integers(0, 9)), draw(st.integers(0, sample))
+    else:
+        epoch, within = divmod(sample, num_samples)
+    begun = 0 if sizes is None else sizes.batch_at_sample(sample - within)
+    each = horizon.tokens_per_sample
+    token = draw(st.integers(0, 10 * sample)) if each is None else sample * each
+    run, job, this_epoch, last = sorted(
+        draw(st.tuples(*[st.integers(0, 10**13)] * 4)), reverse=True
+    )
+    return Timestamp(
+        epoch=epoch,
+        batch=batch,
+        sample=sample,
+        token=token,
+        batch_in_epoch=max(0, batch - begun),
+        sample_in_epoch=within,
+        token_in_epoch=min(token, within * (each or 1)),
+        run_nanoseconds=run,
+        job_nanoseconds=job,
+        epoch_nanoseconds=this_epoch,
+        batch_nanoseconds=last,
+    )
+
+
+def count_by_hand(horizon: Horizon, batch_size: int, *, batches: int = 10_000) -> list[Timestamp]:
+    """Return the clock at the start and after each batch, counted one sample at a time.
+
+    A model to hold quick code against: slow, and plain enough to be seen to be right. Its wall
+    time is one second for each batch.
+
+    >>> horizon = Horizon("2ep", dataset_num_samples=5, last_batch="carry")
+    >>> [(now.sample, now.epoch) for now in count_by_hand(horizon, 4)]
+    [(0, 0), (4, 0), (8, 1), (10, 2)]
+
+    Args:
+        horizon: the run: its length, what an epoch is, and what happens at its end.
+        batch_size: samples in a batch.
+        batches: after how many batches to stop where the run goes on.
+    """
+    num_samples, mode = horizon.dataset_num_samples, horizon.last_batch
+    clock = _HandClock(num_samples, horizon.tokens_per_sample or 0)
+    run = horizon.max_duration
+    is_cut_at_the_end = mode != "drop" and run.unit not in {TimeUnit.BATCH, TimeUnit.SECOND}
+    counted = [Timestamp()]
+    while clock.passed(run.unit) < run.amount and len(counted) <= batches:
+        epoch = clock.epoch
+        for _ in range(batch_size):
+            clock.count_sample()
+            if mode == "keep" and clock.epoch != epoch:
+                break
+            if is_cut_at_the_end and clock.passed(run.unit) >= run.amount:
+                break
+        if mode == "drop" and num_samples and clock.epoch == epoch:
+            while 0 < num_samples - clock.sample_in_epoch < batch_size:
+                clock.count_sample()
+        clock.end_batch(is_epoch_over=clock.epoch != epoch)
+        counted.append(clock.read())
+    return counted
+
+
+class _HandClock:
+    """A clock that knows how to count one sample, and no arithmetic beyond that."""
+
+    def __init__(self, num_samples: int | None, tokens: int) -> None:
+        self.num_samples, self.tokens = num_samples, tokens
+        self.epoch = self.batch = self.sample = self.token = self.seconds = 0
+        self.batch_in_epoch = self.sample_in_epoch = self.token_in_epoch = self.since_epoch = 0
+
+    def count_sample(self) -> None:
+        self.sample += 1
+        self.sample_in_epoch += 1
+        self.token += self.tokens
+        self.token_in_epoch += self.tokens
+        if self.sample_in_epoch == self.num_samples:
+            self.epoch += 1
+            self.sample_in_epoch = self.token_in_epoch = 0
+
+    def end_batch(self, *, is_epoch_over: bool) -> None:
+        self.batch += 1
+        self.seconds += 1
+        self.batch_in_epoch = 0 if is_epoch_over else self.batch_in_epoch + 1
+        self.since_epoch = 0 if is_epoch_over else self.since_epoch + 1
+
+    def passed(self, unit: TimeUnit) -> Fraction:
+        if unit is TimeUnit.EPOCH:
+            return self.epoch + Fraction(self.sample_in_epoch, self.num_samples or 10**9)
+        counts = {TimeUnit.BATCH: self.batch, TimeUnit.SAMPLE: self.sample}
+        return Fraction({**counts, TimeUnit.TOKEN: self.token}.get(unit, self.seconds))
+
+    def read(self) -> Timestamp:
+        second = 10**9
+        return Timestamp(
+            epoch=self.epoch,
+            batch=self.batch,
+            sample=self.sample,
+            token=self.token,
+            batch_in_epoch=self.batch_in_epoch,
+            sample_in_epoch=self.sample_in_epoch,
+            token_in_epoch=self.token_in_epoch,
+            run_nanoseconds=self.seconds * second,
+            job_nanoseconds=self.seconds * second,
+            epoch_nanoseconds=self.since_epoch * second,
+            batch_nanoseconds=second,
+        )

@@ -1,0 +1,118 @@
+"""Where batches of one size begin, against a run counted sample by sample."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.errors import BatchSizeError
+from stretto.testing import count_by_hand, horizons
+from stretto.timing import BatchSizes, Horizon, LastBatch
+from stretto.timing.batch_sizes import ConstantBatchSize
+
+MODES: st.SearchStrategy[LastBatch] = st.sampled_from(get_args(LastBatch))
+
+
+@pytest.mark.parametrize(
+    ("last_batch", "starts"),
+    [
+        ("keep", [0, 32, 64, 96, 100, 132, 164, 196, 200]),
+        ("drop", [0, 32, 64, 100, 132, 164, 200, 232, 264]),
+        ("carry", [0, 32, 64, 96, 128, 160, 192, 224, 256]),
+    ],
+)
+def test_where_batches_begin(last_batch: LastBatch, starts: list[int]) -> None:
+    sizes = ConstantBatchSize(32, 100, last_batch)
+    assert [sizes.sample_at_batch(batch) for batch in range(9)] == starts
+
+
+def test_data_without_a_known_size_are_one_endless_epoch() -> None:
+    sizes = ConstantBatchSize(32)
+    assert [sizes.sample_at_batch(batch) for batch in range(4)] == [0, 32, 64, 96]
+    assert [sizes.batch_at_sample(sample) for sample in (0, 1, 32, 33)] == [0, 1, 1, 2]
+
+
+@given(horizons(has_batch_size=True), st.data())
+def test_the_start_of_each_batch_is_that_of_the_run(horizon: Horizon, data: st.DataObject) -> None:
+    sizes = horizon.batch_sizes
+    assert isinstance(sizes, ConstantBatchSize)
+    counted = count_by_hand(horizon, sizes.size, batches=60)
+    for batch, now in enumerate(counted):
+        assert sizes.sample_at_batch(batch) == now.sample
+        assert sizes.batch_at_sample(now.sample) == batch
+    sample = data.draw(st.integers(0, counted[-1].sample))
+    first = next(batch for batch, now in enumerate(counted) if now.sample >= sample)
+    assert sizes.batch_at_sample(sample) == first
+
+
+@st.composite
+def constant_sizes(draw: st.DrawFn) -> ConstantBatchSize:
+    num_samples = draw(st.none() | st.integers(1, 50))
+    mode = draw(MODES)
+    size = draw(st.integers(1, num_samples if mode == "drop" and num_samples else 70))
+    end = None if mode == "drop" else draw(st.none() | st.integers(1, 300))
+    return ConstantBatchSize(size, num_samples, mode, end)
+
+
+@given(constant_sizes(), st.integers(0, 400))
+def test_there_and_back(sizes: ConstantBatchSize, number: int) -> None:
+    assert sizes.batch_at_sample(sizes.sample_at_batch(number)) == number
+    batch = sizes.batch_at_sample(number)
+    assert sizes.sample_at_batch(batch) >= number
+    assert batch == 0 or sizes.sample_at_batch(batch - 1) < number
+
+
+@given(constant_sizes())
+def test_batches_follow_each_other(sizes: ConstantBatchSize) -> None:
+    starts = [sizes.sample_at_batch(batch) for batch in range(80)]
+    assert starts[0] == 0
+    assert all(before < after for before, after in pairwise(starts))
+    is_cut_or_drops = sizes.end_sample is not None or sizes.last_batch == "drop"
+    steps = {after - before for before, after in pairwise(starts)}
+    assert is_cut_or_drops or max(steps) <= sizes.size
+
+
+@given(constant_sizes(), st.integers(10**18, 10**30))
+def test_exact_beyond_floats(sizes: ConstantBatchSize, batch: int) -> None:
+    assert sizes.batch_at_sample(sizes.sample_at_batch(batch)) == batch
+
+
+def test_the_last_batch_of_a_run_is_cut_at_its_end() -> None:
+    sizes = ConstantBatchSize(32, end_sample=50)
+    assert [sizes.sample_at_batch(batch) for batch in range(4)] == [0, 32, 50, 96]
+    assert [sizes.batch_at_sample(sample) for sample in (32, 33, 50, 51, 96, 97)] == [
+        1, 2, 2, 3, 3, 4,
+    ]  # fmt: skip
+
+
+def test_a_run_that_ends_between_two_batches_cuts_none() -> None:
+    assert ConstantBatchSize(32, end_sample=64).sample_at_batch(3) == 96
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.0, "32", None, True, [32], np.float64(32)])
+def test_sizes_that_cannot_be(size: int) -> None:
+    with pytest.raises(BatchSizeError, match="as a batch size: it is not an integer of at least 1"):
+        ConstantBatchSize(size)
+
+
+def test_any_integer_type_becomes_an_int() -> None:
+    sizes = ConstantBatchSize(np.int16(300))  # type: ignore[arg-type]
+    assert type(sizes.size) is int
+    assert sizes.sample_at_batch(1000) == 300_000
+
+
+def test_drop_needs_epochs_that_hold_a_batch() -> None:
+    assert ConstantBatchSize(100, 100, "drop").sample_at_batch(2) == 200
+    with pytest.raises(BatchSizeError, match="an epoch has only 100 samples, so each would be"):
+        ConstantBatchSize(101, 100, "drop")
+    assert ConstantBatchSize(101, 100, "keep").sample_at_batch(2) == 200
+
+
+def test_a_constant_size_is_one_of_batch_sizes() -> None:
+    assert isinstance(ConstantBatchSize(32), BatchSizes)
+    assert not isinstance(32, BatchSizes)
