@@ -45,6 +45,20 @@ from stretto.optim import from_torch as from_torch
 from stretto.ordering import SampleOrder as SampleOrder
 from stretto.planning import Plan as Plan
 from stretto.planning import plan as plan
+from stretto.schedules import Constant as Constant
+from stretto.schedules import Cosine as Cosine
+from stretto.schedules import CosineRestarts as CosineRestarts
+from stretto.schedules import Custom as Custom
+from stretto.schedules import Exponential as Exponential
+from stretto.schedules import InverseSqrt as InverseSqrt
+from stretto.schedules import Linear as Linear
+from stretto.schedules import MultiStep as MultiStep
+from stretto.schedules import Periods as Periods
+from stretto.schedules import Polynomial as Polynomial
+from stretto.schedules import Product as Product
+from stretto.schedules import Schedule as Schedule
+from stretto.schedules import Step as Step
+from stretto.schedules import WSD as WSD
 from stretto.timing import At as At
 from stretto.timing import Every as Every
 from stretto.timing import Horizon as Horizon
@@ -53,6 +67,18 @@ from stretto.timing import TimeUnit as TimeUnit
 from stretto.timing import Timer as Timer
 from stretto.timing import Timestamp as Timestamp
 from stretto.timing import convert as convert
+from stretto.training import Callback as Callback
+from stretto.training import Checkpointing as Checkpointing
+from stretto.training import Evaluation as Evaluation
+from stretto.training import JsonLinesLogger as JsonLinesLogger
+from stretto.training import Loading as Loading
+from stretto.training import Logging as Logging
+from stretto.training import MLflowLogger as MLflowLogger
+from stretto.training import MetricLogger as MetricLogger
+from stretto.training import Stepping as Stepping
+from stretto.training import TensorBoardLogger as TensorBoardLogger
+from stretto.training import Trainer as Trainer
+from stretto.training import WandbLogger as WandbLogger
 
 _FACE: dict[str, tuple[str, ...]]
 _HOME: dict[str, str]
@@ -64,48 +90,74 @@ __all__ = [
     "BatchSizeError",
     "BatchSizePolicy",
     "BoundPolicy",
+    "Callback",
     "CheckpointError",
+    "Checkpointing",
     "ConfigError",
+    "Constant",
     "ConversionError",
+    "Cosine",
+    "CosineRestarts",
+    "Custom",
     "DataError",
     "DataSpec",
     "DoublingRamp",
+    "Evaluation",
     "Every",
+    "Exponential",
     "Fixed",
     "FunctionRule",
     "Horizon",
     "Hyperparameters",
     "Hysteresis",
     "IncreaseFunction",
+    "InverseSqrt",
+    "JsonLinesLogger",
     "LearningRateRule",
+    "Linear",
     "LinearRamp",
     "LinearRule",
+    "Loading",
+    "Logging",
+    "MLflowLogger",
+    "MetricLogger",
     "MicroBatch",
     "MissingPackageError",
     "Monotone",
+    "MultiStep",
     "MultipleOf",
     "NoRule",
     "PeriodSizes",
+    "Periods",
     "Plan",
     "PlanError",
+    "Polynomial",
     "PowerOfTwo",
+    "Product",
     "SampleOrder",
+    "Schedule",
     "ScheduleError",
     "Signals",
     "SizeFunction",
     "Split",
     "SquareRootRule",
     "StagedRamp",
+    "Step",
     "StepLoader",
+    "Stepping",
     "Steps",
     "StrettoError",
+    "TensorBoardLogger",
     "Time",
     "TimeError",
     "TimeUnit",
     "Timer",
     "Timestamp",
+    "Trainer",
     "TrainingError",
     "UnitError",
+    "WSD",
+    "WandbLogger",
     "convert",
     "from_torch",
     "plan",

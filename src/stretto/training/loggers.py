@@ -18,7 +18,17 @@ CLOCK_KEYS = ("ep", "ba", "sp", "tok", "dur", "sec")
 
 
 class MetricLogger(ABC):
-    """Receives every line of metrics on rank 0."""
+    """Receives every line of metrics on rank 0.
+
+    >>> class Printer(MetricLogger):
+    ...     def log(self, record):
+    ...         print(f"{record['sp']} samples: loss {record['loss']}")
+    ...
+    ...     def flush(self): ...
+    ...     def close(self): ...
+    >>> Printer().log({"sp": 4096, "loss": 2.5})
+    4096 samples: loss 2.5
+    """
 
     def open(self, folder: Path | None) -> None:  # noqa: B027  most loggers have nothing to open
         """Begin; `folder` is the run folder, where there is one."""
@@ -38,7 +48,14 @@ class MetricLogger(ABC):
 
 @final
 class JsonLinesLogger(MetricLogger):
-    """Appends each line to a file as one JSON object; what is not finite becomes null."""
+    """Appends each line to a file as one JSON object; what is not finite becomes null.
+
+    >>> logger = JsonLinesLogger(Path("metrics.jsonl"))
+    >>> logger.log({"sp": 4096, "loss": float("nan")})
+    >>> logger.close()
+    >>> print(Path("metrics.jsonl").read_text(), end="")
+    {"sp": 4096, "loss": null}
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -66,6 +83,9 @@ class TensorBoardLogger(MetricLogger):
 
     Raises:
         MissingPackageError: TensorBoard is not installed.
+
+    >>> from stretto import Logging
+    >>> settings = Logging(every="4096sp", loggers=[TensorBoardLogger()])  # doctest: +SKIP
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -101,6 +121,9 @@ class WandbLogger(MetricLogger):
 
     Raises:
         MissingPackageError: wandb is not installed.
+
+    >>> from stretto import Logging
+    >>> settings = Logging(every="1%", loggers=[WandbLogger(project="ramps")])  # doctest: +SKIP
     """
 
     def __init__(self, **init: Any) -> None:
@@ -135,6 +158,9 @@ class MLflowLogger(MetricLogger):
 
     Raises:
         MissingPackageError: mlflow is not installed.
+
+    >>> from stretto import Logging
+    >>> settings = Logging(loggers=[MLflowLogger(experiment="ramps")])  # doctest: +SKIP
     """
 
     def __init__(self, tracking_uri: str | None = None, experiment: str = "stretto") -> None:

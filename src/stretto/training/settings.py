@@ -94,6 +94,9 @@ class Evaluation:
     """Data that the model is measured on now and then, and always at the end of the run.
 
     `metrics` are functions like the loss: `metric(model, batch)` is a mean over the batch.
+
+    >>> Evaluation([1.0, 2.0], every="10%", name="test").trigger
+    Every('0.1dur')
     """
 
     data: Any

@@ -155,7 +155,7 @@ class Stepper:
         # A weight of exactly 1 leaves the loss alone: to the last bit a plain loop's.
         scaled = loss if weight == 1.0 else loss * weight
         scaled = scaled if self.scaler is None else self.scaler.scale(scaled)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        scaled.backward()
 
     def _prepared(self, micro: MicroBatch) -> MicroBatch:
         if not self._moves and not self._transforms:

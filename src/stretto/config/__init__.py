@@ -1,0 +1,1 @@
+"""Run files: YAML read strictly and safely, and the objects that it describes."""
