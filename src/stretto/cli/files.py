@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -36,6 +37,12 @@ def packaged_run_file() -> Path:
     """Return the run file that comes with stretto."""
     with as_file(files("stretto.examples") / "default.yaml") as path:
         return path
+
+
+def add_working_folder() -> None:
+    """Let targets name modules in the folder that the command was started in, as python -m does."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
 
 
 def read_arguments(arguments: Sequence[str], *, folder: Path | None = None) -> RunFile:

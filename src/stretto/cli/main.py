@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -33,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         typer.secho(f"Error: {error}", err=True, fg=typer.colors.RED)
         raise SystemExit(MISUSE) from None
+    except KeyboardInterrupt:
+        typer.secho("interrupted", err=True)
+        raise SystemExit(128 + signal.SIGINT) from None
     except BrokenPipeError:
         # The reader, such as head, has seen enough. What Python would still flush goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

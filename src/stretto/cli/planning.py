@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 
-from stretto.cli.files import read_arguments
+from stretto.cli.files import add_working_folder, read_arguments
 from stretto.config.plans import build_plan
 from stretto.errors import ConfigError, cannot
 from stretto.planning import Plan
@@ -49,12 +48,6 @@ def plan(
         typer.echo(json.dumps(planned.to_json(), indent=2))
     elif plot is None:
         typer.echo(planned.table())
-
-
-def add_working_folder() -> None:
-    """Let targets name modules in the folder that the command was started in, as python -m does."""
-    if "" not in sys.path:
-        sys.path.insert(0, "")
 
 
 def _compare(planned: Plan, folder: Path) -> None:

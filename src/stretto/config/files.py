@@ -80,6 +80,9 @@ def dump_run_file(config: RunConfig) -> str:
     True
     """
     values = config.model_dump(mode="json", exclude_none=True)
+    for section, key in ((values, "callbacks"), (values.get("optimizer", {}), "groups")):
+        if not section.get(key):
+            section.pop(key, None)  # an empty one says nothing
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=90)
 
 

@@ -17,7 +17,7 @@ from stretto.config.schedules import build_schedule
 from stretto.config.source import NO_SOURCE, Source
 from stretto.config.targets import call_target, import_target
 from stretto.planning import Plan, plan, resolve_horizon
-from stretto.schedules import Schedule
+from stretto.schedules import Constant, Product, Schedule
 from stretto.timing import Every, Horizon, Trigger
 
 
@@ -58,13 +58,13 @@ def build_plan(
     sizes = data_sizes(config, source=source)
     world_size = world_size or config.world_size or 1
     run = build_run(config, sizes, source=source, world_size=world_size)
-    _check_pieces(run, source)
+    check_pieces(run, source)
     return plan(
         run.horizon,
         run.policy,
         world_size=world_size,
         micro_batch_size=config.micro_batch_size,
-        schedules=run.schedules,
+        schedules=effective(run),
         base=base_values(config, source=source),
         rule=run.rule,
         triggers=run.triggers,
@@ -115,6 +115,16 @@ def build_run(
     )
 
 
+def effective(run: Run) -> dict[str, Schedule]:
+    """Return what each value follows: `lr@group` is multiplied by `lr`, as in an optimizer."""
+    schedules: dict[str, Schedule] = {"lr": Constant(), **run.schedules}
+    return {
+        name: Product(schedules[key], schedule) if group and key in schedules else schedule
+        for name, schedule in schedules.items()
+        for key, _, group in [name.partition("@")]
+    }
+
+
 def data_sizes(config: RunConfig, *, source: Source = NO_SOURCE) -> dict[str, int | None]:
     """Return the sizes of the data: those that the file states, else those of the data itself.
 
@@ -155,8 +165,6 @@ def make_data(config: RunConfig, *, source: Source = NO_SOURCE) -> Any:
 def base_values(config: RunConfig, *, source: Source = NO_SOURCE) -> dict[str, float]:
     """Return what the schedules multiply: the optimizer's own values, stated or its defaults.
 
-    Values that are not numbers (`betas`) are left out; a plan then shows their factors.
-
     Raises:
         ConfigError: the optimizer must be asked for a default and cannot be imported.
     """
@@ -164,12 +172,14 @@ def base_values(config: RunConfig, *, source: Source = NO_SOURCE) -> dict[str, f
     if optimizer is None:
         return {}
     found = {}
-    for key in config.schedules:
+    for key in dict.fromkeys(("lr", *config.schedules)):
         name, _, group = key.partition("@")
         options = optimizer.groups[group].options if group in optimizer.groups else {}
         value = options.get(name, optimizer.arguments.get(name))
         if value is None:
             value = _default(optimizer, name, source)
+        if isinstance(value, list) and value:
+            value = value[0]  # betas: the first stands for them, as in a run's ledger
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             found[key] = float(value)
     return found
@@ -178,7 +188,8 @@ def base_values(config: RunConfig, *, source: Source = NO_SOURCE) -> dict[str, f
 def _default(optimizer: Target, name: str, source: Source) -> object:
     function = import_target(optimizer.target, where=source.where(("optimizer", "target")))
     parameter = inspect.signature(function).parameters.get(name)
-    return None if parameter is None else parameter.default
+    value = None if parameter is None else parameter.default
+    return value[0] if isinstance(value, tuple) and value else value
 
 
 def _intervals(config: RunConfig) -> dict[str, Any]:
@@ -189,7 +200,7 @@ def _intervals(config: RunConfig) -> dict[str, Any]:
     return {**intervals, "log": config.log.every}
 
 
-def _check_pieces(run: Run, source: Source) -> None:
+def check_pieces(run: Run, source: Source) -> None:
     """Bind each piece on its own, so that an error says where it comes from.
 
     Raises:

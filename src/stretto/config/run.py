@@ -121,6 +121,8 @@ class RunConfig(Section):
     """When checkpoints are written; left out: never."""
     log: Log = Log()
     """When metrics are written."""
+    callbacks: list[Target] = Field(default_factory=list)
+    """Listeners and algorithms: each makes a `stretto.training.Callback`."""
     folder: str | None = None
     """Where the run is kept; left out: a new folder in `runs`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

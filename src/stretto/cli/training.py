@@ -1,0 +1,206 @@
+"""`stretto train`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from rich.console import Console
+
+from stretto.cli.files import RUN_FILE, add_working_folder, find_run_file
+from stretto.cli.progress import ProgressDisplay, position, show_metrics, show_seconds
+from stretto.config.files import RunFile, dump_run_file, read_run_file
+from stretto.config.training import build_trainer, resolved
+from stretto.errors import ConfigError, cannot
+from stretto.training import Callback
+
+if TYPE_CHECKING:
+    from stretto.training import Trainer
+
+RUNS = Path("runs")
+"""Where runs go that were given no folder."""
+PLAN = "plan.json"
+LEDGER = "ledger.csv"
+"""Holds a line for every batch; where there is one, a run has begun."""
+
+
+def train(arguments: Sequence[str], *, folder: Path | None, resume: str | None) -> None:
+    """Train as a run file says, and say what came of it."""
+    add_working_folder()
+    path, overrides = find_run_file(arguments)
+    run_file = read_run_file(path, overrides)
+    console = Console(highlight=False)
+    is_first = os.environ.get("RANK", "0") == "0"
+    folder = choose_folder(run_file, path.stem, folder, resumes=resume is not None)
+    results = Results()
+    with closing(ProgressDisplay(console)) as progress:
+        trainer = build_trainer(
+            run_file.config,
+            source=run_file.source,
+            folder=folder,
+            callbacks=[progress, results],
+        )
+        found = None if resume is None else _resume(trainer, resume)
+        if is_first:
+            _keep(folder, run_file, trainer)
+            for line in introduce(trainer, path, found):
+                console.print(line, markup=False, soft_wrap=True)
+        trainer.fit()
+    if is_first:
+        for line in summarise(trainer, results):
+            console.print(line, markup=False, soft_wrap=True)
+    if trainer.stop_reason is not None:
+        raise SystemExit(_exit_code(trainer.stop_reason))
+
+
+@final
+class Results(Callback):
+    """Keeps what the last evaluations measured, and the last checkpoint."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, Mapping[str, float]] = {}
+        self.checkpoint: Path | None = None
+
+    def on_evaluation_end(self, trainer: Trainer, name: str, metrics: Mapping[str, float]) -> None:
+        """Keep the metrics."""
+        del trainer
+        self.metrics[name] = dict(metrics)
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        """Keep the path."""
+        del trainer
+        self.checkpoint = path
+
+
+def choose_folder(run_file: RunFile, stem: str, folder: Path | None, *, resumes: bool) -> Path:
+    """Return the run folder: the one that was named, or a new one in `runs`.
+
+    Raises:
+        ConfigError: the folder holds a run already; or there are several ranks and none is named.
+    """
+    named = folder or (Path(run_file.config.folder) if run_file.config.folder else None)
+    if named is not None:
+        if not resumes and (named / LEDGER).exists() and os.environ.get("RANK", "0") == "0":
+            raise ConfigError(
+                cannot(
+                    f"begin a run in {named}",
+                    why="it holds one already",
+                    instead="add --resume latest to go on with it, or name another --folder",
+                )
+            )
+        return named
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            cannot(
+                "choose a run folder for several ranks",
+                why="they could choose different ones",
+                instead="name one with --folder",
+            )
+        )
+    if resumes:
+        raise ConfigError(
+            cannot(
+                "go on with a run",
+                why="it is not said which",
+                instead=f"name its folder with --folder, or its own {RUN_FILE}",
+            )
+        )
+    return next(place for place in _numbered(RUNS / stem) if not place.exists())
+
+
+def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]:
+    """Yield what is about to happen, a line each."""
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    name = type(trainer.model).__name__
+    yield f"{path.name}: {name} with {parameters:,} parameters, in {trainer.folder}"
+    plan = trainer.plan
+    run = trainer.horizon.max_duration
+    if plan is None or plan.num_batches is None:
+        yield f"run of {run}; how many batches that is, only the run can tell"
+    else:
+        sizes = [stage.size for stage in plan.stages]
+        many = f"{sizes[0]:,}" if len(set(sizes)) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+        yield f"run of {run}: {plan.num_batches:,} batches of {many} samples"
+    if found is not None:
+        yield f"going on from {found}, at {position(trainer)}"
+
+
+def summarise(trainer: Trainer, results: Results) -> Iterator[str]:
+    """Yield what came of a run, and what to do next, a line each."""
+    at = trainer.timer.timestamp
+    tokens = f", {at.token:,} tokens" if at.token else ""
+    counts = f"{at.batch:,} batches, {at.sample:,} samples{tokens}"
+    took = show_seconds(at.run_nanoseconds / 1e9)
+    if trainer.stop_reason is None:
+        yield f"trained {trainer.horizon.max_duration}: {counts} in {took}"
+    else:
+        yield f"stopped at {position(trainer)} ({trainer.stop_reason}): {counts} in {took}"
+    for name, metrics in results.metrics.items():
+        yield f"{name}: {show_metrics(metrics)}"
+    folder = shlex.quote(str(trainer.folder))
+    yield f"everything is in {folder}"
+    if trainer.stop_reason is not None:
+        if results.checkpoint is None:
+            yield "no checkpoint was written; 'checkpoint: {every: 1ep}' in the run file keeps some"
+        else:
+            yield f"to go on:  stretto train {folder}/{RUN_FILE} --resume latest"
+    if trainer.plan is not None:
+        yield f"as planned?  stretto plan --against {folder}"
+    yield f"to see it:  stretto report {folder} --plot {folder}/run.png"
+
+
+def _resume(trainer: Trainer, resume: str) -> Path | None:
+    found = trainer.resume(resume)
+    if found is None:
+        raise ConfigError(
+            cannot(
+                f"go on with {trainer.folder}",
+                why="it holds no checkpoint",
+                instead="leave out --resume to begin anew, in another folder",
+            )
+        )
+    return found
+
+
+def _keep(folder: Path, run_file: RunFile, trainer: Trainer) -> None:
+    """Write what the run is into its folder: the whole run file and the plan.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+    """
+    plan: Any = None if trainer.plan is None else trainer.plan.to_json()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RUN_FILE).write_text(dump_run_file(resolved(run_file.config, trainer)), "utf-8")
+        (folder / PLAN).write_text(json.dumps(plan, indent=1) + "\n", "utf-8")
+    except OSError as error:
+        raise ConfigError(
+            cannot(
+                f"keep the run in {folder}",
+                why=(error.strerror or str(error)).lower(),
+                instead="name a folder that can be written to with --folder",
+            )
+        ) from None
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    """The path itself, then with -2, -3, ... after its name."""
+    yield path
+    number = 2
+    while True:
+        yield path.with_name(f"{path.name}-{number}")
+        number += 1
+
+
+def _exit_code(reason: str) -> int:
+    """What a shell expects of a process that a signal has ended; else 1."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if number.name in reason:
+            return 128 + number
+    return 1

@@ -1,0 +1,208 @@
+"""The parts of a trainer, each made from its section of a run file."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from stretto.config.building import Building
+from stretto.config.plans import Run, make_data
+from stretto.config.run import RunConfig
+from stretto.config.sections import Evaluate
+from stretto.config.source import NO_SOURCE, Source
+from stretto.config.targets import accepts, bound_target, call_target, import_target
+from stretto.data import DataSpec
+from stretto.errors import ConfigError, cannot
+from stretto.training import (
+    Callback,
+    Evaluation,
+    Loading,
+    MetricLogger,
+    MLflowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+)
+
+VALIDATION = "validation"
+"""What `split` is for an evaluation that names no data of its own."""
+
+
+def make_spec(config: RunConfig, *, source: Source = NO_SOURCE) -> DataSpec:
+    """Return the training data with the sizes that the file states, held against their own.
+
+    Raises:
+        ConfigError: they cannot be made, or have other sizes.
+    """
+    data = config.data
+    with source.at("data"):
+        return DataSpec(
+            make_data(config, source=source),
+            num_samples=data.num_samples,
+            num_tokens=data.num_tokens,
+            tokens_per_sample=data.tokens_per_sample,
+        )
+
+
+def known_sizes(spec: DataSpec) -> dict[str, int | None]:
+    """Return the sizes of data, as far as they are known."""
+    return {
+        "num_samples": spec.known_num_samples,
+        "num_tokens": spec.known_num_tokens,
+        "tokens_per_sample": spec.known_tokens_per_sample,
+    }
+
+
+def make_loss(config: RunConfig, model: nn.Module, source: Source) -> Any:
+    """Return the loss function: the file's, or that of the model's class."""
+    if config.loss is not None:
+        return bound_target(config.loss, source=source, path=("loss",))
+    loss = getattr(type(model), "loss", None)
+    if callable(loss):
+        return loss
+    raise ConfigError(
+        cannot(
+            "train",
+            why=f"there is no 'loss', and {type(model).__name__} has no static method of that name",
+            instead="write for example 'loss: {target: 'my.models:loss'}', "
+            "a function (model, batch) -> loss",
+            where=source.name,
+        )
+    )
+
+
+def make_optimizer(config: RunConfig, model: nn.Module, source: Source) -> Optimizer:
+    """Return the optimizer of the model's parameters, in the groups that the file names."""
+    section = config.optimizer
+    assert section is not None, "checked before anything is built"
+    rest = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    groups: list[dict[str, Any]] = []
+    for name, group in section.groups.items():
+        taken = [key for key in rest if re.search(group.parameters, key)]
+        if not taken:
+            raise ConfigError(
+                cannot(
+                    f"make the parameter group {name!r}",
+                    why=f"no parameter left has a name with {group.parameters!r} in it",
+                    instead=f"write a pattern of names such as {next(iter(rest), '')!r}",
+                    where=source.where(("optimizer", "groups", name, "parameters")),
+                )
+            )
+        options = _tuples(group.options)
+        groups.append({"params": [rest.pop(key) for key in taken], "name": name, **options})
+    if rest:
+        # First, so that what the ledger shows without a group's name are the general values.
+        groups.insert(0, {"params": list(rest.values()), "name": "rest"})
+    parameters = groups if section.groups else list(rest.values())
+    tupled = type(section).model_validate({"target": section.target, **_tuples(section.arguments)})
+    optimizer = call_target(tupled, parameters, source=source, path=("optimizer",))
+    if not isinstance(optimizer, Optimizer):
+        raise wrong_kind("optimizer", section.target, optimizer, "a torch Optimizer", source)
+    return optimizer
+
+
+def _tuples(options: dict[str, Any]) -> dict[str, Any]:
+    """Lists as tuples: optimizers take `betas` as one, which YAML does not have."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
+
+
+def make_loading(config: RunConfig, source: Source) -> Loading:
+    """Return how samples are ordered and fetched."""
+    section = config.loading
+    collate = section.collate_fn
+    return Loading(
+        seed=config.seed,
+        last_batch=config.last_batch,
+        shuffle=section.shuffle,
+        num_workers=section.num_workers,
+        prefetch_factor=section.prefetch_factor,
+        pin_memory=section.pin_memory,
+        keyed_randomness=section.keyed_randomness,
+        collate_fn=None
+        if collate is None
+        else bound_target(collate, source=source, path=("loading", "collate_fn")),
+    )
+
+
+def make_evaluation(config: RunConfig, section: Evaluate, run: Run, source: Source) -> Evaluation:
+    """Return an evaluation: its data, metrics and interval."""
+    path: tuple[str | int, ...] = ("evaluate",)
+    if isinstance(config.evaluate, list):
+        path = ("evaluate", config.evaluate.index(section))
+    building = Building(source=source)
+    return Evaluation(
+        _evaluation_data(config, section, path, source),
+        every=run.triggers[f"evaluate {section.name}"],
+        metrics={
+            name: building.function(target, (*path, "metrics", name))
+            for name, target in section.metrics.items()
+        },
+        batch_size=section.batch_size,
+        name=section.name,
+        loss=None if section.loss is None else building.function(section.loss, (*path, "loss")),
+    )
+
+
+def _evaluation_data(
+    config: RunConfig, section: Evaluate, path: tuple[str | int, ...], source: Source
+) -> Any:
+    if section.data is not None:
+        return call_target(section.data, source=source, path=(*path, "data"))
+    target = import_target(config.data.target, where=source.where(("data", "target")))
+    if not accepts(target, "split"):
+        raise ConfigError(
+            cannot(
+                "evaluate",
+                why=f"there is no 'data' to evaluate on, and {config.data.target} takes no 'split'",
+                instead="write for example 'data: {target: 'my.data:make_validation'}' in it",
+                where=source.where(path),
+            )
+        )
+    if config.data.arguments.get("split") == VALIDATION:
+        raise ConfigError(
+            cannot(
+                "evaluate",
+                why="there is no 'data' to evaluate on, and the validation split is trained on",
+                instead="write 'data: {target: ...}' in it",
+                where=source.where(path),
+            )
+        )
+    return call_target(config.data, source=source, path=("data",), split=VALIDATION)
+
+
+def make_loggers(config: RunConfig) -> list[MetricLogger]:
+    """Return where metrics go besides the run folder."""
+    kinds = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MLflowLogger}
+    wanted = config.log.loggers
+    if wanted is None:
+        wanted = ["tensorboard"] if find_spec("tensorboard") else []
+    return [kinds[name]() for name in wanted]
+
+
+def make_callbacks(config: RunConfig, source: Source) -> list[Callback]:
+    """Return the listeners that the file names."""
+    made = []
+    for number, section in enumerate(config.callbacks):
+        callback = call_target(section, source=source, path=("callbacks", number))
+        if not isinstance(callback, Callback):
+            kind = "a stretto.training.Callback"
+            raise wrong_kind(f"callbacks.{number}", section.target, callback, kind, source)
+        made.append(callback)
+    return made
+
+
+def wrong_kind(what: str, target: str, found: object, kind: str, source: Source) -> ConfigError:
+    """Return the error for a target that made something else than it should."""
+    return ConfigError(
+        cannot(
+            f"use what {target} returns as {what}",
+            why=f"it is a {type(found).__name__} and not {kind}",
+            instead=f"name something that makes {kind}",
+            where=source.where(tuple(what.split("."))),
+        )
+    )

@@ -1,0 +1,150 @@
+"""A run file to a `Trainer`; this is where targets are imported and torch is."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from stretto.config.parts import (
+    known_sizes,
+    make_callbacks,
+    make_evaluation,
+    make_loading,
+    make_loggers,
+    make_loss,
+    make_optimizer,
+    make_spec,
+    wrong_kind,
+)
+from stretto.config.plans import build_run, check_pieces
+from stretto.config.run import RunConfig
+from stretto.config.source import NO_SOURCE, Source
+from stretto.config.targets import call_target
+from stretto.errors import ConfigError, cannot
+from stretto.training import Callback, Checkpointing, Logging, Stepping, Trainer
+
+
+def build_trainer(
+    config: RunConfig,
+    *,
+    source: Source = NO_SOURCE,
+    folder: Path | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Trainer:
+    """Return the trainer of the run that a file describes; targets are imported and called.
+
+    Args:
+        config: the run file.
+        source: where its values were written, for messages.
+        folder: the run folder; left out, that of the file, if it names one.
+        callbacks: listeners besides those of the file.
+
+    Raises:
+        ConfigError: something in it cannot be built; the message says where it stands.
+        StrettoError: the run cannot be as described.
+    """
+    _check_complete(config, source)
+    world_size = _world_size(config, source)
+    spec = make_spec(config, source=source)
+    run = build_run(config, known_sizes(spec), source=source, world_size=world_size)
+    check_pieces(run, source)
+    seed_everything(config.seed)
+    assert config.model is not None, "checked above"
+    model = call_target(config.model, source=source, path=("model",))
+    if not isinstance(model, nn.Module):
+        raise wrong_kind("model", config.model.target, model, "a torch.nn.Module", source)
+    optimizer = make_optimizer(config, model, source)
+    trainer = Trainer(
+        model,
+        spec,
+        optimizer=optimizer,
+        loss=make_loss(config, model, source),
+        max_duration=run.horizon.max_duration,
+        batch_size=run.policy,
+        micro_batch_size=config.micro_batch_size,
+        schedules=run.schedules,
+        loading=make_loading(config, source),
+        stepping=Stepping(learning_rate_rule=run.rule, **config.stepping.model_dump()),
+        evaluate=[make_evaluation(config, one, run, source) for one in config.evaluations],
+        checkpoint=None
+        if config.checkpoint is None
+        else Checkpointing(run.triggers["checkpoint"], config.checkpoint.keep),
+        log=Logging(run.triggers["log"], config.log.flush, make_loggers(config)),
+        callbacks=[*make_callbacks(config, source), *callbacks],
+        folder=folder if folder is not None else config.folder,
+    )
+    # From here on chance differs between ranks, as their samples do.
+    torch.manual_seed(config.seed + int(os.environ.get("RANK", "0")))
+    return trainer
+
+
+def seed_everything(seed: int) -> None:
+    """Seed all chance that is used while a model is built: Python, NumPy and torch."""
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  the legacy generator is what libraries draw from
+    torch.manual_seed(seed)
+
+
+def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
+    """Return the run file with what the run has found: the sizes of the data, its folder.
+
+    With it, `stretto plan` needs neither the data nor torch, and `stretto train` can go on.
+    """
+    horizon = trainer.horizon
+    sizes = {
+        "num_samples": horizon.dataset_num_samples,
+        "num_tokens": None if horizon.tokens_per_sample else horizon.dataset_num_tokens,
+        "tokens_per_sample": horizon.tokens_per_sample,
+    }
+    optimizer = config.optimizer
+    if optimizer is not None and "lr" not in optimizer.arguments:
+        base = trainer.hyperparameters.base.get("lr")
+        if base is not None:
+            optimizer = type(optimizer).model_validate({**optimizer.model_dump(), "lr": base})
+    folder = None if trainer.folder is None else str(trainer.folder)
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update=sizes),
+            "optimizer": optimizer,
+            "folder": folder,
+        }
+    )
+
+
+def _check_complete(config: RunConfig, source: Source) -> None:
+    examples = {
+        "model": "model: {target: 'my.models:Model'}",
+        "optimizer": "optimizer: {target: 'torch.optim:AdamW', lr: 3.0e-4}",
+    }
+    for name, example in examples.items():
+        if getattr(config, name) is None:
+            raise ConfigError(
+                cannot(
+                    "train",
+                    why=f"there is no '{name}'",
+                    instead=f"write for example '{example}'",
+                    where=source.name,
+                )
+            )
+
+
+def _world_size(config: RunConfig, source: Source) -> int:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.world_size not in (None, world_size):
+        raise ConfigError(
+            cannot(
+                f"train on {world_size} rank{'s' if world_size > 1 else ''}",
+                why=f"the run is said to have {config.world_size}",
+                instead=f"start it with torchrun --nproc-per-node {config.world_size}, "
+                "or set world_size=null",
+                where=source.where(("world_size",)),
+            )
+        )
+    return world_size
