@@ -80,8 +80,11 @@ def check(amount: Fraction, unit: TimeUnit, text: str | None = None) -> Fraction
     """Return `amount` if there can be that much of `unit`, else raise `TimeError`."""
     above, below = amount.numerator, amount.denominator
     if not -_LIMIT < above < _LIMIT or below >= _LIMIT:
+        what = (
+            f"read {shown(text)} as a time" if text else f"keep a number of {NAMES[unit]} exactly"
+        )
         why = f"it takes more than {MAX_DIGITS} digits"
-        raise _refused(text or f"a number of {NAMES[unit]}", why, "round it first")
+        raise TimeError(cannot(what, why=why, instead="round it first"))
     if below != 1 and unit in WHOLE:
         floor = above // below
         raise _refused(

@@ -39,7 +39,7 @@ def exact(number: object) -> Fraction:
         raise TimeError(
             cannot(
                 f"take {shown(number)} as an amount of time",
-                why="it is not a finite number",
+                why=f"it is not a finite number of at most {MAX_DIGITS} digits",
                 instead="write an int, a finite float, a Fraction or a Decimal",
             )
         )

@@ -132,11 +132,11 @@ class Timer:
         samples, tokens = _counts(samples=samples, tokens=tokens)
         seen, horizon = self._now.sample_in_epoch - samples, self._horizon
         if seen < 0 or tokens > self._now.token_in_epoch:
-            raise _uneven(seen, "the new epoch takes more than was counted")
+            raise _uneven(f"with {samples} samples and {tokens} tokens over", "it has had fewer")
         num_samples = None if horizon is None else horizon.dataset_num_samples
         if horizon is not None and num_samples is not None and seen != num_samples:
             if horizon.last_batch != "drop" or seen > num_samples:
-                raise _uneven(seen, f"the data set has {num_samples}")
+                raise _uneven(f"after {seen} samples", f"the data set has {num_samples}")
             left = num_samples - seen
             self.skip(samples=left, tokens=left * (horizon.tokens_per_sample or 0))
         self._now = self._now._replace(
@@ -282,10 +282,10 @@ def _counts(**given: object) -> Iterator[int]:
         yield count
 
 
-def _uneven(samples: int, why: str) -> TimeError:
+def _uneven(where: str, why: str) -> TimeError:
     return TimeError(
         cannot(
-            f"end the epoch after {samples} samples",
+            f"end the epoch {where}",
             why=why,
             instead="count each sample once: timer.skip(samples=...) for those left out, "
             "timer.end_epoch(samples=...) for those of the next epoch",
