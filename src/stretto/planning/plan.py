@@ -23,7 +23,7 @@ from stretto.planning.clock import walk
 from stretto.planning.events import Event, make_event
 from stretto.planning.sizes import PlannedSizes
 from stretto.planning.stages import Stage, Values, check_stage, hyperparameters, make_stage
-from stretto.planning.tokens import check_tokens
+from stretto.planning.tokens import check_run_tokens, check_tokens
 from stretto.schedules import ScheduleLike, as_schedule
 from stretto.timing import Horizon, TimeLike, Timestamp, Trigger, parse_trigger
 
@@ -97,6 +97,10 @@ class Plan:
     def batch_at_sample(self, sample: int, /) -> int:
         """Return the number of batches after which position `sample` has been reached."""
         return self.sizes.batch_at_sample(sample)
+
+    def timestamp_at_batch(self, batch: int) -> Timestamp:
+        """Return the clock at the start of batch number `batch`; after the last, at the end."""
+        return self.sizes.timestamp_at_batch(batch)
 
     def batches(self) -> Iterator[PlannedBatch]:
         """Yield every batch of the run, one at a time; without end where the run's is not known.
@@ -207,14 +211,17 @@ def plan(
     if micro_batch_size is not None:
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
     read = {name: as_schedule(schedule) for name, schedule in (schedules or {}).items()}
-    sizes = PlannedSizes(horizon, as_policy(policy))
+    policy = as_policy(policy)
+    bound_policy = policy.bind(horizon.with_batch_sizes(None))
+    if not tracks_tokens:
+        check_run_tokens(horizon, bound_policy)
+    sizes = PlannedSizes(horizon, policy)
     horizon = horizon.with_batch_sizes(sizes)
-    bound_policy = sizes.policy.bind(sizes.horizon)
     bound_triggers = {
         name: parse_trigger(trigger).bind(horizon) for name, trigger in (triggers or {}).items()
     }
     if not tracks_tokens:
-        check_tokens(horizon, bound_policy, read, bound_triggers)
+        check_tokens(read, bound_triggers)
     bound = {name: schedule.bind(horizon) for name, schedule in read.items()}
     values = hyperparameters(bound, _known(base or {}, read), rule or NoRule())
     stages = tuple(

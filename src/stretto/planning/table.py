@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from stretto.planning.events import Event
 from stretto.planning.stages import Stage
@@ -15,22 +15,16 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 """Columns of text."""
+Column: TypeAlias = list[str]
+"""A heading and the cells below it."""
 
 
 def to_table(plan: Plan, *, max_rows: int) -> str:
     """Return the plan as text: a headline, the stages, what happens when, and warnings."""
     rows = groups(plan.stages, max_rows)
-    names = list(plan.stages[0].values)
-    table = [_headings(plan), *(_cells(plan, row) for row in rows), _last(plan)]
-    values = [names, *(_values(names, row) for row in rows)]
     lines = list(_headline(plan))
-    joined = [[*left, *right] for left, right in zip(table, [*values, []], strict=True)]
-    if not names or max(map(len, aligned(joined))) <= WIDTH:
-        lines += aligned(joined)
-    else:
-        lines += [*aligned(table), ""]
-        stages = [["stage"], *([_numbers(row)] for row in rows)]
-        lines += aligned([[*left, *right] for left, right in zip(stages, values, strict=True)])
+    for block in blocks(_columns(plan, rows)):
+        lines += ["", *block]
     events = [_event(event) for event in plan.events]
     notes = [f"note: {warning}" for warning in plan.warnings]
     for line in [*events, *notes]:
@@ -54,86 +48,87 @@ def groups(stages: Sequence[Stage], max_rows: int) -> list[Sequence[Stage]]:
     return [stages[:1], *shared, stages[-1:]]
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines, each column as wide as it must be, to the right."""
-    columns = max(map(len, rows))
-    full = [[*row, *[""] * (columns - len(row))] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-    lines = ("  ".join(map(str.rjust, row, widths)) for row in full)
-    return [line.rstrip() for line in lines]
+def blocks(columns: Sequence[Column]) -> Iterator[list[str]]:
+    """Yield the lines of one or more tables, each as wide as fits; all have the first column."""
+    first, *others = columns
+    taken = [first]
+    for column in others:
+        if len(taken) > 1 and max(map(len, aligned([*taken, column]))) > WIDTH:
+            yield aligned(taken)
+            taken = [first]
+        taken.append(column)
+    yield aligned(taken)
+
+
+def aligned(columns: Sequence[Column]) -> list[str]:
+    """Return columns as lines, each column as wide as it must be, to the right."""
+    widths = [max(map(len, column)) for column in columns]
+    rows = zip(*columns, strict=True)
+    return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
 
 
 def _headline(plan: Plan) -> Iterator[str]:
-    known = plan.num_batches is not None and plan.num_samples is not None
-    size = (
-        f"{plan.num_batches:,} batches, {plan.num_samples:,} samples" if known else "no known end"
-    )
+    size = "as many batches as that takes,"
+    if plan.num_batches is not None and plan.num_samples is not None:
+        size = f"{plan.num_batches:,} batches, {plan.num_samples:,} samples"
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     micro = ""
     if plan.micro_batch_size is not None:
         micro = f", micro-batches of at most {plan.micro_batch_size}"
     yield f"run of {plan.horizon.max_duration}: {size} on {ranks}{micro}"
     yield from textwrap.wrap(f"batch size: {plan.policy!r}", WIDTH, subsequent_indent="  ")
-    yield ""
 
 
-def _headings(plan: Plan) -> list[str]:
-    cells = ["stage", "batch size", "batches", *_clock_headings(plan.horizon)]
+def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
+    """The columns of the table; the last row is the end of the run."""
+    columns = [
+        ["stage", *(span(row[0].number, row[-1].number) for row in rows), "end"],
+        ["batch size", *map(_sizes, rows), ""],
+        ["batches", *map(_batches, rows), ""],
+    ]
+    clocks = [row[0].first for row in rows] + ([plan.end] if plan.end else [])
+    for heading, show in _clock(plan.horizon, is_open=plan.end is None).items():
+        columns.append([heading, *map(show, clocks), *([] if plan.end else ["?"])])
     if plan.world_size > 1:
-        cells.append("per rank")
+        shares = [[share for stage in row for share in stage.shares] for row in rows]
+        columns.append(["per rank", *(span(min(row), max(row)) for row in shares), ""])
     if plan.micro_batch_size is not None:
-        cells.append("accumulation")
-    return cells
+        steps = [[stage.accumulation for stage in row] for row in rows]
+        columns.append(["accumulation", *(span(min(row), max(row)) for row in steps), ""])
+    names = plan.stages[0].values
+    return columns + [[name, *(_values(name, row) for row in rows), ""] for name in names]
 
 
-def _cells(plan: Plan, row: Sequence[Stage]) -> list[str]:
-    counts = [stage.batches for stage in row]
-    batches = "?" if None in counts else f"{sum(filter(None, counts)):,}"
-    sizes = span(min(stage.size for stage in row), max(stage.size for stage in row))
+def _clock(horizon: Horizon, *, is_open: bool) -> dict[str, Callable[[Timestamp], str]]:
+    """How the clock is shown, by heading: what the run counts."""
+    shown: dict[str, Callable[[Timestamp], str]] = {
+        "from batch": lambda now: f"{now.batch:,}",
+        "sample": lambda now: f"{now.sample:,}",
+    }
+    if horizon.tokens_per_sample is not None:
+        shown["token"] = lambda now: f"{now.token:,}"
+    if horizon.dataset_num_samples is not None:
+        shown["epoch"] = lambda now: f"{float(horizon.position(now, 'ep').amount):.4g}"
+    if not is_open:
+        shown["of run"] = lambda now: f"{horizon.elapsed(now):.1%}"
+    return shown
+
+
+def _sizes(row: Sequence[Stage]) -> str:
     if row[0].size > row[-1].size:
-        sizes = f"{row[0].size:,}-{row[-1].size:,}"
-    cells = [_numbers(row), sizes, batches, *_clock(plan.horizon, row[0].first)]
-    if plan.world_size > 1:
-        shares = [share for stage in row for share in stage.shares]
-        cells.append(span(min(shares), max(shares)))
-    if plan.micro_batch_size is not None:
-        steps = [stage.accumulation for stage in row]
-        cells.append(span(min(steps), max(steps)))
-    return cells
+        return f"{row[0].size:,}-{row[-1].size:,}"
+    return span(min(stage.size for stage in row), max(stage.size for stage in row))
 
 
-def _last(plan: Plan) -> list[str]:
-    if plan.end is None:
-        return ["end", "", "", "?"]
-    return ["end", "", "", *_clock(plan.horizon, plan.end)]
+def _batches(row: Sequence[Stage]) -> str:
+    counts = [stage.batches for stage in row]
+    return "?" if None in counts else f"{sum(filter(None, counts)):,}"
 
 
-def _clock_headings(horizon: Horizon) -> list[str]:
-    tokens = ["token"] if horizon.tokens_per_sample else []
-    epochs = ["epoch"] if horizon.dataset_num_samples else []
-    return ["from batch", "sample", *tokens, *epochs, "of run"]
-
-
-def _clock(horizon: Horizon, timestamp: Timestamp) -> list[str]:
-    tokens = [f"{timestamp.token:,}"] if horizon.tokens_per_sample else []
-    epochs = []
-    if horizon.dataset_num_samples:
-        epochs = [f"{float(horizon.position(timestamp, 'ep').amount):.4g}"]
-    elapsed = f"{horizon.elapsed(timestamp):.1%}"
-    return [f"{timestamp.batch:,}", f"{timestamp.sample:,}", *tokens, *epochs, elapsed]
-
-
-def _numbers(row: Sequence[Stage]) -> str:
-    return span(row[0].number, row[-1].number)
-
-
-def _values(names: Sequence[str], row: Sequence[Stage]) -> list[str]:
-    cells = []
-    for name in names:
-        first, last = row[0].values[name].first, row[-1].values[name].last
-        both = (f"{first:.4g}", "?" if last is None else f"{last:.4g}")
-        cells.append(both[0] if both[0] == both[1] else " to ".join(both))
-    return cells
+def _values(name: str, row: Sequence[Stage]) -> str:
+    first, last = row[0].values[name].first, row[-1].values[name].last
+    both = (f"{first:.4g}", "?" if last is None else f"{last:.4g}")
+    return both[0] if both[0] == both[1] else " to ".join(both)
 
 
 def _event(event: Event) -> str:

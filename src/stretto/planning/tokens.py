@@ -13,21 +13,24 @@ _LATE = Timestamp(token=1 << 62)
 """A clock on which nothing has passed but tokens: only what reads tokens reacts to it."""
 
 
-def check_tokens(
-    horizon: Horizon,
-    policy: BoundPolicy,
-    schedules: Mapping[str, Schedule],
-    triggers: Mapping[str, BoundTrigger],
-) -> None:
-    """Refuse whatever follows tokens, which the data do not count.
+def check_run_tokens(horizon: Horizon, policy: BoundPolicy) -> None:
+    """Refuse a run or a batch size that follows tokens, which the data do not count.
 
     Raises:
-        PlanError: the length of the run, the batch size, a schedule or a trigger follows tokens.
+        PlanError: the length of the run or the batch size follows tokens.
     """
     if horizon.max_duration.unit is TimeUnit.TOKEN:
         _refuse(f"run for {horizon.max_duration}", "max_duration")
     if TimeUnit.TOKEN in policy.units:
         _refuse("follow tokens with the batch size", "batch_size")
+
+
+def check_tokens(schedules: Mapping[str, Schedule], triggers: Mapping[str, BoundTrigger]) -> None:
+    """Refuse schedules and triggers that follow tokens, which the data do not count.
+
+    Raises:
+        PlanError: a schedule or a trigger follows tokens.
+    """
     for name, schedule in schedules.items():
         if any(time.unit is TimeUnit.TOKEN for time in schedule.times()):
             _refuse("follow tokens with a schedule", name)

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.batching import DoublingRamp, LinearRamp, LinearRule
+from stretto.planning import Plan, plan
+from stretto.schedules import Cosine, Linear, Periods
+from stretto.timing import Horizon
+
+FOLDER = Path(__file__).parent / "tables"
+LR = Periods([("5%", Linear(0, 1)), ("rest", Cosine())])
+
+PLANS = {
+    "constant": lambda: plan(Horizon("2ep", dataset_num_samples=50_000), 128),
+    "ramp": lambda: plan(
+        Horizon("2ep", dataset_num_samples=50_000, tokens_per_sample=128),
+        DoublingRamp(8, 64, "40%"),
+        world_size=2,
+        micro_batch_size=8,
+        schedules={"lr": LR},
+        base={"lr": 3e-3},
+        rule=LinearRule(64),
+        triggers={"evaluate": "10%", "checkpoint": "5m", "log": "512sp"},
+    ),
+    "many": lambda: plan(
+        Horizon("20Mtok", dataset_num_samples=1_000_000, tokens_per_sample=128),
+        LinearRamp(24, 2048, "40%"),
+        world_size=8,
+        micro_batch_size=16,
+        schedules={"lr": LR, "weight_decay": 1.0, "momentum": Linear(0.85, 0.95)},
+    ),
+    "open": lambda: plan(
+        Horizon("2h", dataset_num_samples=1000),
+        "0ep:8 2ep:32",
+        schedules={"lr": 1.0},
+        triggers={"evaluate": "1ep", "once": "30ep"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_tables_are_the_golden_ones(name: str) -> None:
+    path = FOLDER / f"{name}.txt"
+    text = PLANS[name]().table(max_rows=12) + "\n"
+    if os.environ.get("STRETTO_UPDATE_GOLDEN") == "1":
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+def widest(planned: Plan, rows: int) -> int:
+    return max(map(len, planned.table(max_rows=rows).splitlines()))
+
+
+@given(
+    st.integers(1, 10**12),
+    st.integers(1, 4000),
+    st.integers(0, 3),
+    st.integers(1, 30),
+    st.sampled_from([1, 8]),
+)
+def test_no_line_is_wider_than_100(n: int, size: int, values: int, rows: int, world: int) -> None:
+    planned = plan(
+        Horizon("3ep", dataset_num_samples=n, tokens_per_sample=4096),
+        LinearRamp(world, world + size % 200, "50%"),
+        world_size=world,
+        micro_batch_size=2,
+        schedules=dict.fromkeys(["lr", "weight_decay", "momentum"][:values], Cosine()),
+        triggers={"evaluate": "10%"},
+    )
+    assert widest(planned, rows) <= 100
