@@ -87,6 +87,29 @@ def plan(
 
 
 @app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The folder of a run.")],
+    *,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the run as PNG, SVG or PDF.", show_default=False),
+    ] = None,
+    unit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ep|ba|sp|tok|dur",
+            help="What the picture's axis counts; left out, tokens or samples.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Show what a run has done."""
+    from stretto.cli.reporting import report as run
+
+    run(folder, plot=plot, unit=unit)
+
+
+@app.command()
 def convert(
     time: Annotated[str, typer.Argument(help="A time such as 0.1dur, 90ep or 2Btok.")],
     *,

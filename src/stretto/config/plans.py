@@ -58,6 +58,18 @@ def build_plan(
     sizes = data_sizes(config, source=source)
     world_size = world_size or config.world_size or 1
     run = build_run(config, sizes, source=source, world_size=world_size)
+    return plan_of(config, run, source=source, world_size=world_size)
+
+
+def plan_of(
+    config: RunConfig, run: Run, *, source: Source = NO_SOURCE, world_size: int = 1
+) -> Plan:
+    """Return the plan of a run that was built from `config`.
+
+    Raises:
+        ConfigError: a piece does not fit the run.
+        PlanError: only the run itself can tell its batch sizes.
+    """
     check_pieces(run, source)
     return plan(
         run.horizon,

@@ -144,9 +144,20 @@ def draw_sizes(axes: Axes, curves: Curves) -> None:
 
 def draw_value(axes: Axes, curves: Curves, name: str, *, color: str) -> None:
     """Draw a hyper-parameter: each value holds until the next batch."""
-    axes.set_title({"lr": "learning rate"}.get(name, name.replace("_", " ")))
+    axes.set_title(show_name(name))
     axes.plot(curves.times, curves.values[name], color=color, drawstyle="steps-post")
     finish_value_axis(axes)
+
+
+def show_name(name: str) -> str:
+    """Return the name of a hyper-parameter or metric as people say it.
+
+    >>> show_name("lr"), show_name("lr@head"), show_name("weight_decay")
+    ('learning rate', 'learning rate of head', 'weight decay')
+    """
+    key, _, group = name.partition("@")
+    said = {"lr": "learning rate"}.get(key, key.replace("_", " "))
+    return f"{said} of {group}" if group else said
 
 
 def _draw_accumulation(axes: Axes, curves: Curves) -> None:

@@ -1,0 +1,95 @@
+"""What a run has written into its folder, read back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from stretto.errors import DataError, cannot
+
+METRICS = "metrics.jsonl"
+"""What the metrics are called in a run folder."""
+CLOCK = ("ep", "ba", "sp", "tok", "dur", "sec")
+"""The units of time on each line."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RunMetrics:
+    """The lines of `metrics.jsonl`: what was logged in training, and what was evaluated."""
+
+    training: tuple[Mapping[str, float], ...]
+    """Lines with the loss, batch size, learning rate and throughput since the line before."""
+    evaluations: tuple[Mapping[str, float], ...]
+    """Lines with `<name>/loss` and `<name>/<metric>`."""
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The names of what was evaluated, in the order of their first time."""
+        names = (name for line in self.evaluations for name in line if "/" in name)
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def references(self) -> dict[str, float]:
+        """Metrics that never move: what there is to beat, such as the entropy of the text.
+
+        Two evaluations must agree on them to a millionth.
+        """
+        found = {}
+        for name in self.measured:
+            values = [line[name] for line in self.evaluations if name in line]
+            low, high = min(values), max(values)
+            if len(values) > 1 and high - low <= 1e-6 * abs(high):
+                found[name] = values[-1]
+        return found
+
+
+def read_metrics(folder: Path) -> RunMetrics:
+    """Return the metrics of the run in `folder`.
+
+    A last line that is not whole, as a run leaves it that is killed or still going on, is left
+    out.
+
+    Raises:
+        DataError: there are none, or a line is not one of them.
+    """
+    lines = list(_lines(folder / METRICS))
+    if not lines:
+        raise _unreadable(folder / METRICS, "it holds no line yet")
+    training = tuple(line for line in lines if "loss" in line)
+    evaluations = tuple(line for line in lines if any("/" in name for name in line))
+    return RunMetrics(training, evaluations)
+
+
+def _lines(path: Path) -> Iterator[dict[str, float]]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, 1):
+                line = _parsed(text)
+                if line is not None:
+                    yield line
+                elif text.endswith("\n"):
+                    raise _unreadable(path, f"line {number} is not a line of metrics")
+    except (OSError, UnicodeDecodeError) as error:
+        why = (getattr(error, "strerror", None) or "it is not UTF-8 text").lower()
+        raise _unreadable(path, why) from None
+
+
+def _parsed(text: str) -> dict[str, float] | None:
+    try:
+        line: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or not all(name in line for name in CLOCK):
+        return None
+    numbers = {name: value for name, value in line.items() if isinstance(value, (int, float))}
+    return numbers if all(name in numbers for name in CLOCK) else None
+
+
+def _unreadable(path: Path, why: str) -> DataError:
+    return DataError(
+        cannot(f"read {path}", why=why, instead="name the folder of a run, such as runs/default")
+    )

@@ -1,0 +1,63 @@
+"""A run as a table: what each evaluation measured, and where the run stood."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from stretto.report.run import RunMetrics
+
+MAX_ROWS = 24
+"""With more evaluations than this, only some are shown: evenly spread, the last among them."""
+_CLOCK = {"ep": "epoch", "ba": "batches", "sp": "samples", "tok": "tokens"}
+
+
+def run_table(metrics: RunMetrics, folder: Path) -> str:
+    """Return a run as text: a row for each evaluation, or for each log where there was none."""
+    rows = metrics.evaluations or metrics.training
+    shown = _spread(list(rows))
+    counts = [unit for unit in _CLOCK if unit != "tok" or rows[-1]["tok"]]
+    names = [name for name in metrics.measured if name not in metrics.references]
+    heads = [*(_CLOCK[unit] for unit in counts), "time", "batch size", "loss", *names]
+    table = [heads]
+    for row in shown:
+        trained = _line_at(metrics, row)
+        cells = [_count(row[unit]) for unit in counts]
+        cells += [_time(row["sec"]), _count(trained.get("batch_size")), _loss(trained.get("loss"))]
+        table.append([*cells, *(_loss(row.get(name)) for name in names)])
+    widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in table
+    ]
+    notes = [f"{name}: {value:.4f} throughout" for name, value in metrics.references.items()]
+    return "\n".join([f"{folder}:", "", *lines, *([""] if notes else []), *notes])
+
+
+def _spread(rows: list[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    if len(rows) <= MAX_ROWS:
+        return rows
+    picked = {round(number * (len(rows) - 1) / (MAX_ROWS - 1)) for number in range(MAX_ROWS)}
+    return [rows[number] for number in sorted(picked)]
+
+
+def _line_at(metrics: RunMetrics, row: Mapping[str, float]) -> Mapping[str, float]:
+    """The last line of training up to where `row` was written."""
+    before = [line for line in metrics.training if line["ba"] <= row["ba"]]
+    return before[-1] if before else {}
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
