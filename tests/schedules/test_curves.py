@@ -86,13 +86,12 @@ def test_a_power_is_above_nothing(power: float) -> None:
 
 @pytest.mark.parametrize("curve", CURVES)
 def test_factors_are_not_negative(curve: type[Linear]) -> None:
-    for build in (
-        lambda: curve(-1.0),
-        lambda: curve(1.0, -0.1),
-        lambda: curve(warmup_start=math.nan),
-    ):
-        with pytest.raises(ScheduleError, match="not a finite number of at least 0"):
-            build()
+    with pytest.raises(ScheduleError, match="cannot use start="):
+        curve(-1.0)
+    with pytest.raises(ScheduleError, match="cannot use end="):
+        curve(1.0, -0.1)
+    with pytest.raises(ScheduleError, match="cannot use warmup_start="):
+        curve(warmup_start=math.nan)
 
 
 def triangle(passed: float) -> float:

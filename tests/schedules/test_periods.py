@@ -247,7 +247,13 @@ def test_what_are_no_periods_is_refused(periods: list[tuple[str, float]], messag
         Periods(periods)
 
 
-@pytest.mark.parametrize("duration", [-1, "-1", "remainder", None], ids=repr)
+@pytest.mark.parametrize("minus_one", [-1, "-1"], ids=repr)
+def test_the_rest_is_not_minus_one(minus_one: str) -> None:
+    with pytest.raises(ScheduleError, match="write 'rest' for what the other periods leave"):
+        Periods([("5%", 1.0), (minus_one, Cosine())])
+
+
+@pytest.mark.parametrize("duration", [-2, "remainder", None], ids=repr)
 def test_what_is_no_duration_is_refused(duration: str) -> None:
     with pytest.raises(TimeError, match="as a time"):
         Periods([(duration, Cosine())])

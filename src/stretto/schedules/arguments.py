@@ -106,7 +106,7 @@ def interval(value: TimeLike, name: str) -> Time:
         raise ScheduleError(
             cannot(
                 f"use {name}='{time}'",
-                why="an interval is longer than nothing",
+                why="it is not longer than nothing",
                 instead=f"write a time such as '1{time.unit}'",
             )
         )

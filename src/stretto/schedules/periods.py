@@ -172,6 +172,12 @@ def _period(period: object) -> Period:
     duration, schedule = period
     if isinstance(duration, Rest) or duration == "rest":
         return Rest(), as_schedule(schedule)
+    if isinstance(duration, (int, str)) and duration in (-1, "-1"):  # how others say it
+        raise _refused(
+            f"use {shown(duration)} as the duration of a period",
+            "it is not a time",
+            "write 'rest' for what the other periods leave",
+        )
     return length(duration, "duration"), as_schedule(schedule)
 
 
