@@ -108,6 +108,7 @@ PeriodicSizes.model_rebuild()
 def build_batch_size(value: BatchSize, building: Building, path: Path) -> BatchSizePolicy:
     """Return the policy that a `batch_size` of a run file says.
 
+    >>> from stretto.config.building import CHECKING
     >>> build_batch_size("0ep:8 1ep:16", CHECKING, ("batch_size",))
     Steps('0ep:8 1ep:16')
 

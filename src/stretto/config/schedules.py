@@ -211,8 +211,9 @@ WrittenCurve.model_rebuild()
 def build_schedule(value: ScheduleText, building: Building, path: Path) -> Schedule:
     """Return the schedule that an entry of `schedules` in a run file says.
 
+    >>> from stretto.config.building import CHECKING
     >>> build_schedule([0.5, 2.0], CHECKING, ("schedules", "lr"))
-    Product(Constant(0.5), Constant(2.0))
+    Product(Constant(value=0.5), Constant(value=2.0))
 
     Raises:
         ConfigError: it cannot be built; the message says where it stands.
