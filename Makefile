@@ -20,7 +20,7 @@ INSTALL = PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help train test test-quick lint format types layers docs wheel bench golden check clean
+.PHONY: help train test test-quick lint format types layers docs wheel bench bench-peers golden check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,12 @@ wheel: $(VENV)/.develop  ## build the wheel and try it, away from the source tre
 
 bench: $(VENV)/.develop  ## the shortest form of every benchmark
 	$(BIN)/python bench/import_time.py
+	$(BIN)/python bench/clock.py --quick
+	$(BIN)/python bench/step_cost.py --quick
+
+bench-peers: $(VENV)/.develop  ## step and clock cost beside the peers' (makes 5 GB of environments)
+	$(BIN)/python bench/clock.py
+	$(BIN)/python bench/step_cost.py
 
 golden: $(VENV)/.develop  ## rewrite the golden files; read the diff before you commit it
 	STRETTO_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_error_messages.py \

@@ -1,0 +1,58 @@
+"""The same run with stretto's Trainer, with everything on that its claim names.
+
+The exact clock in all units, a cosine learning rate, and a logged line every 3,200 samples (some
+30 lines) into `metrics.jsonl`; the data set's own `get_batch` is the same indexing operation as in
+the yardstick, and the order is stretto's own, shuffled.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+from step_cost_setting import BATCH, Batch, Rows, Stopwatch, network, sgd
+from torch import nn
+from torch.nn import functional
+
+from stretto.batching import LinearRamp
+from stretto.schedules import Cosine
+from stretto.training import Logging, Trainer
+
+RAMP = LinearRamp(24, 43, "100%")
+"""The sizes 24 to 42, an equal number of samples each: the mean over batches is 32.07."""
+
+
+def run_fixed(data: Rows, stopwatch: Stopwatch) -> None:
+    """Batches of 32, as in the yardstick."""
+    _fit(data, stopwatch, BATCH)
+
+
+def run_ramp(data: Rows, stopwatch: Stopwatch) -> None:
+    """A batch size that grows from 24 to 42 over the same samples, in nearly as many steps."""
+    _fit(data, stopwatch, RAMP)
+
+
+def _fit(data: Rows, stopwatch: Stopwatch, batch_size: Any) -> None:
+    model = network(stopwatch)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            model,
+            data,
+            optimizer=sgd(model),
+            loss=_loss,
+            max_duration="1ep",
+            batch_size=batch_size,
+            schedules={"lr": Cosine()},
+            log=Logging("3200sp"),
+            folder=folder,
+        )
+        assert trainer.plan is not None
+        assert trainer.plan.num_batches is not None
+        stopwatch.last = trainer.plan.num_batches
+        trainer.fit()
+
+
+def _loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    rows, labels = batch
+    return functional.cross_entropy(model(rows), labels)
