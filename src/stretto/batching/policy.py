@@ -172,7 +172,12 @@ class TimedPolicy(BoundPolicy):
         """Return the size of a batch that starts at `timestamp`."""
 
 
-def checked_size(value: object, what: str = "a batch size") -> int:
+def checked_size(
+    value: object,
+    what: str = "a batch size",
+    *,
+    instead: str = "write a number of samples such as 128",
+) -> int:
     """Return `value` as an int, if it is a whole number of samples of at least 1.
 
     >>> checked_size(32)
@@ -187,10 +192,19 @@ def checked_size(value: object, what: str = "a batch size") -> int:
             cannot(
                 f"use {shown(value)} as {what}",
                 why="it is not an integer of at least 1",
-                instead="write a number of samples such as 128",
+                instead=instead,
             )
         )
     return size
+
+
+def checked_world_size(value: object) -> int:
+    """Return `value` as an int, if it is a whole number of ranks of at least 1.
+
+    Raises:
+        BatchSizeError: it is anything else.
+    """
+    return checked_size(value, "a world size", instead="write a number of ranks such as 8")
 
 
 def checked_state(policy: BoundPolicy, state: PolicyState) -> PolicyState:

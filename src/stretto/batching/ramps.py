@@ -16,6 +16,7 @@ from stretto.batching.policy import (
     Hold,
     TimedPolicy,
     checked_size,
+    checked_world_size,
     stretched,
 )
 from stretto.batching.staircase import BoundAlignedStairs, BoundStairs, line
@@ -219,9 +220,7 @@ def rampup(
         BatchSizeError: a size is not a multiple of `world_size * micro_batch_size`, or the final
             size is below the initial one.
     """
-    unit = checked_size(world_size, "a world size") * checked_size(
-        micro_batch_size, "a micro-batch size"
-    )
+    unit = checked_world_size(world_size) * checked_size(micro_batch_size, "a micro-batch size")
     initial = unit if initial_global_train_batch_size is None else initial_global_train_batch_size
     for name, size in (("the initial", initial), ("the final", final)):
         if checked_size(size) % unit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from stretto.batching.policy import checked_size
+from stretto.batching.policy import checked_size, checked_world_size
 from stretto.errors import BatchSizeError, cannot, shown
 
 
@@ -87,7 +87,7 @@ def split(
             a multiple.
     """
     size = checked_size(size)
-    world_size = checked_size(world_size, "a world size")
+    world_size = checked_world_size(world_size)
     if micro_batch_size is not None:
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
     if type(start) is not int or start < 0:

@@ -15,7 +15,7 @@ from stretto.batching import (
     PolicyLike,
     as_policy,
 )
-from stretto.batching.policy import checked_size
+from stretto.batching.policy import checked_size, checked_world_size
 from stretto.batching.split import split
 from stretto.errors import PlanError, cannot
 from stretto.planning.cautions import warnings_of
@@ -207,7 +207,7 @@ def plan(
         ConversionError: a time needs a fact that is not known.
         ScheduleError: a schedule does not fit into the run.
     """
-    world_size = checked_size(world_size, "a world size")
+    world_size = checked_world_size(world_size)
     if micro_batch_size is not None:
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
     read = {name: as_schedule(schedule) for name, schedule in (schedules or {}).items()}
@@ -258,7 +258,7 @@ def _known(base: Mapping[str, float], schedules: Mapping[str, object]) -> Mappin
                 cannot(
                     f"plan with the base value of {name!r}",
                     why="no schedule has that name",
-                    instead=f"write one of {', '.join(map(repr, schedules)) or 'no base at all'}",
+                    instead="leave it out, or pass a schedule for it such as 1.0",
                 )
             )
     return base
