@@ -102,6 +102,8 @@ def test_division_laws(unit: TimeUnit, data: st.DataObject) -> None:
     [
         (Time("100ep") * 0.29, "29ep"),
         (Time("100ep") * np.float64(0.29), "29ep"),
+        (np.float64(0.29) * Time("100ep"), "29ep"),
+        (np.float32(0.29) * Time("100ep"), "29ep"),  # type: ignore[operator]
         (Time("100ep") * Decimal("0.29"), "29ep"),
         (Time("100ep") * Fraction(29, 100), "29ep"),
         (0.1 * Time("30ba"), "3ba"),

@@ -7,7 +7,7 @@ import warnings
 from datetime import timedelta
 from decimal import Decimal
 from fractions import Fraction
-from typing import NoReturn, TypeAlias, final
+from typing import ClassVar, NoReturn, TypeAlias, final
 
 from stretto.errors import TimeError, UnitError, cannot, shown
 from stretto.timing import grammar
@@ -48,6 +48,8 @@ class Time:
     """
 
     __slots__ = ("_amount", "_unit")
+    # Tells NumPy's numbers to leave `np.float32(0.29) * time` to `Time`, unrounded.
+    __array_ufunc__: ClassVar[None] = None
     _amount: Fraction
     _unit: TimeUnit
 
