@@ -48,6 +48,7 @@ from stretto.planning import plan as plan
 from stretto.schedules import Constant as Constant
 from stretto.schedules import Cosine as Cosine
 from stretto.schedules import CosineRestarts as CosineRestarts
+from stretto.schedules import Curve as Curve
 from stretto.schedules import Custom as Custom
 from stretto.schedules import Exponential as Exponential
 from stretto.schedules import InverseSqrt as InverseSqrt
@@ -56,6 +57,7 @@ from stretto.schedules import MultiStep as MultiStep
 from stretto.schedules import Periods as Periods
 from stretto.schedules import Polynomial as Polynomial
 from stretto.schedules import Product as Product
+from stretto.schedules import Rest as Rest
 from stretto.schedules import Schedule as Schedule
 from stretto.schedules import Step as Step
 from stretto.schedules import WSD as WSD
@@ -98,6 +100,7 @@ __all__ = [
     "ConversionError",
     "Cosine",
     "CosineRestarts",
+    "Curve",
     "Custom",
     "DataError",
     "DataSpec",
@@ -134,6 +137,7 @@ __all__ = [
     "Polynomial",
     "PowerOfTwo",
     "Product",
+    "Rest",
     "SampleOrder",
     "Schedule",
     "ScheduleError",

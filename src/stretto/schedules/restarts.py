@@ -87,16 +87,16 @@ class CosineRestarts(WarmedUp):
         scale, first, cycle, last = integers(own.start, own.length(self.t_0), end)
         # A fraction of a period of no length is nothing: any cycle will do, as none ever begins.
         read, cycle, last = own.axis.read, max(cycle, 1), last - first
-        multiplier, starts = self.multiplier, _restarts(cycle, self.multiplier, last)
+        is_even, starts, lengths = self.multiplier == 1, *_cycles(cycle, self.multiplier, last)
         top, bottom, fall = self.start, self.end, self.start - self.end
         low, high = min(top, bottom), max(top, bottom)
 
         def at(passed: int) -> float:
-            if multiplier == 1:
+            if is_even:
                 part = passed % cycle / cycle
             else:
                 number = bisect_right(starts, passed) - 1
-                part = (passed - starts[number]) / (cycle * multiplier**number)
+                part = (passed - starts[number]) / lengths[number]
             result = bottom + fall * cosine_left(part)
             # Rounding may step over an end by one unit in the last place.
             if result > high:
@@ -104,7 +104,7 @@ class CosineRestarts(WarmedUp):
             return result if result > low else low
 
         # A restart that would fall on the end is not taken: what is held is the value before it.
-        is_restart = last % cycle == 0 if multiplier == 1 else last in starts
+        is_restart = last % cycle == 0 if is_even else last in starts
         held = bottom if is_restart else at(last)
 
         def value(timestamp: Timestamp) -> float:
@@ -122,10 +122,10 @@ class CosineRestarts(WarmedUp):
         return f"cosine {way} with restarts after {self.t_0}{growth}{warmup}"
 
 
-def _restarts(cycle: int, multiplier: int, last: int) -> list[int]:
-    """Where cycles of growing length start, up to `last`; few, since they grow by powers."""
-    starts = [0]
-    while multiplier > 1 and starts[-1] + cycle <= last:
-        starts.append(starts[-1] + cycle)
-        cycle *= multiplier
-    return starts
+def _cycles(cycle: int, multiplier: int, last: int) -> tuple[list[int], list[int]]:
+    """Where growing cycles start, up to `last`, and how long they are; few, as they grow fast."""
+    starts, lengths = [0], [cycle]
+    while multiplier > 1 and starts[-1] + lengths[-1] <= last:
+        starts.append(starts[-1] + lengths[-1])
+        lengths.append(lengths[-1] * multiplier)
+    return starts, lengths
