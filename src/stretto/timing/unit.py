@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from stretto.errors import TimeError, cannot
+from stretto.errors import TimeError, cannot, shown
 
 
 class TimeUnit(StrEnum):
@@ -56,7 +56,7 @@ def parse_unit(value: object) -> TimeUnit:
     except ValueError:
         raise TimeError(
             cannot(
-                f"read {value!r} as a unit of time",
+                f"read {shown(value)} as a unit of time",
                 why="there is no such unit",
                 instead="write one of 'ep', 'ba', 'sp', 'tok', 'dur', 'sec'",
             )
