@@ -63,7 +63,9 @@ def blocks(columns: Sequence[Column]) -> Iterator[list[str]]:
 def aligned(columns: Sequence[Column]) -> list[str]:
     """Return columns as lines, each column as wide as it must be, to the right."""
     widths = [max(map(len, column)) for column in columns]
-    rows = zip(*columns, strict=True)
+    rows = list(zip(*columns, strict=True))
+    if not any(rows[-1][1:]):
+        rows.pop()  # the end of the run, in a block that says nothing of it
     return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
 
 
