@@ -64,6 +64,9 @@ class DataSpec:
     """Counts the tokens of a batch; None: `count_tokens`."""
     split_batch: Callable[[Any, slice], Any] | None = None
     """Returns the samples of a batch that a slice selects; None: `take_samples`."""
+    tokens_vary: bool = False
+    """Whether sequences are cut on their way, so that only the batches themselves tell how many
+    tokens they have; what is stated of an epoch or a sample does not hold then."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "num_tokens", "tokens_per_sample"):
@@ -108,11 +111,15 @@ class DataSpec:
     @property
     def known_num_tokens(self) -> int | None:
         """Tokens in an epoch, or None."""
+        if self.tokens_vary:
+            return None
         return self.num_tokens if self.num_tokens is not None else self._own("num_tokens")
 
     @property
     def known_tokens_per_sample(self) -> int | None:
         """Tokens in each sample where all have equally many, or None."""
+        if self.tokens_vary:
+            return None
         each = self.tokens_per_sample
         return each if each is not None else self._own("tokens_per_sample")
 

@@ -23,6 +23,10 @@ class Callback:
     ...         print(trainer.timer.get("ep"))
     """
 
+    changes_tokens = False
+    """Whether `transform_batch` changes how many tokens a batch has: then they are counted behind
+    it, and what the data state of an epoch or a sample is not relied upon."""
+
     def on_fit_start(self, trainer: Trainer) -> None:
         """Training begins; the clock stands where the run starts or resumes."""
 

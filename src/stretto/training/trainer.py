@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, final
@@ -108,6 +108,8 @@ class Trainer:
         self._ranks = Ranks.from_environment(stepping.device)
         self.model = model.to(self._ranks.device)
         spec = DataSpec.of(train_data)
+        if any(callback.changes_tokens for callback in callbacks):
+            spec = replace(spec, tokens_vary=True)
         self.loader = _loader(
             spec, batch_size, max_duration, micro_batch_size, loading=loading, ranks=self._ranks
         )

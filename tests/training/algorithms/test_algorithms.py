@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from stretto.data import DataSpec
-from stretto.errors import TrainingError
+from stretto.errors import StrettoError, TrainingError
 from stretto.training import Callback, Trainer
 from stretto.training.algorithms import (
     LayerFreezing,
@@ -155,6 +155,21 @@ def test_sequences_grow_in_tokens_and_the_clock_counts_what_is_left() -> None:
     assert lengths.seen[-1] == 16
     assert lengths.seen == sorted(lengths.seen)
     assert clock.seen == [5 * sum(lengths.seen[: i + 1]) for i in range(8)]
+
+
+def test_stated_tokens_do_not_hold_where_sequences_are_cut(problem: Callable[..., Any]) -> None:
+    """Nothing may count the tokens that were cut off, and nothing may be timed in them."""
+    run = problem()
+    spec = DataSpec(run.data, tokens_per_sample=5)
+    warmup = SequenceLengthWarmup(5, 5, over="1ep")
+    trainer = run.trainer(callbacks=[warmup])
+    assert trainer.horizon.tokens_per_sample is None
+    run.data = spec
+    trainer = run.trainer(callbacks=[warmup])
+    trainer.fit()
+    assert trainer.timer.token == 0
+    with pytest.raises(StrettoError, match="tok"):
+        run.trainer(callbacks=[warmup], max_duration="100tok")
 
 
 @pytest.mark.parametrize(
