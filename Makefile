@@ -88,5 +88,5 @@ $(VENV)/.train: $(VENV)/.python pyproject.toml constraints.txt
 
 $(VENV)/.develop: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "installing stretto and its development tools into $(VENV) (a minute or two, once)"
-	@$(INSTALL) --editable '.[dev,docs,plot,sklearn,tensorboard]'
+	@$(INSTALL) --editable '.[dev,docs,mlflow,plot,sklearn,tensorboard]'
 	@touch $@ $(VENV)/.train
