@@ -124,6 +124,22 @@ def count_samples(batch: Any) -> int:
     return found
 
 
+def may_hold(batch: Any, num_samples: int) -> bool:
+    """Return whether anything in a batch has that many samples: a tensor, an array or a list.
+
+    >>> may_hold([torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)], 2), may_hold(torch.zeros(3), 2)
+    (True, False)
+    """
+    if _length(batch) == num_samples:
+        return True
+    container = opened(batch)
+    if container is None:
+        return False
+    if isinstance(batch, (list, tuple)) and len(batch) == num_samples:
+        return True
+    return any(may_hold(item, num_samples) for item in container.items)
+
+
 def take_samples(batch: Any, part: slice, num_samples: int | None = None) -> Any:
     """Return some samples of a batch as a batch of the same kind; tensors are views.
 

@@ -11,6 +11,7 @@ from stretto.ordering import SampleOrder
 from stretto.ordering.permutation import FACTOR_1, FACTOR_2, MASK, network
 
 _FIRST_BLOCK = 1 << 10
+_FEW = 32  # from here on a block is quicker than one index at a time
 _BLOCK = 1 << 15  # 0.06 us an index; larger blocks leave the cache, smaller ones pay for each call
 
 
@@ -68,30 +69,35 @@ class IndexStream:
         kept = self._block[place - self._start :] if self._start <= place < self._end else None
         after = self._end if kept is not None else place
         missing = place + count - after
-        fresh = self._generated(after, max(self._length, missing))
+        fresh = self._generated(after, missing, max(self._length, missing))
         self._block = fresh if kept is None else torch.cat([kept, fresh])
         self._start, self._end = place, after + len(fresh)
         self._listed = None
         self._length = min(2 * self._length, _BLOCK)
 
-    def _generated(self, place: int, count: int) -> Tensor:
+    def _generated(self, place: int, least: int, most: int) -> Tensor:
+        """At least `least` indices from `place` on: up to `most`, but for that no further epoch."""
         order, world = self._order, self._world_size
-        first = self._rank + place * world
-        epoch, within = divmod(first, order.num_samples)
-        parts = []
-        while count > 0:
-            here = min(count, -((within - order.num_samples) // world))
-            places = torch.arange(within, within + here * world, world)
-            parts.append(self._indices(places, epoch))
-            count -= here
+        epoch, within = divmod(self._rank + place * world, order.num_samples)
+        parts, count = [], 0
+        while count < least:
+            here = min(most - count, -((within - order.num_samples) // world))
+            parts.append(self._indices(range(within, within + here * world, world), epoch))
+            count += here
             crossed, within = divmod(within + here * world, order.num_samples)
             epoch += crossed
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _indices(self, within: Tensor, epoch: int) -> Tensor:
+    def _indices(self, within: range, epoch: int) -> Tensor:
         order = self._order
-        indices = permuted_block(within, order, epoch) if order.shuffle else within
-        return indices + epoch * order.num_samples if self._with_epoch else indices
+        before = epoch * order.num_samples if self._with_epoch else 0
+        if not order.shuffle:
+            return torch.arange(before + within.start, before + within.stop, within.step)
+        if len(within) < _FEW:
+            start = epoch * order.num_samples
+            return torch.tensor([before + order[start + i] for i in within])
+        block = torch.arange(within.start, within.stop, within.step)
+        return permuted_block(block, order, epoch).add_(before)
 
 
 def permuted_block(within: Tensor, order: SampleOrder, epoch: int) -> Tensor:

@@ -57,13 +57,14 @@ class TokenCounter:
         """Return the tokens of a batch; 0 where they are not tracked."""
         if self._each is not None:
             return num_samples * self._each
-        if self._tells is False or num_samples == 0:
+        if self._tells is False or (num_samples == 0 and self._tells):
             return 0
         tokens = self._spec.count_tokens(batch)
+        # A dummy tells as well as any: every rank must know after its first batch.
         self._tells = tokens is not None
         if tokens is None and self._is_needed:
             raise _uncountable()
-        return tokens or 0
+        return tokens if tokens and num_samples else 0
 
     def last(self, micros: Sequence[MicroBatch], samples: int, *, size: int, tokens: int) -> int:
         """Return the tokens of the last `samples` of a step of `size` samples and `tokens`.

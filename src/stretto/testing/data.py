@@ -1,0 +1,120 @@
+"""Strategies for policies, and what to hold a loader to: read by all ranks, cut and resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+from stretto.batching import (
+    BatchSizePolicy,
+    DoublingRamp,
+    Fixed,
+    LinearRamp,
+    SizeFunction,
+    StagedRamp,
+    Steps,
+)
+from stretto.data import Step, StepLoader
+
+
+def policies(max_size: int = 20) -> st.SearchStrategy[BatchSizePolicy]:
+    """Any static policy with sizes up to `max_size`: constant, steps, ramps, a function.
+
+    >>> from hypothesis import given
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> @given(policies(max_size=8))
+    ... def test_sizes_are_positive(policy):
+    ...     bound = policy.bind(Horizon("100sp"))
+    ...     assert 1 <= bound.decide(Timestamp(), bound.start(), None)[0] <= 8
+    >>> test_sizes_are_positive()
+    """
+    sizes = st.integers(1, max_size)
+    ascending = st.lists(sizes, min_size=2, max_size=4, unique=True).map(sorted)
+    return st.one_of(
+        sizes.map(Fixed),
+        st.tuples(sizes, sizes).map(lambda two: Steps(f"0sp:{two[0]} 30%:{two[1]}")),
+        ascending.map(lambda some: LinearRamp(some[0], some[-1], "70%")),
+        ascending.map(lambda some: DoublingRamp(some[0], some[-1], "50%")),
+        ascending.map(lambda some: StagedRamp(some, "80%")),
+        st.lists(sizes, min_size=1, max_size=4).map(cycled),
+    )
+
+
+def cycled(sizes: list[int], *, planned: bool = True) -> SizeFunction:
+    """Return a policy that takes the sizes in turn, batch after batch.
+
+    >>> from stretto.planning import walk
+    >>> from stretto.timing import Horizon
+    >>> horizon = Horizon("7sp")
+    >>> [step.size for step in walk(horizon, cycled([1, 2]).bind(horizon))]
+    [1, 2, 1, 2, 1]
+    """
+    return SizeFunction(lambda timestamp, _: sizes[timestamp.batch % len(sizes)], planned=planned)
+
+
+class Reading(NamedTuple):
+    """What one rank got in one step."""
+
+    sample: int
+    """The position at which the step starts."""
+    size: int
+    samples: tuple[Any, ...]
+    """The samples that count, in order."""
+    micro_batches: int
+    weights: tuple[float, ...]
+    tokens: int
+
+
+def read(loader: StepLoader, values: Callable[[Any], list[Any]]) -> Iterator[Reading]:
+    """Yield what a loader gives, step by step; `values` lists the samples of a batch.
+
+    >>> loader = StepLoader(["a", "b", "c"], 2, max_duration="1ep", shuffle=False)
+    >>> [reading.samples for reading in read(loader, list)]
+    [('a', 'b'), ('c',)]
+    """
+    for step in loader:
+        yield reading_of(step, values)
+        if loader.world_size > 1:
+            loader.finish(step, tokens=0, seconds=0.0)
+
+
+def reading_of(step: Step, values: Callable[[Any], list[Any]]) -> Reading:
+    """Return what one step gives."""
+    samples: list[Any] = []
+    for micro in step:
+        if micro.num_samples:
+            assert len(values(micro.batch)) == micro.num_samples
+            samples += values(micro.batch)
+    weights = tuple(micro.weight for micro in step)
+    at = step.timestamp.sample
+    return Reading(at, step.size, tuple(samples), len(step), weights, step.num_tokens)
+
+
+def assert_resumes(
+    make_loader: Callable[[], StepLoader], values: Callable[[Any], list[Any]]
+) -> None:
+    """Save before every step, restore in a new loader, and compare all that follows.
+
+    >>> assert_resumes(lambda: StepLoader(list("abcde"), 2, max_duration="2ep"), list)
+    """
+    loader = make_loader()
+    states, readings = [json.dumps(loader.state_dict())], []
+    for reading in read(loader, values):
+        readings.append(reading)
+        states.append(json.dumps(loader.state_dict()))
+    end = _without_job(json.loads(states[-1]))
+    for number, state in enumerate(states):
+        resumed = make_loader()
+        resumed.load_state_dict(json.loads(state))
+        assert _without_job(resumed.state_dict()) == _without_job(json.loads(state))
+        assert list(read(resumed, values)) == readings[number:]
+        assert _without_job(resumed.state_dict()) == end
+
+
+def _without_job(state: dict[str, Any]) -> dict[str, Any]:
+    """A loader's state without wall times."""
+    clock = {key: value for key, value in state["clock"].items() if "nanoseconds" not in key}
+    return {**state, "clock": clock}
