@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stretto.config.overrides import apply_overrides, parse_override
-from stretto.config.source import Source
+from stretto.config.source import Path, Source
 from stretto.errors import ConfigError
 
 VALUES: dict[str, Any] = {
@@ -63,7 +63,7 @@ def test_the_last_one_counts() -> None:
 
 
 def test_says_where_a_value_came_from() -> None:
-    lines = {("optimizer",): 3, ("optimizer", "lr"): 3, ("batch_size",): 5}
+    lines: dict[Path, int] = {("optimizer",): 3, ("optimizer", "lr"): 3, ("batch_size",): 5}
     _, source = apply_overrides(VALUES, Source("run.yaml", lines), ["optimizer.lr=2"])
     assert source.where(("optimizer", "lr")) == "optimizer.lr on the command line"
     assert source.where(("batch_size", "x")) == "batch_size.x in run.yaml, line 5"
@@ -72,7 +72,7 @@ def test_says_where_a_value_came_from() -> None:
 
 
 def test_a_replaced_mapping_forgets_its_lines() -> None:
-    lines = {("optimizer",): 3, ("optimizer", "lr"): 4}
+    lines: dict[Path, int] = {("optimizer",): 3, ("optimizer", "lr"): 4}
     _, source = apply_overrides(VALUES, Source("run.yaml", lines), ["optimizer={target: c:d}"])
     assert source.where(("optimizer", "lr")) == "optimizer.lr on the command line"
 

@@ -14,7 +14,9 @@ from pydantic import (
     Field,
     GetPydanticSchema,
     PlainSerializer,
+    SerializerFunctionWrapHandler,
     WithJsonSchema,
+    model_serializer,
     model_validator,
 )
 from pydantic_core import core_schema
@@ -30,13 +32,28 @@ TIME_PATTERN = (
 TARGET_PATTERN = r"^[^\W0-9]\w*(\.[^\W0-9]\w*)*:[^\W0-9]\w*(\.[^\W0-9]\w*)*$"
 
 
-class Section(BaseModel):
-    """A mapping in a run file: strict, frozen, and without keys of its own invention.
+class Part(BaseModel):
+    """A mapping in a run file, read strictly and frozen; written out without what is not set."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_set(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = write(self)
+        fields = type(self).model_fields
+        # An argument of a target may be null and mean it; a field is then left out.
+        return {
+            key: value for key, value in values.items() if value is not None or key not in fields
+        }
+
+
+class Section(Part):
+    """A part of a run file without keys of its own invention.
 
     A key that is null counts as left out, in every section.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
@@ -226,14 +243,14 @@ Factor: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=
 """A finite number of at least 0."""
 
 
-class Target(BaseModel):
+class Target(Part):
     """Something of Python's: `target` names it, all other keys are its arguments.
 
     >>> Target.model_validate({"target": "torch.optim:AdamW", "lr": 1e-3}).arguments
     {'lr': 0.001}
     """
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    model_config = ConfigDict(extra="allow")
 
     target: TargetText
     """`package.module:attribute`, imported when the run is built."""

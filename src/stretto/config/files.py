@@ -79,7 +79,7 @@ def dump_run_file(config: RunConfig) -> str:
     >>> parse_run_file(dump_run_file(config)).config == config
     True
     """
-    values = config.model_dump(mode="json", exclude_none=True)
+    values = config.model_dump(mode="json")
     for section, key in ((values, "callbacks"), (values.get("optimizer", {}), "groups")):
         if not section.get(key):
             section.pop(key, None)  # an empty one says nothing

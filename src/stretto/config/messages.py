@@ -81,6 +81,8 @@ def _reason(kind: str, context: Mapping[str, Any], value: object) -> tuple[str, 
         return f"it is less than {context['ge']}", f"write a number of at least {context['ge']}"
     if kind == "greater_than":
         return f"it is not above {context['gt']}", f"write a number above {context['gt']}"
+    if kind == "less_than":
+        return f"it is not less than {context['lt']}", "write a smaller number"
     if kind == "bool_type" and str(value).lower() in ("on", "yes", "off", "no"):
         meant = "true" if str(value).lower() in ("on", "yes") else "false"
         return "it is a text here, as in YAML 1.2", f"write {meant}"
@@ -99,6 +101,10 @@ _REASONS = {
     "model_type": ("it is not a mapping", "write keys with values, such as {key: value}"),
     "model_attributes_type": ("it is not a mapping", "write keys with values, as {key: value}"),
     "too_short": ("it is empty", "write at least one entry"),
+    "string_pattern_mismatch": (
+        "it holds something else than letters, digits, '.', '_' and '-'",
+        "write a name such as 'validation'",
+    ),
 }
 
 

@@ -14,11 +14,12 @@ from stretto.config.building import Building
 from stretto.config.fields import Target
 from stretto.config.run import RunConfig
 from stretto.config.schedules import build_schedule
-from stretto.config.source import NO_SOURCE, Source
+from stretto.config.source import NO_SOURCE, Path, Source, in_file_words
 from stretto.config.targets import call_target, import_target
+from stretto.errors import PlanError
 from stretto.planning import Plan, plan, resolve_horizon
 from stretto.schedules import Constant, Product, Schedule
-from stretto.timing import Every, Horizon, Trigger
+from stretto.timing import Every, Horizon, Time, Trigger
 
 
 @final
@@ -30,6 +31,8 @@ class Run:
     policy: BatchSizePolicy
     schedules: Mapping[str, Schedule]
     triggers: Mapping[str, Trigger]
+    places: Mapping[str, Path]
+    """Where the time of each trigger stands in the file."""
     rule: LearningRateRule | None
 
 
@@ -71,16 +74,19 @@ def plan_of(
         PlanError: only the run itself can tell its batch sizes.
     """
     check_pieces(run, source)
-    return plan(
-        run.horizon,
-        run.policy,
-        world_size=world_size,
-        micro_batch_size=config.micro_batch_size,
-        schedules=effective(run),
-        base=base_values(config, source=source),
-        rule=run.rule,
-        triggers=run.triggers,
-    )
+    try:
+        return plan(
+            run.horizon,
+            run.policy,
+            world_size=world_size,
+            micro_batch_size=config.micro_batch_size,
+            schedules=effective(config, run),
+            base=base_values(config, source=source),
+            rule=run.rule,
+            triggers=run.triggers,
+        )
+    except PlanError as error:
+        raise PlanError(in_file_words(str(error))) from error
 
 
 def build_run(
@@ -116,20 +122,26 @@ def build_run(
         name: build_schedule(value, building, ("schedules", name)).scaled(ratio)
         for name, value in config.schedules.items()
     }
-    triggers = {name: Every(every).scaled(ratio) for name, every in _intervals(config).items()}
+    intervals = _intervals(config)
     rule = config.learning_rate_rule
     return Run(
         horizon,
         policy,
         schedules,
-        triggers,
+        {name: Every(every).scaled(ratio) for name, (_, every) in intervals.items()},
+        {name: path for name, (path, _) in intervals.items()},
         None if rule is None else rule.build(building, ("learning_rate_rule",)),
     )
 
 
-def effective(run: Run) -> dict[str, Schedule]:
-    """Return what each value follows: `lr@group` is multiplied by `lr`, as in an optimizer."""
-    schedules: dict[str, Schedule] = {"lr": Constant(), **run.schedules}
+def effective(config: RunConfig, run: Run) -> dict[str, Schedule]:
+    """Return what each value follows: `lr@group` is multiplied by `lr`, as in an optimizer.
+
+    An optimizer has a learning rate also where nothing moves it.
+    """
+    schedules = dict(run.schedules)
+    if config.optimizer is not None or run.rule is not None:
+        schedules = {"lr": Constant(), **schedules}
     return {
         name: Product(schedules[key], schedule) if group and key in schedules else schedule
         for name, schedule in schedules.items()
@@ -204,12 +216,16 @@ def _default(optimizer: Target, name: str, source: Source) -> object:
     return value[0] if isinstance(value, tuple) and value else value
 
 
-def _intervals(config: RunConfig) -> dict[str, Any]:
-    """What happens now and then in a run, and how often."""
-    intervals = {f"evaluate {one.name}": one.every for one in config.evaluations}
+def _intervals(config: RunConfig) -> dict[str, tuple[Path, Time]]:
+    """What happens now and then in a run: where that is said, and how often."""
+    found: dict[str, tuple[Path, Time]] = {}
+    for number, one in enumerate(config.evaluations):
+        within = (number,) if isinstance(config.evaluate, list) else ()
+        found[f"evaluate {one.name}"] = (("evaluate", *within, "every"), one.every)
     if config.checkpoint is not None:
-        intervals["checkpoint"] = config.checkpoint.every
-    return {**intervals, "log": config.log.every}
+        found["checkpoint"] = (("checkpoint", "every"), config.checkpoint.every)
+    found["log"] = (("log", "every"), config.log.every)
+    return found
 
 
 def check_pieces(run: Run, source: Source) -> None:
@@ -225,5 +241,5 @@ def check_pieces(run: Run, source: Source) -> None:
         with source.at("schedules", name):
             schedule.bind(horizon)
     for name, trigger in run.triggers.items():
-        with source.at(name.partition(" ")[0], "every"):
+        with source.at(*run.places[name]):
             trigger.bind(horizon)

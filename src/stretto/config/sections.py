@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from stretto.batching import FunctionRule, LearningRateRule, LinearRule, SquareRootRule
 from stretto.config.building import Building
-from stretto.config.fields import Count, Length, Natural, Section, Target, shown
+from stretto.config.fields import Count, Length, Natural, Part, Section, Target, shown
 from stretto.config.source import Path
 from stretto.errors import ConfigError, cannot
 from stretto.timing import Time
@@ -40,10 +40,10 @@ class Data(Target):
     """Tokens of a sample, where all have equally many."""
 
 
-class Group(BaseModel):
+class Group(Part):
     """Parameters with settings of their own; all other keys are the optimizer's."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    model_config = ConfigDict(extra="allow")
 
     parameters: Annotated[str, AfterValidator(_pattern), Field(examples=["embedding"])]
     """A regular expression, found anywhere in a parameter's name."""

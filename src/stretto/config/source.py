@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,11 +63,33 @@ class Source:
         except ConfigError:
             raise
         except StrettoError as error:
-            raise ConfigError(f"{error} ({self.where(path)})") from error
+            raise ConfigError(f"{in_file_words(str(error))} ({self.where(path)})") from error
 
 
 NO_SOURCE = Source()
 """A run file that was not read from anywhere."""
+
+
+_WORDS = (
+    (r"\bdataset_(num_samples|num_tokens)\b", r"data.\1"),
+    (r"\bpass tokens_per_sample\b", "pass data.tokens_per_sample"),
+    (r"\bpass (?=data\.)", "state "),
+    (r"\bAtMost\(policy, (\d+)\)", r"at_most: \1"),
+    (r"\bAtLeast\(policy, (\d+)\)", r"at_least: \1"),
+    (r"\bMultipleOf\(policy, (\d+)\)", r"multiple_of: \1"),
+    (r"\blast_batch='(\w+)'", r"last_batch: \1"),
+)
+
+
+def in_file_words(message: str) -> str:
+    """Return a message of a lower floor, which speaks of Python, in the words of a run file.
+
+    >>> in_file_words("pass dataset_num_tokens, or write AtMost(policy, 100)")
+    'state data.num_tokens, or write at_most: 100'
+    """
+    for pattern, word in _WORDS:
+        message = re.sub(pattern, word, message)
+    return message
 
 
 def source_name(path: object) -> str:

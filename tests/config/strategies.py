@@ -1,0 +1,100 @@
+"""Run files as hypothesis makes them up: right ones, nearly right ones, and noise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+TIMES = st.sampled_from(["1ep", "0.5ep", "10%", "1/3dur", "500ba", "1_000sp", "2Btok", "1h30m"])
+LENGTHS = st.sampled_from(["1ep", "2ep", "1_000sp", "2Btok", "36h"])
+FACTORS = st.floats(0, 10, allow_nan=False) | st.integers(0, 3)
+SIZES = st.integers(1, 10_000)
+# Words that YAML 1.1 or 1.2 would take for something else than the text that they are.
+WORDS = st.sampled_from(
+    [
+        "a",
+        "on",
+        "no",
+        "true",
+        "null",
+        "~",
+        "1e3",
+        "1_0",
+        "010",
+        "1:30",
+        "",
+        " x",
+        "x: y",
+        "# z",
+        "é",
+    ]
+) | st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=8)
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=6,
+)
+
+_CURVES = st.one_of(
+    st.fixed_dictionaries({"cosine": st.fixed_dictionaries({}, optional={"end": FACTORS})}),
+    st.fixed_dictionaries({"linear": st.fixed_dictionaries({"start": FACTORS, "end": FACTORS})}),
+    st.fixed_dictionaries(
+        {"step": st.fixed_dictionaries({"every": TIMES}, optional={"gamma": FACTORS})}
+    ),
+    st.fixed_dictionaries({"constant": st.fixed_dictionaries({}, optional={"warmup": TIMES})}),
+    st.fixed_dictionaries({"target": st.just("my.module:curve")}, optional={"width": PLAIN}),
+)
+_PERIODS = st.builds(
+    lambda first, rest, duration: {
+        "periods": [{"duration": duration, **first}, {"duration": "rest", **rest}]
+    },
+    _CURVES,
+    _CURVES,
+    TIMES,
+)
+SCHEDULES = st.one_of(FACTORS, _CURVES, _PERIODS, st.lists(_CURVES, min_size=1, max_size=3))
+_BOUNDS = {"at_most": st.just(16_384), "monotone": st.booleans(), "even": st.booleans()}
+BATCH_SIZES = st.one_of(
+    SIZES,
+    st.just("0tok:768 250Btok:1536"),
+    st.just({"0ep": 8, "10%": 16}),
+    st.fixed_dictionaries({"size": SIZES}, optional=_BOUNDS),
+    st.fixed_dictionaries(
+        {"ramp": st.just("double"), "start": st.integers(1, 64), "end": SIZES.map(lambda n: n + 64)}
+        | {"over": TIMES},
+        optional=_BOUNDS,
+    ),
+    st.fixed_dictionaries({"target": st.just("my.module:grow")}, optional={"every": TIMES}),
+)
+_TARGETS = st.builds(
+    lambda arguments: arguments | {"target": "my.module:make"}, st.dictionaries(WORDS, PLAIN)
+)
+CONFIGS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
+    {
+        "max_duration": LENGTHS,
+        "data": st.fixed_dictionaries(
+            {"target": st.just("my.data:make")}, optional={"num_samples": SIZES, "path": PLAIN}
+        ),
+        "batch_size": BATCH_SIZES,
+    },
+    optional={
+        "model": _TARGETS,
+        "optimizer": st.fixed_dictionaries({"target": st.just("t:A")}, optional={"lr": FACTORS}),
+        "schedules": st.dictionaries(st.sampled_from(["lr", "lr@head", "momentum"]), SCHEDULES),
+        "micro_batch_size": SIZES,
+        "last_batch": st.sampled_from(["keep", "drop", "carry"]),
+        "learning_rate_rule": st.sampled_from([{"linear": 8}, {"sqrt": 64}]),
+        "evaluate": st.fixed_dictionaries({}, optional={"every": TIMES, "name": st.just("v-1")}),
+        "checkpoint": st.fixed_dictionaries({}, optional={"every": TIMES, "keep": SIZES}),
+        "log": st.fixed_dictionaries({}, optional={"every": TIMES, "loggers": st.just(["wandb"])}),
+        "stepping": st.fixed_dictionaries({}, optional={"clip_norm": st.just(1.5)}),
+        "folder": WORDS,
+        "seed": st.integers(0, 2**63 - 1),
+        "scale_schedule": st.floats(1e-3, 1e3),
+    },
+)

@@ -1,0 +1,152 @@
+"""What a whole run file may say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stretto.config.files import parse_run_file
+from stretto.config.run import RunConfig
+from stretto.errors import ConfigError
+from stretto.timing import Time
+
+LEAST: dict[str, Any] = {"max_duration": "2ep", "data": {"target": "a:b"}, "batch_size": 8}
+
+
+def test_three_keys_are_enough() -> None:
+    config = RunConfig.parse(LEAST)
+    assert config.max_duration == Time("2ep")
+    assert config.data.target == "a:b"
+    assert config.batch_size == 8
+    assert (config.seed, config.last_batch, config.micro_batch_size) == (0, "keep", None)
+    assert config.loading.num_workers == 0
+    assert config.stepping.precision == "fp32"
+    assert config.evaluations == ()
+    assert config.checkpoint is None
+    assert config.log.every == Time("1%")
+    assert config.log.loggers is None
+
+
+def test_targets_keep_their_arguments() -> None:
+    data = {
+        "target": "a:b",
+        "num_samples": 5,
+        "tokens_per_sample": 2,
+        "path": "x",
+        "deep": {"y": 1},
+    }
+    config = RunConfig.parse(LEAST | {"data": data, "model": {"target": "m:M", "layers": None}})
+    assert config.data.arguments == {"path": "x", "deep": {"y": 1}}
+    assert (config.data.num_samples, config.data.num_tokens) == (5, None)
+    assert config.model is not None
+    assert config.model.arguments == {"layers": None}
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["seed", "schedules", "loading", "stepping", "evaluate", "checkpoint", "log", "folder"],
+)
+def test_null_is_the_same_as_nothing(key: str) -> None:
+    assert RunConfig.parse(LEAST | {key: None}) == RunConfig.parse(LEAST)
+
+
+def test_a_null_schedule_is_none() -> None:
+    assert RunConfig.parse(LEAST | {"schedules": {"lr": None}}).schedules == {}
+
+
+def test_one_evaluation_or_several() -> None:
+    one = RunConfig.parse(LEAST | {"evaluate": {"every": "10%"}})
+    several = [{"name": "a", "data": {"target": "c:d"}}, {"name": "b", "every": "1h"}]
+    config = RunConfig.parse(LEAST | {"evaluate": several})
+    assert [evaluation.name for evaluation in one.evaluations] == ["validation"]
+    assert [evaluation.name for evaluation in config.evaluations] == ["a", "b"]
+    assert config.evaluations[1].every == Time("1h")
+
+
+def test_two_evaluations_have_two_names() -> None:
+    with pytest.raises(ConfigError, match="cannot evaluate twice as 'validation'"):
+        RunConfig.parse(LEAST | {"evaluate": [{}, {}]})
+
+
+def test_a_config_cannot_be_changed() -> None:
+    config = RunConfig.parse(LEAST)
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 3
+
+
+def test_every_mistake_is_listed_with_its_line() -> None:
+    text = (
+        "max_duration: 2\n"
+        "data: {target: a.b}\n"
+        "batch_size: 0\n"
+        "seed: x\n"
+        "last_batch: kep\n"
+        "optimiser: {}\n"
+        "stepping:\n"
+        "  clip_norm: -1\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse_run_file(text, "run.yaml")
+    lines = str(caught.value).splitlines()
+    assert all(line.startswith("cannot ") for line in lines)
+    assert [line.rpartition("(")[2] for line in lines] == [
+        "max_duration in run.yaml, line 1)",
+        "data.target in run.yaml, line 2)",
+        "batch_size in run.yaml, line 3)",
+        "last_batch in run.yaml, line 5)",
+        "stepping.clip_norm in run.yaml, line 8)",
+        "seed in run.yaml, line 4)",
+        "optimiser in run.yaml, line 6)",
+    ]
+
+
+def test_thousands_of_mistakes_are_counted() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.parse(LEAST | {"log": {"loggers": ["x"] * 500}})
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 21
+    assert lines[-1] == "and 480 more"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("max_duration", "10%", "it is a fraction of itself"),
+        ("max_duration", "0ep", "not longer than 0"),
+        ("max_duration", True, "cannot read true as a time: it is not a text"),
+        ("max_duration", ["2ep"], r"cannot read \['2ep'\] as a time"),
+        ("micro_batch_size", "auto", "is not part of this version"),
+        ("micro_batch_size", 0, "it is less than 1"),
+        ("batch_size", True, "it is not a whole number"),
+        ("batch_size", 8.0, "it is not a whole number"),
+        ("schedules", {"l r": 1}, "not the name of a hyper-parameter"),
+        ("schedules", {"lr@": 1}, "not the name of a hyper-parameter"),
+        ("schedules", [1], "it is not a mapping"),
+        ("learning_rate_rule", {}, "no rule is said"),
+        ("learning_rate_rule", {"linear": 8, "sqrt": 8}, "linear and sqrt are several rules"),
+        ("learning_rate_rule", "sqrt", "it is not a mapping"),
+        ("scale_schedule", 0, "it is not above 0"),
+        ("scale_schedule", "2", "it is not a number"),
+        ("seed", -1, "it is less than 0"),
+        ("seed", 2**63, "it is not less than 9223372036854775808"),
+        ("evaluate", {"name": "a/b"}, "evaluate.name"),
+        (
+            "optimizer",
+            {"target": "a:b", "groups": {"g": {"parameters": "("}}},
+            "regular expression",
+        ),
+        ("optimizer", {"target": "a:b", "groups": {"g": {"lr": 1}}}, "it has no 'parameters'"),
+        ("loading", {"shuffle": "off"}, "it is a text here, as in YAML 1.2; write false"),
+        ("loading", {"shuffle": 1}, "it is neither true nor false"),
+        ("stepping", {"precision": "bf61"}, "did you mean 'bf16'?"),
+        ("stepping", {"precision": "int4"}, "write 'fp32', 'bf16' or 'fp16'"),
+        ("log", {"loggers": "wandb"}, "it is not a list"),
+        ("log", {"every": None, "evry": "1ep"}, "did you mean 'every'?"),
+        ("folder", 3, "it is not a text"),
+        ("world_size", 0, "it is less than 1"),
+    ],
+)
+def test_what_is_refused(key: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RunConfig.parse(LEAST | {key: value})
