@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from stretto.batching import DoublingRamp, SizeFunction, Steps
 from stretto.planning import PlannedSizes, plan, resolve_horizon
-from stretto.schedules import Linear
+from stretto.schedules import Linear, Step
 from stretto.timing import Horizon
 
 RUN = Horizon("2ep", dataset_num_samples=1000)
@@ -21,6 +21,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("planning-measured", lambda: PlannedSizes(RUN, MEASURED)),
     ("planning-wall-clock", lambda: plan(Horizon("1h"), "0sec:8 10m:16")),
+    ("planning-function", lambda: plan(RUN, SizeFunction(lambda now, size: 8 + now.token))),
     ("planning-tokens", lambda: plan(RUN, "0tok:8 100tok:16")),
     ("planning-epochs", lambda: plan(Horizon("9ep"), "0ep:8 2ep:16")),
     ("planning-dropped", lambda: plan(DROPPING, 128)),
@@ -36,7 +37,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         lambda: plan(
             Horizon("2ep", dataset_num_samples=1000, dataset_num_tokens=5000),
             8,
-            schedules={"lr": Linear(warmup="900tok")},
+            schedules={"lr": Step("900tok")},
             tracks_tokens=False,
         ),
     ),

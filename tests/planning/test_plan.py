@@ -14,6 +14,7 @@ from stretto.batching import (
     Fixed,
     LinearRamp,
     LinearRule,
+    PeriodSizes,
     SizeFunction,
     SquareRootRule,
     Steps,
@@ -27,7 +28,7 @@ from stretto.errors import (
     TimeError,
 )
 from stretto.planning import advance, plan, resolve_horizon, walk
-from stretto.schedules import Constant, Cosine, Linear, Periods
+from stretto.schedules import Constant, Cosine, Linear, Periods, Step
 from stretto.timing import At, BatchSizes, Every, Horizon, LastBatch, Time, Timestamp
 
 HORIZON = Horizon("2ep", dataset_num_samples=1000)
@@ -165,7 +166,7 @@ def test_a_tenth_of_30_batches_comes_ten_times() -> None:
     evaluate, save, never = planned.events
     assert planned.num_batches == 30
     assert (evaluate.count, [now.batch for now in evaluate.first]) == (10, [3, 6, 9, 12, 15])
-    assert (save.count, save.needs_wall_clock) == (None, True)
+    assert (save.count, save.first, save.follows) == (None, (), "the wall clock")
     assert (never.count, never.first, never.is_exact) == (0, (), True)
 
 
@@ -181,13 +182,16 @@ def test_a_run_by_the_wall_clock_has_an_open_end() -> None:
     planned = plan(
         Horizon("2h", dataset_num_samples=100),
         "0ep:8 2ep:32",
-        schedules={"lr": Linear(1, 0)},
+        schedules={"lr": Linear(1, 0), "weight_decay": 0.1},
         triggers={"evaluate": "1ep", "once": At("3ba")},
     )
     last = planned.stages[-1]
-    assert (last.batches, last.end, last.samples, last.values["lr"].last) == (None,) * 4
+    assert (last.batches, last.end, last.samples, last.values["weight_decay"].last) == (None,) * 4
     assert (planned.num_batches, planned.num_samples, planned.end) == (None, None, None)
     assert "the run ends by wall time" in planned.warnings[0]
+    assert planned.warnings[1] == (
+        "lr follows the wall clock, so its values are only known in the run"
+    )
     assert [event.count for event in planned.events] == [None, None]
     assert [now.batch for now in planned.events[0].first] == [13, 26, 30, 34, 38]
     assert [now.batch for now in planned.events[1].first] == [3]
@@ -241,7 +245,7 @@ def test_stages_that_are_over_are_not_checked_again() -> None:
     [
         (Horizon("100tok"), {}, r"run for 100tok: .*cannot count .*\(max_duration\)"),
         (HORIZON, {"policy": Steps("0tok:8 100tok:16")}, r"with the batch size.*\(batch_size\)"),
-        (HORIZON, {"schedules": {"lr": Linear(warmup="9tok")}}, r"with a schedule.*\(lr\)"),
+        (HORIZON, {"schedules": {"lr": Step("9tok")}}, r"with a schedule.*\(lr\)"),
         (HORIZON, {"triggers": {"evaluate": "9tok"}}, r"wait for tokens.*\(evaluate\)"),
     ],
     ids=["run", "policy", "schedule", "trigger"],
@@ -265,7 +269,7 @@ def test_tokens_that_nobody_counts_are_refused(
         (
             ConversionError,
             8,
-            {"triggers": {"evaluate": "5tok"}, "schedules": {"lr": Linear(warmup="9tok")}},
+            {"schedules": {"lr": Linear(warmup="9tok")}},
         ),
         (ScheduleError, 8, {"schedules": {"lr": Periods([("3ep", 1.0), ("rest", 0.5)])}}),
     ],
@@ -275,6 +279,42 @@ def test_what_others_refuse_is_refused(
 ) -> None:
     with pytest.raises(error, match="cannot"):
         plan(HORIZON, policy, **options)  # type: ignore[arg-type]
+
+
+def test_what_only_the_run_knows_is_left_out_of_the_plan() -> None:
+    planned = plan(
+        HORIZON,
+        8,
+        schedules={
+            "lr": Step("900tok"),
+            "lr@head": lambda timer: 1 / (1 + float(timer.get("sec"))),
+            "weight_decay": 0.1,
+        },
+        triggers={"evaluate": "1Mtok", "save": At("5m"), "log": "1ba"},
+    )
+    assert list(planned.stages[0].values) == ["weight_decay"]
+    assert next(planned.batches()).values == {"weight_decay": 0.1}
+    assert planned.warnings == (
+        "lr follows tokens, so its values are only known in the run",
+        "lr@head follows the wall clock, so its values are only known in the run",
+    )
+    assert [event.follows for event in planned.events] == ["tokens", "the wall clock", None]
+    unsized = plan(Horizon("90ba"), 8, triggers={"evaluate": "1ep"})
+    assert [event.follows for event in unsized.events] == ["epochs"]
+    assert "evaluate: by epochs, so its times are only known in the run" in unsized.table()
+
+
+def test_a_function_that_reads_what_only_the_run_knows_has_no_plan() -> None:
+    def by_tokens(timestamp: Timestamp, current: int | None) -> int:
+        return 8 if timestamp.token < 1000 else 16
+
+    policy = SizeFunction(by_tokens)
+    with pytest.raises(PlanError, match="they follow tokens"):
+        plan(HORIZON, policy)
+    with pytest.raises(PlanError, match="they follow tokens"):
+        plan(HORIZON, PeriodSizes([("rest", AtLeast(policy, 8))]))
+    counted = Horizon("2ep", dataset_num_samples=1000, tokens_per_sample=10)
+    assert [stage.size for stage in plan(counted, policy).stages] == [8, 16]
 
 
 def test_warnings_say_what_may_not_be_meant() -> None:

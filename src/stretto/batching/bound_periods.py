@@ -118,7 +118,7 @@ class BoundPeriods(BoundPolicy):
 
     def _began(self, number: int, anchor: int, began: Timestamp) -> PolicyState:
         """The state of a period that begins at `began`."""
-        counts = {name: getattr(began, name) for name in _COUNTERS}
+        counts = {name: began[Timestamp._fields.index(name)] for name in _COUNTERS}
         state: PolicyState = {"period": number, "anchor": anchor, **counts}
         return {**state, "inner": self._bound(number, _timestamp(state)).start()}
 
@@ -137,18 +137,19 @@ class BoundPeriods(BoundPolicy):
 
     def _since(self, timestamp: Timestamp, began: Timestamp) -> Timestamp:
         """The clock of a period: what has passed since it began."""
-        sample = timestamp.sample - began.sample
+        # Unpacked, not read by name: planning watches what the policy inside reads by name.
+        epoch, batch, sample, token, _, within, _, wall, *_ = timestamp
+        epoch, sample = epoch - began.epoch, sample - began.sample
         num_samples = self.horizon.dataset_num_samples
-        epoch, within = timestamp.epoch - began.epoch, timestamp.sample_in_epoch
         if num_samples is not None:
             epoch, within = divmod(sample, num_samples)
         return timestamp._replace(
             epoch=epoch,
-            batch=timestamp.batch - began.batch,
+            batch=batch - began.batch,
             sample=sample,
-            token=timestamp.token - began.token,
+            token=token - began.token,
             sample_in_epoch=within,
-            run_nanoseconds=timestamp.run_nanoseconds - began.run_nanoseconds,
+            run_nanoseconds=wall - began.run_nanoseconds,
         )
 
 

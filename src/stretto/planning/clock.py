@@ -11,6 +11,7 @@ from typing import NamedTuple
 from stretto.batching.equal import is_countable, next_epoch, outgrows_epoch
 from stretto.batching.policy import NO_SIGNALS, BoundPolicy, PolicyState, Signals
 from stretto.errors import BatchSizeError, PlanError, cannot
+from stretto.planning.watch import unknown_read
 from stretto.timing import Horizon, Timer, Timestamp, TimeUnit
 
 
@@ -190,6 +191,8 @@ def next_step(
     decided, decided_state = policy.decide(timestamp, state, signals)
     before = timestamp.sample
     if outgrows_epoch(horizon, timestamp, decided):
+        if timestamp.sample_in_epoch == 0:
+            raise larger_than_epoch(horizon, decided)
         timestamp = next_epoch(horizon, timestamp)
         if horizon.is_done(timestamp):
             return timestamp, None
@@ -278,25 +281,29 @@ def check_plannable(horizon: Horizon, policy: BoundPolicy) -> None:
 
 def unplannable(horizon: Horizon, policy: BoundPolicy) -> tuple[str, str] | None:
     """Return why the sizes are not known before the run and what to write instead, or None."""
-    unknown = sorted(unit for unit in policy.units if not is_countable(horizon, unit))
-    if unknown:
-        return _UNKNOWN[unknown[0]]
+    for unit in sorted(policy.units):
+        if not is_countable(horizon, unit):
+            return _UNKNOWN[_COUNTS[unit]]
     if not policy.is_static:
         return "they follow what the run measures", "run it without a plan"
-    return None
+    # A function of the user's own does not say what it reads, so it is watched.
+    state = policy.start()
+    counts = unknown_read(horizon, lambda now: policy.decide(now, state, NO_SIGNALS), [Timestamp()])
+    return None if counts is None else _UNKNOWN[counts]
 
 
+_COUNTS = {TimeUnit.EPOCH: "epochs", TimeUnit.TOKEN: "tokens", TimeUnit.SECOND: "the wall clock"}
 _UNKNOWN = {
-    TimeUnit.EPOCH: (
+    "epochs": (
         "they follow epochs, and the number of samples in the data set is not known",
         "pass dataset_num_samples, or write the times in 'sp' or 'ba'",
     ),
-    TimeUnit.TOKEN: (
+    "tokens": (
         "they follow tokens, and how many a sample has is not known",
         "pass tokens_per_sample if all have equally many, or write the times in 'sp', 'ep' or 'ba'",
     ),
-    TimeUnit.SECOND: (
+    "the wall clock": (
         "they follow the wall clock",
-        "write the times in 'sp', 'ep', 'ba' or 'dur'",
+        "write the times in 'sp', 'ep' or 'ba'",
     ),
 }

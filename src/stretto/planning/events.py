@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from stretto.planning.sizes import PlannedSizes
+from stretto.planning.watch import unknown_read
 from stretto.timing import BoundTrigger, Timestamp
 
 FIRST = 5
@@ -27,14 +28,15 @@ class Event:
     is_exact: bool = False
     """False where the count is not known or is an upper bound: of two marks that fall into one
     batch, both may be counted."""
-    needs_wall_clock: bool = False
-    """Whether it follows wall time, so that no plan can tell when it happens."""
+    follows: str | None = None
+    """What it follows that only the run knows, such as the wall clock; no plan can tell when."""
 
 
 def make_event(name: str, trigger: BoundTrigger, sizes: PlannedSizes) -> Event:
     """Return when `trigger` fires on a planned run."""
-    if trigger.needs_wall_clock:
-        return Event(name, needs_wall_clock=True)
+    follows = unknown_read(sizes.horizon, lambda now: trigger.count(now, now), [Timestamp()])
+    if follows is not None:
+        return Event(name, follows=follows)
     times = _times(trigger, sizes, FIRST)
     if sizes.end is None:
         return Event(name, tuple(times))

@@ -22,7 +22,14 @@ from stretto.planning.cautions import warnings_of
 from stretto.planning.clock import walk
 from stretto.planning.events import Event, make_event
 from stretto.planning.sizes import PlannedSizes
-from stretto.planning.stages import Stage, Values, check_stage, hyperparameters, make_stage
+from stretto.planning.stages import (
+    Stage,
+    Values,
+    check_stage,
+    hyperparameters,
+    known_schedules,
+    make_stage,
+)
 from stretto.planning.tokens import check_run_tokens, check_tokens
 from stretto.schedules import ScheduleLike, as_schedule
 from stretto.timing import Horizon, TimeLike, Timestamp, Trigger, parse_trigger
@@ -220,10 +227,11 @@ def plan(
     bound_triggers = {
         name: parse_trigger(trigger).bind(horizon) for name, trigger in (triggers or {}).items()
     }
-    if not tracks_tokens:
-        check_tokens(read, bound_triggers)
     bound = {name: schedule.bind(horizon) for name, schedule in read.items()}
-    values = hyperparameters(bound, _known(base or {}, read), rule or NoRule())
+    if not tracks_tokens:
+        check_tokens(bound, bound_triggers)
+    known, unknown = known_schedules(sizes, bound)
+    values = hyperparameters(known, _known(base or {}, read), rule or NoRule())
     stages = tuple(
         make_stage(
             horizon,
@@ -245,7 +253,7 @@ def plan(
         micro_batch_size=micro_batch_size,
         stages=stages,
         events=tuple(make_event(name, one, sizes) for name, one in bound_triggers.items()),
-        warnings=tuple(warnings_of(sizes, stages, world_size=world_size, even=even)),
+        warnings=(*warnings_of(sizes, stages, world_size=world_size, even=even), *unknown),
         _policy=bound_policy,
         _values=values,
     )

@@ -43,7 +43,7 @@ def to_record(plan: Plan) -> dict[str, object]:
                 "name": event.name,
                 "count": event.count,
                 "is_exact": event.is_exact,
-                "needs_wall_clock": event.needs_wall_clock,
+                "follows": event.follows,
                 "first": [clock(horizon, timestamp) for timestamp in event.first],
             }
             for event in plan.events

@@ -9,7 +9,9 @@ from typing import NamedTuple, TypeAlias, final
 from stretto.batching import LearningRateRule
 from stretto.batching.split import even_unit, not_even, split
 from stretto.errors import PlanError, cannot
-from stretto.planning.sizes import Stretch
+from stretto.planning.sizes import PlannedSizes, Stretch
+from stretto.planning.watch import unknown_read
+from stretto.schedules import BoundSchedule
 from stretto.timing import Horizon, Timestamp
 
 Values: TypeAlias = Callable[[Timestamp, int], dict[str, float]]
@@ -143,8 +145,23 @@ def rule_applies(name: str) -> bool:
     return name.partition("@")[0] == "lr"
 
 
+def known_schedules(
+    sizes: PlannedSizes, bound: Mapping[str, BoundSchedule]
+) -> tuple[dict[str, BoundSchedule], list[str]]:
+    """Return the schedules whose values are known before the run, and a line for each other."""
+    starts = [stretch.batches.first for stretch in sizes.stretches]
+    known, lines = {}, []
+    for name, schedule in bound.items():
+        follows = unknown_read(sizes.horizon, schedule, starts)
+        if follows is None:
+            known[name] = schedule
+        else:
+            lines.append(f"{name} follows {follows}, so its values are only known in the run")
+    return known, lines
+
+
 def hyperparameters(
-    bound: Mapping[str, Callable[[Timestamp], float]],
+    bound: Mapping[str, BoundSchedule],
     base: Mapping[str, float],
     rule: LearningRateRule,
 ) -> Values:

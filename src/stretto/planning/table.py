@@ -134,8 +134,8 @@ def _values(name: str, row: Sequence[Stage]) -> str:
 
 
 def _event(event: Event) -> str:
-    if event.needs_wall_clock:
-        return f"{event.name}: by the wall clock, so its times are not planned"
+    if event.follows is not None:
+        return f"{event.name}: by {event.follows}, so its times are only known in the run"
     if event.count == 0:
         return f"{event.name}: never in this run"
     often = "again and again"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from stretto.batching import BoundPolicy
 from stretto.errors import PlanError, cannot
-from stretto.schedules import Schedule
+from stretto.planning.watch import counters_read
+from stretto.schedules import BoundSchedule
 from stretto.timing import BoundTrigger, Horizon, Timestamp, TimeUnit
-
-_LATE = Timestamp(token=1 << 62)
-"""A clock on which nothing has passed but tokens: only what reads tokens reacts to it."""
 
 
 def check_run_tokens(horizon: Horizon, policy: BoundPolicy) -> None:
@@ -25,18 +24,24 @@ def check_run_tokens(horizon: Horizon, policy: BoundPolicy) -> None:
         _refuse("follow tokens with the batch size", "batch_size")
 
 
-def check_tokens(schedules: Mapping[str, Schedule], triggers: Mapping[str, BoundTrigger]) -> None:
+def check_tokens(
+    schedules: Mapping[str, BoundSchedule], triggers: Mapping[str, BoundTrigger]
+) -> None:
     """Refuse schedules and triggers that follow tokens, which the data do not count.
 
     Raises:
         PlanError: a schedule or a trigger follows tokens.
     """
     for name, schedule in schedules.items():
-        if any(time.unit is TimeUnit.TOKEN for time in schedule.times()):
+        if "token" in counters_read(schedule, [Timestamp()]):
             _refuse("follow tokens with a schedule", name)
     for name, trigger in triggers.items():
-        if trigger.count(Timestamp(), _LATE):
+        if "token" in counters_read(partial(_twice, trigger), [Timestamp()]):
             _refuse("wait for tokens", name)
+
+
+def _twice(trigger: BoundTrigger, now: Timestamp) -> int:
+    return trigger.count(now, now)
 
 
 def _refuse(what: str, where: str) -> None:
