@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any, final
 
 from stretto.data import Step
+from stretto.errors import TrainingError, cannot
 from stretto.timing import Horizon, Timestamp
 from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.loggers import JsonLinesLogger, MetricLogger
@@ -47,25 +48,41 @@ class Recorder:
         self._values = values
         self._folder = folder
         self._writes = ranks.is_first
-        self._loggers: list[MetricLogger] = list(loggers) if self._writes else []
+        self._given = tuple(loggers) if self._writes else ()
+        self._loggers: list[MetricLogger] = []
+        self._goes_on = False
         self._ledger: IO[str] | None = None
         self._rows: list[str] = []
         self._since = Timestamp()
         self._paused_nanoseconds = 0
 
     def open(self, timestamp: Timestamp) -> None:
-        """Open the files; what is logged first is measured from `timestamp` on."""
+        """Open the files; what is logged first is measured from `timestamp` on.
+
+        Raises:
+            TrainingError: the folder holds another run, or cannot be written to.
+        """
         self._since = timestamp
-        if not self._writes:
-            return
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._loggers.insert(0, JsonLinesLogger(self._folder / METRICS))
-            self._ledger = (self._folder / LEDGER).open("a", encoding="utf-8")
-            if self._ledger.tell() == 0:
-                self._ledger.write(",".join((*_COLUMNS, *self._values())) + "\n")
-        for logger in self._loggers:
+        self._paused_nanoseconds = 0
+        if self._folder is not None and self._writes:
+            self._open_files(self._folder)
+        for logger in self._given:
             logger.open(self._folder)
+            self._loggers.append(logger)
+
+    def _open_files(self, folder: Path) -> None:
+        ledger = folder / LEDGER
+        try:
+            if not self._goes_on and ledger.exists() and ledger.stat().st_size:
+                raise _another_run(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._loggers.append(JsonLinesLogger(folder / METRICS))
+            self._ledger = ledger.open("a", encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        if self._ledger.tell() == 0:
+            self._ledger.write(",".join((*_COLUMNS, *self._values())) + "\n")
+        self._goes_on = True
 
     def batch(self, step: Step, losses: Sequence[MicroLoss], after: Timestamp) -> None:
         """Take one finished batch: `after` is the clock behind it."""
@@ -73,9 +90,12 @@ class Recorder:
         if self._ledger is not None:
             at = step.timestamp
             values = ",".join(map(repr, self._values().values()))
+            # The clock also passes over what `last_batch="drop"` leaves out after the batch.
+            passed_over = after.sample - at.sample - step.size
+            tokens = after.token - at.token - passed_over * (self._horizon.tokens_per_sample or 0)
             self._rows.append(
                 f"{at.batch},{at.epoch},{at.sample},{at.token},{step.size},"
-                f"{after.token - at.token},{len(step.micro_batches)},{values}\n"
+                f"{tokens},{len(step.micro_batches)},{values}\n"
             )
 
     def log(self, step: Step, timestamp: Timestamp) -> dict[str, float]:
@@ -152,16 +172,43 @@ class Recorder:
             lengths = {name: (self._folder / name).stat().st_size for name in (METRICS, LEDGER)}
         return {
             "loss": self.loss.state_dict(self._ranks),
-            "since": self._since.to_state(),
             "files": lengths,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from saved sums, and cut the files back to where they were."""
+    def load_state_dict(self, state: Mapping[str, Any], *, is_own: bool) -> None:
+        """Continue from saved sums; files that are its own are cut back to where they were."""
         self.loss.load_state_dict(state["loss"], self._ranks)
-        self._since = Timestamp.from_state(state["since"])
-        for name, length in state["files"].items():
+        if is_own:
+            self._cut(state["files"])
+
+    def start_over(self) -> None:
+        """Empty the files: what a run left that had no checkpoint yet is done once more."""
+        self._cut(dict.fromkeys((METRICS, LEDGER), 0))
+
+    def _cut(self, lengths: Mapping[str, int]) -> None:
+        self._goes_on = True
+        for name, length in lengths.items():
             path = self._folder / name if self._folder is not None else None
             if self._writes and path is not None and path.exists():
                 with path.open("r+b") as file:
                     file.truncate(min(length, path.stat().st_size))
+
+
+def _another_run(folder: Path) -> TrainingError:
+    return TrainingError(
+        cannot(
+            f"begin a run in {folder}",
+            why="it holds one already",
+            instead="choose another folder, or call trainer.resume() first to go on with that one",
+        )
+    )
+
+
+def _unwritable(folder: Path, error: OSError) -> TrainingError:
+    return TrainingError(
+        cannot(
+            f"keep a run in {folder}",
+            why=(error.strerror or str(error)).lower(),
+            instead="choose a folder that can be written to",
+        )
+    )
