@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -138,4 +137,4 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="make room or choose another folder"):
         write_checkpoint(tmp_path / "file" / "a", TENSORS, RECORDS)
-    assert os.listdir(tmp_path) == ["file"]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

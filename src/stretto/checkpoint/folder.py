@@ -57,7 +57,8 @@ def write_checkpoint(
         records: what is not a tensor, as JSON.
 
     Raises:
-        CheckpointError: it cannot be written; what was there before is still there.
+        CheckpointError: it cannot be written, or the records are not JSON; what was there before
+            is still there.
     """
     unfinished = path.with_name(path.name + ".tmp")
     try:
@@ -83,6 +84,15 @@ def write_checkpoint(
         shutil.rmtree(unfinished, ignore_errors=True)
         raise CheckpointError(
             cannot(f"write {path}", why=str(error), instead="make room or choose another folder")
+        ) from error
+    except (TypeError, ValueError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise CheckpointError(
+            cannot(
+                f"write {path}",
+                why=f"its records are not JSON ({error})",
+                instead="return numbers, texts, lists and dicts from state_dict()",
+            )
         ) from error
 
 
@@ -122,11 +132,20 @@ def keep_newest(folder: Path, count: int) -> None:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(
+            cannot(
+                f"read {path}",
+                why="no finished checkpoint is there",
+                instead="pass the path of one, such as "
+                f"runs/name/checkpoints/{checkpoint_path(path, 4096).name}",
+            )
+        )
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         version, files = manifest["format"], manifest["files"]
         known = isinstance(version, int) and RECORDS in files
-        pairs = all(len(entry) == 2 for entry in files.values())  # noqa: PLR2004  size, digest
+        pairs = all(len(entry) == 2 for entry in files.values())  # size, digest
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise _broken(path, f"its manifest cannot be read ({error})") from None
     if not known or not pairs:
