@@ -292,3 +292,20 @@ class BoundHiding(TimedPolicy):
 def test_a_policy_that_hides_its_units_is_found_out() -> None:
     with pytest.raises(PlanError, match="name 'tok' among the units"):
         PlannedSizes(Horizon("100sp"), Hiding())
+
+
+@pytest.mark.parametrize("duration", ["30m", "1Btok", "3ep"])
+def test_sizes_that_change_for_ever_have_no_plan_where_the_end_is_unknown(duration: str) -> None:
+    policy = SizeFunction(lambda timestamp, _: 3 + timestamp.batch % 4)
+    with pytest.raises(PlanError, match="only the run itself can tell when it ends"):
+        PlannedSizes(Horizon(duration), policy)
+    resolved = resolve_horizon(Horizon(duration), policy)
+    with pytest.raises(ConversionError, match="they may change for ever"):
+        resolved.convert("100sp", "ba")
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_batch_that_no_epoch_holds_is_refused_in_runs_of_any_length(epochs: int) -> None:
+    horizon = Horizon(f"{epochs}ep", dataset_num_samples=10, last_batch="drop")
+    with pytest.raises(BatchSizeError, match="an epoch has only 10"):
+        PlannedSizes(horizon, 11)

@@ -24,14 +24,7 @@ from stretto.data.step import MicroBatch, Step
 from stretto.data.token_counter import TokenCounter
 from stretto.data.workers import Workers
 from stretto.errors import DataError, cannot
-from stretto.planning import (
-    StepPlan,
-    plan,
-    resolve_horizon,
-    tick,
-    unplannable,
-    walk,
-)
+from stretto.planning import PlannedSizes, StepPlan, plan, resolve_horizon, tick, walk
 from stretto.timing import Horizon, LastBatch, TimeLike, Timer, Timestamp, TimeUnit
 
 
@@ -114,7 +107,7 @@ class StepLoader(Iterator[Step]):
         self.horizon = resolve_horizon(run, self.policy)
         self.timer = Timer(self.horizon, clock=clock)
         self._bound = self.policy.bind(run)
-        self._is_planned = unplannable(run, self._bound) is None
+        self._is_planned = isinstance(self.horizon.batch_sizes, PlannedSizes)
         reading = Reading(
             spec,
             Workers(
@@ -156,6 +149,11 @@ class StepLoader(Iterator[Step]):
     def micro_batch_size(self) -> int | None:
         """The most samples of one micro-batch; None: a rank's whole share."""
         return self._part.micro_batch_size
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the sizes are known before the run."""
+        return self._is_planned
 
     @property
     def tracks_tokens(self) -> bool:

@@ -13,6 +13,8 @@ from stretto.errors import ConversionError, PlanError, cannot
 from stretto.planning.clock import advance, check_plannable, cut, next_step, unplannable
 from stretto.timing import Horizon, Timestamp
 
+_MOST_DECISIONS = 4096  # 0.1 s; where the end is not known, a policy without a last size has none
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,12 @@ def stretches(horizon: Horizon, policy: BoundPolicy) -> Generator[Stretch, None,
     mind instead of one for each batch.
 
     Raises:
-        PlanError: the sizes are not known before the run.
+        PlanError: the sizes are not known before the run, or they change for ever in a run
+            whose end is not.
         BatchSizeError: under `drop`, a batch is larger than an epoch.
     """
     check_plannable(horizon, policy)
-    now, state, open_stretch = Timestamp(), policy.start(), None
+    now, state, open_stretch, decisions = Timestamp(), policy.start(), None, 0
     run_axis, run_end = end_tick(horizon)
     while True:
         now, step = next_step(horizon, policy, now, state)
@@ -49,9 +52,10 @@ def stretches(horizon: Horizon, policy: BoundPolicy) -> Generator[Stretch, None,
             return now
         state = step.state
         batches = EqualBatches.on(horizon, now, step.decided)
-        count = _least(
-            _count(batches, policy.holds_until(now, state)), batches.count_until(run_axis, run_end)
-        )
+        until_end, decisions = batches.count_until(run_axis, run_end), decisions + 1
+        if until_end is None and decisions > _MOST_DECISIONS:
+            raise _endless(horizon)
+        count = _least(_count(batches, policy.holds_until(now, state)), until_end)
         after = None if count is None else _after(horizon, batches, count)
         if open_stretch is None:
             open_stretch = Stretch(batches, count, step.skipped, after)
@@ -277,4 +281,20 @@ def resolve_horizon(horizon: Horizon, policy: PolicyLike) -> Horizon:
     why = unplannable(horizon, bound)
     if why is not None:
         return horizon.with_batch_sizes(UnknownSizes(why[0]))
-    return horizon.with_batch_sizes(PlannedSizes(horizon, policy))
+    try:
+        return horizon.with_batch_sizes(PlannedSizes(horizon, policy))
+    except PlanError:
+        return horizon.with_batch_sizes(UnknownSizes(_ENDLESS))
+
+
+_ENDLESS = "they may change for ever, and only the run itself can tell when it ends"
+
+
+def _endless(horizon: Horizon) -> PlanError:
+    return PlanError(
+        cannot(
+            f"plan the batch sizes of a run of {horizon.max_duration}",
+            why=_ENDLESS,
+            instead="write max_duration in 'ep', 'sp' or 'ba', or run it without a plan",
+        )
+    )
