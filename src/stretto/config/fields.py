@@ -129,7 +129,7 @@ def read_length(value: object) -> Time:
             cannot(
                 f"use '{time}' here",
                 why="it is not longer than 0",
-                instead="write a time like '1ep'",
+                instead="write a time such as '1ep'",
             )
         )
     return time

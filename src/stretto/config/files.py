@@ -57,7 +57,7 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
 def parse_run_file(text: str, name: str = "run.yaml", overrides: Sequence[str] = ()) -> RunFile:
     r"""Return what the text of a run file says, with `key=value` overrides set.
 
-    >>> text = "max_duration: 2ep\ndata: {target: 'my.data:make'}\nbatch_size: 64"
+    >>> text = "max_duration: 2ep\ndata: {target: my.data:make}\nbatch_size: 64"
     >>> parse_run_file(text, overrides=["batch_size=32"]).config.batch_size
     32
 

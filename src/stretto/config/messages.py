@@ -78,9 +78,9 @@ def _reason(kind: str, context: Mapping[str, Any], value: object) -> tuple[str, 
             f"did you mean '{nearest}'?" if nearest else f"write {choices}",
         )
     if kind == "greater_than_equal":
-        return f"it is less than {context['ge']}", f"write a number of at least {context['ge']}"
+        return f"it is less than {context['ge']:g}", f"write a number of at least {context['ge']:g}"
     if kind == "greater_than":
-        return f"it is not above {context['gt']}", f"write a number above {context['gt']}"
+        return f"it is not above {context['gt']:g}", f"write a number above {context['gt']:g}"
     if kind == "less_than":
         return f"it is not less than {context['lt']}", "write a smaller number"
     if kind == "bool_type" and str(value).lower() in ("on", "yes", "off", "no"):

@@ -92,7 +92,7 @@ def _index(items: list[Any], part: str | int, path: Path, text: str) -> Any:
     raise _refused(
         text,
         f"{show_path(path)} is a list of {len(items)}",
-        f"write a number from 0 to {len(items) - 1} after '{show_path(path)}.'"
+        f"write a number from 0 to {len(items) - 1} after '{show_path(path)}.', such as 0"
         if items
         else f"set it as a whole, with '{show_path(path)}=...'",
     )

@@ -67,7 +67,7 @@ def make_loss(config: RunConfig, model: nn.Module, source: Source) -> Any:
         cannot(
             "train",
             why=f"there is no 'loss', and {type(model).__name__} has no static method of that name",
-            instead="write for example 'loss: {target: 'my.models:loss'}', "
+            instead="write for example 'loss: {target: my.models:loss}', "
             "a function (model, batch) -> loss",
             where=source.name,
         )
@@ -159,7 +159,7 @@ def _evaluation_data(
             cannot(
                 "evaluate",
                 why=f"there is no 'data' to evaluate on, and {config.data.target} takes no 'split'",
-                instead="write for example 'data: {target: 'my.data:make_validation'}' in it",
+                instead="write for example 'data: {target: my.data:make_validation}' in it",
                 where=source.where(path),
             )
         )

@@ -86,7 +86,9 @@ def plan_of(
             triggers=run.triggers,
         )
     except PlanError as error:
-        raise PlanError(in_file_words(str(error))) from error
+        said = in_file_words(str(error))
+        place = "" if said.endswith(")") else f" ({source.where(('batch_size',))})"
+        raise PlanError(f"{said}{place}") from error
 
 
 def build_run(

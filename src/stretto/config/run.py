@@ -59,7 +59,8 @@ def _schedule_key(name: str) -> str:
 
 
 def _top_level(value: Any) -> Any:
-    check_no_duration(getattr(value, "duration", None))
+    for one in value if isinstance(value, list) else [value]:
+        check_no_duration(getattr(one, "duration", None))
     return value
 
 
@@ -92,14 +93,17 @@ class RunConfig(Section):
     """The length of the run, in any unit but `dur`."""
     model: Target | None = None
     """Makes the model. A plan needs none."""
-    data: Annotated[Data, Field(examples=["{target: 'my.data:make'}"])]
+    data: Annotated[Data, Field(examples=["{target: my.data:make}"])]
     """Makes the training data."""
     optimizer: Optimizer | None = None
     """Makes the optimizer. A plan needs none."""
     loss: Target | None = None
     """`function(model, batch) -> loss`; left out: the `loss` of the model's class."""
     schedules: Annotated[
-        dict[Annotated[str, AfterValidator(_schedule_key)], ScheduleText],
+        dict[
+            Annotated[str, AfterValidator(_schedule_key)],
+            Annotated[ScheduleText, AfterValidator(_top_level)],
+        ],
         BeforeValidator(_without_nulls),
     ] = Field(default_factory=dict)
     """What multiplies each hyper-parameter, by its name: `lr`, `weight_decay`, `lr@group`."""

@@ -120,8 +120,8 @@ def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
 
 def _check_complete(config: RunConfig, source: Source) -> None:
     examples = {
-        "model": "model: {target: 'my.models:Model'}",
-        "optimizer": "optimizer: {target: 'torch.optim:AdamW', lr: 3.0e-4}",
+        "model": "model: {target: my.models:Model}",
+        "optimizer": "optimizer: {target: torch.optim:AdamW, lr: 3.0e-4}",
     }
     for name, example in examples.items():
         if getattr(config, name) is None:
