@@ -26,10 +26,9 @@ def test_a_line_is_that_of_exact_arithmetic(
 ) -> None:
     to = begin + length
     bound = line(span_of(begin, Fraction(100)), to, start, end)
-    # A way of no length is at its end where it begins.
-    part = (
-        min(max((batch - begin) / length, Fraction(0)), Fraction(1)) if length else batch >= begin
-    )
+    # A way of no length is at its end from the beginning; the span ends at 100.
+    passed = min(Fraction(batch), Fraction(100)) - begin
+    part = min(max(passed / length, Fraction(0)), Fraction(1)) if length else Fraction(1)
     exact = Fraction(start) + (Fraction(end) - Fraction(start)) * part
     assert bound(Timestamp(batch=batch)) == pytest.approx(float(exact), rel=1e-14, abs=1e-14)
 
@@ -61,4 +60,4 @@ def test_a_way_that_is_longer_than_its_span_is_left_where_that_ends() -> None:
 
 def test_a_way_of_no_length_is_at_its_end() -> None:
     bound = line(span_of(Fraction(5), Fraction(50)), Fraction(5), 1.0, 0.25)
-    assert [bound(Timestamp(batch=batch)) for batch in (4, 5, 6)] == [1.0, 0.25, 0.25]
+    assert [bound(Timestamp(batch=batch)) for batch in (4, 5, 6)] == [0.25, 0.25, 0.25]

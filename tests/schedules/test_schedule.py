@@ -85,7 +85,7 @@ def test_after_the_end_a_factor_stays(schedule: Schedule, later: int) -> None:
     assert bound(at_end) == bound(after)
 
 
-@given(leaves(), samples_of_run())
+@given(schedules(), samples_of_run())
 def test_before_the_start_a_factor_stays(schedule: Schedule, before: Timestamp) -> None:
     earlier = Timestamp(sample=-before.sample, epoch=-before.epoch)
     if "Custom" not in repr(schedule):

@@ -266,15 +266,15 @@ class Curve(WarmedUp):
         """Return the curve from the start of `span` on."""
         function, read = self.function, span.axis.read
         scale, first, total, stop = way(span, span.after(self.over))
-        start = self.first_factor()
         held = checked_factor(function(stop / total if total else 1.0), function)
+        start = self.first_factor() if total else held
 
         def value(timestamp: Timestamp) -> float:
             passed = read(timestamp) * scale - first
-            if passed >= stop:
-                return held
             if passed <= 0:
                 return start
+            if passed >= stop:
+                return held
             return checked_factor(function(passed / total), function)
 
         return value

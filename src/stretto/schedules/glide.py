@@ -18,15 +18,16 @@ def line(span: Span, to: Fraction, start: float, end: float) -> BoundSchedule:
     """
     read = span.axis.read
     scale, first, total, stop = way(span, to)
+    start = start if total else end  # a way of no length is at its end from the beginning
     rise, low, high = end - start, min(start, end), max(start, end)
     held = end if stop == total else min(max(start + rise * (stop / total), low), high)
 
     def value(timestamp: Timestamp) -> float:
         passed = read(timestamp) * scale - first
-        if passed >= stop:
-            return held
         if passed <= 0:
             return start
+        if passed >= stop:
+            return held
         result = start + rise * (passed / total)
         # Rounding may step over an end by one unit in the last place.
         if result > high:
@@ -46,15 +47,16 @@ def glide(
     """
     read = span.axis.read
     scale, first, total, stop = way(span, to)
+    start = start if total else end  # a way of no length is at its end from the beginning
     fall, low, high = start - end, min(start, end), max(start, end)
     held = end if stop == total else min(max(end + fall * left(stop / total), low), high)
 
     def value(timestamp: Timestamp) -> float:
         passed = read(timestamp) * scale - first
-        if passed >= stop:
-            return held
         if passed <= 0:
             return start
+        if passed >= stop:
+            return held
         result = end + fall * left(passed / total)
         # Rounding may step over an end by one unit in the last place.
         if result > high:

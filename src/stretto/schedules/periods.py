@@ -103,11 +103,14 @@ class Periods(Schedule):
         span = scope.span(self.times())
         parts = self._parts(span)
         pairs = zip(self.periods, parts, strict=True)
-        bound = [schedule.within(part) for (_, schedule), part in pairs]
-        read, cuts = span.axis.read, [math.ceil(part.start) for part in parts[1:]]
+        bound = [(part, schedule.within(part)) for (_, schedule), part in pairs]
+        # A period of no length is never read, but for the last, whose value is held.
+        lasting = [pair for pair in bound[:-1] if pair[0].start != pair[0].end] + bound[-1:]
+        read, cuts = span.axis.read, [math.ceil(part.start) for part, _ in lasting[1:]]
+        factors = [factor for _, factor in lasting]
 
         def value(timestamp: Timestamp) -> float:
-            return bound[bisect_right(cuts, read(timestamp))](timestamp)
+            return factors[bisect_right(cuts, read(timestamp))](timestamp)
 
         return value
 
