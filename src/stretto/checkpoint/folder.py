@@ -60,6 +60,7 @@ def write_checkpoint(
         CheckpointError: it cannot be written, or the records are not JSON; what was there before
             is still there.
     """
+    _check_json(path, records)
     unfinished = path.with_name(path.name + ".tmp")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -84,15 +85,6 @@ def write_checkpoint(
         shutil.rmtree(unfinished, ignore_errors=True)
         raise CheckpointError(
             cannot(f"write {path}", why=str(error), instead="make room or choose another folder")
-        ) from error
-    except (TypeError, ValueError) as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise CheckpointError(
-            cannot(
-                f"write {path}",
-                why=f"its records are not JSON ({error})",
-                instead="return numbers, texts, lists and dicts from state_dict()",
-            )
         ) from error
 
 
@@ -159,6 +151,19 @@ def _manifest(path: Path) -> dict[str, Any]:
             )
         )
     return {"format": version, "files": files}
+
+
+def _check_json(path: Path, records: Mapping[str, Any]) -> None:
+    try:
+        json.dumps(dict(records))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            cannot(
+                f"write {path}",
+                why=f"its records are not JSON ({error})",
+                instead="return numbers, texts, lists and dicts from state_dict()",
+            )
+        ) from error
 
 
 def _broken(path: Path, why: str) -> CheckpointError:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stretto.batching import LearningRateRule, NoRule
-from stretto.errors import ScheduleError, cannot
+from stretto.errors import ScheduleError, cannot, shown
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
 from stretto.timing import Horizon, Timestamp
 
@@ -55,8 +55,8 @@ class Hyperparameters:
         rule: how learning rates answer to the batch size; None: not at all.
 
     Raises:
-        ScheduleError: there is no such hyper-parameter or group, or a schedule does not fit the
-            run.
+        ScheduleError: there is no such hyper-parameter or group, a schedule does not fit the run,
+            or the rule is none.
         ConversionError: a time needs a fact that is not known.
     """
 
@@ -70,6 +70,7 @@ class Hyperparameters:
         *,
         rule: LearningRateRule | None = None,
     ) -> None:
+        _check_kinds(schedules, rule)
         self._rule = NoRule() if rule is None else rule
         # Its groups are looked up each time: loading a state puts new ones in their place.
         self._optimizer = optimizer
@@ -97,7 +98,7 @@ class Hyperparameters:
 
     @property
     def schedules(self) -> dict[str, Schedule]:
-        """What the learning rate and all that is scheduled follow, factors multiplied: for a plan."""
+        """What the learning rate and all that is scheduled follow, multiplied: for a plan."""
         return dict(self._schedules)
 
     @property
@@ -145,6 +146,25 @@ def _one(value: Any) -> Schedule:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return Product(*value)
     return as_schedule(value)
+
+
+def _check_kinds(schedules: Any, rule: Any) -> None:
+    if not isinstance(schedules, Mapping):
+        raise ScheduleError(
+            cannot(
+                f"read {shown(schedules)} as schedules",
+                why="it does not say what each is for",
+                instead="write {'lr': ...}",
+            )
+        )
+    if rule is not None and not isinstance(rule, LearningRateRule):
+        raise ScheduleError(
+            cannot(
+                f"follow the batch size by {shown(rule)}",
+                why="it is not a learning rate rule",
+                instead="write LinearRule(256), or FunctionRule(lambda size: ...)",
+            )
+        )
 
 
 def _check(name: str, groups: Sequence[Mapping[str, Any]]) -> None:

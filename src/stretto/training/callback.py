@@ -44,7 +44,7 @@ class Callback:
         """The optimizer has stepped and the clock has moved."""
 
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """An epoch has ended."""
+        """An epoch has ended; once for each, also where one batch ended several."""
 
     def on_evaluation_end(self, trainer: Trainer, name: str, metrics: Mapping[str, float]) -> None:
         """An evaluation is done."""
@@ -56,7 +56,7 @@ class Callback:
         """A checkpoint is whole and in its place."""
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """Training has ended, or was stopped."""
+        """Training has ended, was stopped, or has failed: undo what `on_fit_start` did."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what must survive a resume, as JSON."""

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from stretto.data import StepLoader, move_batch
+from stretto.data import DataSpec, StepLoader, move_batch
+from stretto.data.spec import Collate
+from stretto.errors import TrainingError, cannot
 from stretto.timing import BoundTrigger, Horizon
 from stretto.training.ranks import Ranks
 from stretto.training.settings import Evaluation, LossFunction
@@ -25,7 +28,8 @@ class Evaluator:
         loss: the training loss, where the evaluation has none of its own.
         loss_is_sum: whether that returns sums.
         count: counts the units that the loss is a mean over; None: samples.
-        batch_size: samples of one forward pass.
+        batch_size: samples of one forward pass, where the evaluation does not say.
+        collate_fn: makes batches of training samples, and of these where they are plain samples.
         ranks: the processes of the run.
         horizon: the run, for when it is due.
     """
@@ -39,6 +43,7 @@ class Evaluator:
         loss_is_sum: bool,
         count: Callable[[Any], int] | None,
         batch_size: int,
+        collate_fn: Collate | None,
         ranks: Ranks,
         horizon: Horizon,
     ) -> None:
@@ -51,22 +56,27 @@ class Evaluator:
         self._metrics = dict(settings.metrics)
         self._count = count
         self._ranks = ranks
-        self._data = settings.data
-        self._batch_size = settings.batch_size or batch_size
+        self._spec = DataSpec.of(settings.data)
+        self._batch_size = batch_size if settings.batch_size is None else settings.batch_size
+        are_samples = self._spec.is_map_style and not isinstance(self._spec.data, DataLoader)
+        self._collate_fn = collate_fn if are_samples else None
         self._loader()  # a data set that cannot be read is refused now, not at the first evaluation
 
     def measure(self) -> dict[str, float]:
         """Return the mean loss and metrics. Every rank must call it.
 
-        The model is in evaluation mode meanwhile, and back in its own afterwards.
+        The model is in evaluation mode meanwhile; then each of its modules is back in its own.
         """
-        was_training = self._model.training
+        # Averaging keeps weights alike on all ranks, but not what batch normalisation has seen.
+        self._ranks.copy_from_first(self._model.buffers())
+        modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
             with torch.no_grad():
                 sums = self._sums()
         finally:
-            self._model.train(was_training)
+            for module, was_training in modes:
+                module.training = was_training
         loss, units, *rest = self._ranks.agree(sums)
         metrics, samples = rest[:-1], rest[-1]
         means = {"loss": loss / units if units else math.nan}
@@ -87,21 +97,35 @@ class Evaluator:
     def _results(self, batch: Any, num_samples: int) -> list[float]:
         batch = move_batch(batch, self._ranks.device)
         units = num_samples if self._count is None else self._count(batch)
-        metrics = [metric(self._model, batch) for metric in self._metrics.values()]
-        loss, *means = torch.stack(
-            [value.detach().float() for value in (self._loss(self._model, batch), *metrics)]
-        ).tolist()
+        measured = {"loss": self._loss(self._model, batch)}
+        measured |= {name: metric(self._model, batch) for name, metric in self._metrics.items()}
+        values = [_scalar(name, value) for name, value in measured.items()]
+        loss, *means = torch.stack([value.to(self._ranks.device) for value in values]).tolist()
         # A mean over no units is nan; there is nothing to add.
         total = 0.0 if not units else loss * (1 if self._loss_is_sum else units)
         return [total, units, *(mean * num_samples for mean in means), num_samples]
 
     def _loader(self) -> StepLoader:
         return StepLoader(
-            self._data,
+            self._spec,
             self._batch_size * self._ranks.world_size,
             max_duration="1ep",
             micro_batch_size=self._batch_size,
             shuffle=False,
+            collate_fn=self._collate_fn,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
         )
+
+
+def _scalar(name: str, value: Any) -> Tensor:
+    tensor = torch.as_tensor(value).detach()
+    if tensor.dim():
+        raise TrainingError(
+            cannot(
+                f"average {name!r} over batches",
+                why=f"the function returned a tensor of shape {list(tensor.shape)}",
+                instead="return a scalar, such as errors.mean()",
+            )
+        )
+    return tensor

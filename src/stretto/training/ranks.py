@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from stretto.errors import TrainingError, cannot
 
@@ -26,7 +27,6 @@ class Ranks:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._owns_group = False
         self._group: Any = None
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -46,12 +46,11 @@ class Ranks:
         if found.type == "cuda":
             torch.cuda.set_device(found)
         launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        starts = launched and not dist.is_initialized()
-        if starts:
+        if launched and not dist.is_initialized():
             dist.init_process_group("nccl" if found.type == "cuda" else "gloo")
-        ranks = cls(found)
-        ranks._owns_group = starts
-        return ranks
+            # To the end of the process: evaluations and other runs may follow the first one.
+            atexit.register(_leave_group)
+        return cls(found)
 
     @property
     def is_first(self) -> bool:
@@ -83,10 +82,11 @@ class Ranks:
             for one, length in zip(gathered, lengths, strict=True)
         ]
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
+    def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Give `tensors` the values that they have on the first rank."""
         if self.world_size > 1:
-            dist.barrier(group=self._group)
+            for tensor in tensors:
+                dist.broadcast(tensor, 0)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return `model` with gradients averaged over ranks."""
@@ -95,19 +95,19 @@ class Ranks:
         devices = [self.device] if self.device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(model, device_ids=devices)
 
-    def close(self) -> None:
-        """Leave the process group, if this object joined it."""
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _device(name: str | None) -> torch.device:
+    own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if name is None:
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        return own if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
+        device = own if name == "cuda" else device
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise TrainingError(

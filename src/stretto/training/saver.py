@@ -46,12 +46,8 @@ class Saver:
         self._trigger: BoundTrigger | None = settings.trigger.bind(horizon) if settings else None
         self._ranks = ranks
         self._state = state
-        self._saved_at: int | None = None
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether the run keeps checkpoints at all."""
-        return self._settings is not None
+        self.saved_at: int | None = None
+        """The position of the last checkpoint of this run, which needs no second one."""
 
     def is_due(self, before: Timestamp, after: Timestamp) -> bool:
         """Return whether one is due between two timestamps."""
@@ -63,22 +59,41 @@ class Saver:
         A checkpoint that cannot be written is reported and does not stop the run; the ones before
         it stay.
         """
-        if self._settings is None or self._folder is None or self._saved_at == timestamp.sample:
+        if self._settings is None or self._folder is None or self.saved_at == timestamp.sample:
             return None
-        self._saved_at = timestamp.sample
         tensors, records = self._state.capture()
         path = checkpoint_path(self._folder, timestamp.sample)
+        has_failed = False
         if self._ranks.is_first:
             try:
                 write_checkpoint(path, tensors, records)
                 keep_newest(self._folder, self._settings.keep)
             except CheckpointError as error:
                 warnings.warn(f"{error}; training goes on", RuntimeWarning, stacklevel=2)
-                return None
-        self._ranks.barrier()
+                has_failed = True
+        # The others wait here for the first one, and hear how it went.
+        if self._ranks.agree((has_failed,))[0]:
+            return None
+        self.saved_at = timestamp.sample
         return path
 
     def latest(self) -> Path | None:
-        """Return the newest checkpoint of the run folder, if there is one."""
-        found = checkpoints(self._folder) if self._folder is not None else []
+        """Return the newest checkpoint of the run folder, if there is one.
+
+        Raises:
+            TrainingError: the run has no folder.
+        """
+        if self._folder is None:
+            raise TrainingError(
+                cannot(
+                    "resume from the latest checkpoint",
+                    why="the run has no folder",
+                    instead="pass folder='runs/name', or the path of a checkpoint",
+                )
+            )
+        found = checkpoints(self._folder)
         return found[-1] if found else None
+
+    def owns(self, path: Path) -> bool:
+        """Return whether a checkpoint lies in the run folder."""
+        return self._folder is not None and path.resolve().parent == self._folder.resolve()

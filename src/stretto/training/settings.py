@@ -8,8 +8,10 @@ from typing import Any, Literal, TypeAlias, final
 
 from torch import Tensor, nn
 
-from stretto.batching import LearningRateRule
-from stretto.errors import TrainingError, cannot
+from stretto.batching import LearningRateRule, checked_size
+from stretto.data import DataSpec
+from stretto.data.spec import is_one_shot
+from stretto.errors import TrainingError, cannot, shown
 from stretto.timing import LastBatch, TimeLike, Trigger, parse_trigger
 from stretto.training.loggers import MetricLogger
 
@@ -55,7 +57,8 @@ class Stepping:
     'mean'
 
     Raises:
-        TrainingError: a value is not one of those that exist, or `clip_norm` is not positive.
+        TrainingError: a value is not one of those that exist, or `clip_norm` is not a positive
+            number.
     """
 
     learning_rate_rule: LearningRateRule | None = None
@@ -78,11 +81,12 @@ class Stepping:
             _one_of("loss_weight", self.loss_weight, ("samples", "tokens"))
         _one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
         _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
-        if self.clip_norm is not None and not self.clip_norm > 0:
+        norm: object = self.clip_norm
+        if norm is not None and (not isinstance(norm, (int, float)) or not norm > 0):
             raise TrainingError(
                 cannot(
-                    f"clip gradients to a norm of {self.clip_norm}",
-                    why="it is not positive",
+                    f"clip gradients to a norm of {shown(norm)}",
+                    why="it is not a positive number",
                     instead="write a number such as 1.0, or leave clip_norm out",
                 )
             )
@@ -97,6 +101,10 @@ class Evaluation:
 
     >>> Evaluation([1.0, 2.0], every="10%", name="test").trigger
     Every('0.1dur')
+
+    Raises:
+        TrainingError: the data can be read only once, a metric is named `loss`, or the batch size
+            is not at least 1.
     """
 
     data: Any
@@ -106,7 +114,28 @@ class Evaluation:
     """Samples in one forward pass on one rank; None: the training micro-batch."""
     name: str = "validation"
     loss: LossFunction | None = None
-    """None: the training loss."""
+    """A mean over what the training loss is a mean over; None: the training loss."""
+
+    def __post_init__(self) -> None:
+        data = DataSpec.of(self.data).data
+        if is_one_shot(data):
+            raise TrainingError(
+                cannot(
+                    f"evaluate on data of type {type(data).__name__}",
+                    why="it can be iterated over only once, and every evaluation reads all of it",
+                    instead="pass a data set, a DataLoader, or a list of batches",
+                )
+            )
+        if "loss" in self.metrics:
+            raise TrainingError(
+                cannot(
+                    f"measure a metric named 'loss' in {self.name!r}",
+                    why="the loss itself has that name",
+                    instead="choose another, or pass it as loss=...",
+                )
+            )
+        if self.batch_size is not None:
+            checked_size(self.batch_size, "a batch size")
 
     @property
     def trigger(self) -> Trigger:
@@ -154,7 +183,7 @@ class Logging:
     Every('4096sp')
     """
 
-    every: TimeLike | Trigger = "1%"
+    every: TimeLike | Trigger = "10ba"
     flush: TimeLike | Trigger = "30s"
     loggers: Sequence[MetricLogger] = ()
 

@@ -18,6 +18,7 @@ from stretto.checkpoint import Checkpoint, pack_optimizer, unpack_optimizer
 from stretto.data import StepLoader
 from stretto.errors import CheckpointError, cannot
 from stretto.training.callback import Callback
+from stretto.training.evaluate import Evaluator
 from stretto.training.ranks import Ranks
 from stretto.training.recorder import Recorder
 
@@ -33,6 +34,7 @@ class RunState:
         recorder: the losses since the last log, and how long its files are.
         scaler: the loss scaler of fp16, or None.
         callbacks: listeners that may have state of their own.
+        evaluators: know when they last measured.
         ranks: the processes of the run.
     """
 
@@ -45,6 +47,7 @@ class RunState:
         recorder: Recorder,
         scaler: torch.amp.GradScaler | None,
         callbacks: Sequence[Callback],
+        evaluators: Sequence[Evaluator],
         ranks: Ranks,
     ) -> None:
         self._model = model
@@ -53,6 +56,7 @@ class RunState:
         self._recorder = recorder
         self._scaler = scaler
         self._callbacks = callbacks
+        self._evaluators = evaluators
         self._ranks = ranks
 
     def capture(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
@@ -68,12 +72,20 @@ class RunState:
                 {"type": type(callback).__qualname__, "state": callback.state_dict()}
                 for callback in self._callbacks
             ],
+            "evaluated": {one.name: one.measured_at for one in self._evaluators},
             "random": [json.loads(text) for text in everybody],
         }
         return {"model": self._model.state_dict(), "optimizer": tensors}, records
 
-    def restore(self, checkpoint: Checkpoint, path: Path) -> None:
+    def restore(self, checkpoint: Checkpoint, path: Path, *, is_own: bool) -> None:
         """Put back what `capture` returned.
+
+        A callback gets the state of the one of its type; of several, in their order.
+
+        Args:
+            checkpoint: what was read.
+            path: where it was read, for messages.
+            is_own: whether it lies in this run's folder, whose files go on from there.
 
         Raises:
             CheckpointError: it was captured from another model, optimizer or data.
@@ -91,12 +103,18 @@ class RunState:
             ) from None
         unpack_optimizer(self._optimizer, tensors["optimizer"], records["optimizer"])
         self._loader.load_state_dict(records["loader"])
-        self._recorder.load_state_dict(records["recorder"])
+        self._recorder.load_state_dict(records["recorder"], is_own=is_own)
         if self._scaler is not None and records["scaler"] is not None:
             self._scaler.load_state_dict(records["scaler"])
-        for callback, saved in zip(self._callbacks, records["callbacks"], strict=False):
-            if saved["type"] == type(callback).__qualname__:
+        states = list(records["callbacks"])
+        for callback in self._callbacks:
+            kind = type(callback).__qualname__
+            saved = next((one for one in states if one["type"] == kind), None)
+            if saved is not None:
+                states.remove(saved)
                 callback.load_state_dict(saved["state"])
+        for evaluator in self._evaluators:
+            evaluator.measured_at = records["evaluated"].get(evaluator.name, -1)
         if self._ranks.rank < len(records["random"]):
             _restore_random_state(records["random"][self._ranks.rank])
 

@@ -78,6 +78,8 @@ class Stepper:
         self.count = _counter(settings)
         self._is_sum = settings.loss_reduction == "sum"
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # All that is averaged over ranks, whether the optimizer has it or not.
+        self._averaged = list(model.parameters())
         self._clip_norm = settings.clip_norm
         self._dtype = _DTYPES.get(settings.precision)
         self.scaler = (
@@ -86,18 +88,24 @@ class Stepper:
         self._moves = ranks.device.type != "cpu"
 
     def gradient(self, step: Step) -> Gradient:
-        """Accumulate the gradient of `step`; it is complete but for `finish`."""
+        """Accumulate the gradient of `step`; it is complete but for `finish`.
+
+        Raises:
+            TrainingError: the loss is no scalar, or there is no unit to learn from.
+        """
         micro_batches = [self._prepared(micro) for micro in step.micro_batches]
         counts = self._counts(micro_batches)
         # The unit weights of all ranks are known only for samples, or where there is one rank.
         late = self.count is not None and self._ranks.world_size > 1
         whole = step.size if self.count is None or late else sum(counts)
+        if not whole:
+            raise _nothing_to_learn(step)
         losses = []
         for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
             is_last = index == len(micro_batches) - 1
             with self._without_sync(is_last=is_last):
                 with self._autocast():
-                    loss = self._loss(self._model, micro.batch)
+                    loss = _scalar(self._loss(self._model, micro.batch))
                 self._backward(loss, units, whole)
             if units:
                 factor = 1.0 if self._is_sum else float(units)
@@ -120,6 +128,8 @@ class Stepper:
     def update(self) -> None:
         """Clip, step and clear the gradients."""
         if self.scaler is not None:
+            if all(parameter.grad is None for parameter in self._parameters):
+                return  # all is frozen: the scaler refuses to step without a gradient
             if self._clip_norm is not None:
                 self.scaler.unscale_(self._optimizer)
                 nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
@@ -148,7 +158,7 @@ class Stepper:
             if self._ranks.world_size == 1:
                 return
             # Every rank must take part in the averaging; 0 * nan would spoil it.
-            loss = sum((p.sum() for p in self._parameters if p.requires_grad), loss.new_zeros(()))
+            loss = sum((p.sum() for p in self._averaged if p.requires_grad), loss.new_zeros(()))
             weight = 0.0
         else:
             weight = (1 if self._is_sum else units) * self._ranks.world_size / whole
@@ -189,7 +199,20 @@ def _nothing_to_learn(step: Step) -> TrainingError:
     return TrainingError(
         cannot(
             f"take the step at {step.timestamp.get('sp')}",
-            why="its batch has no target tokens to weigh the loss by",
+            why="its batch has nothing to weigh the loss by, such as target tokens",
             instead="give labels other than -100, or weigh by samples",
+        )
+    )
+
+
+def _scalar(loss: object) -> Tensor:
+    if isinstance(loss, Tensor) and not loss.dim():
+        return loss
+    shape = list(loss.shape) if isinstance(loss, Tensor) else None
+    raise TrainingError(
+        cannot(
+            f"learn from a loss of type {type(loss).__name__}",
+            why="it is no tensor" if shape is None else f"its shape is {shape}",
+            instead="return a scalar tensor, such as losses.mean()",
         )
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from stretto.planning import Plan, plan
 from stretto.planning.clock import unplannable
 from stretto.timing import Horizon, TimeLike, Timer, Timestamp
 from stretto.training.callback import Callback, Events
+from stretto.training.checks import check_parts
 from stretto.training.evaluate import Evaluator
 from stretto.training.interrupt import Interrupts
 from stretto.training.ranks import Ranks
@@ -73,11 +74,11 @@ class Trainer:
             several that multiply.
         loading: how samples are ordered and fetched.
         stepping: how a step is computed.
-        evaluate: one evaluation or several.
+        evaluate: one evaluation or several, each with a name of its own.
         checkpoint: when checkpoints are written; needs `folder`.
         log: when metrics are logged.
         callbacks: listeners.
-        folder: where metrics, the ledger and checkpoints go.
+        folder: where metrics, the ledger and checkpoints go; one for each run.
 
     Raises:
         StrettoError: something in the settings cannot be; the message says what to write.
@@ -103,8 +104,11 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         folder: str | Path | None = None,
     ) -> None:
+        evaluations = (evaluate,) if isinstance(evaluate, Evaluation) else evaluate or ()
+        check_parts(model, optimizer, loss, evaluations=evaluations, callbacks=callbacks)
         self.folder = Path(folder) if folder is not None else None
         self.stop_reason: str | None = None
+        self._all_stop = False
         self._ranks = Ranks.from_environment(stepping.device)
         self.model = model.to(self._ranks.device)
         spec = DataSpec.of(train_data)
@@ -117,7 +121,6 @@ class Trainer:
         self.hyperparameters = Hyperparameters(
             optimizer, schedules or {}, self.horizon, rule=stepping.learning_rate_rule
         )
-        evaluations = (evaluate,) if isinstance(evaluate, Evaluation) else tuple(evaluate or ())
         self.plan = _plan(self.loader, self.hyperparameters, evaluations, checkpoint, log)
         self._events = Events(callbacks)
         self._stepper = Stepper(
@@ -127,9 +130,10 @@ class Trainer:
             settings=stepping,
             ranks=self._ranks,
             transforms=[partial(call, self) for call in self._events.listeners("transform_batch")],
-            count_tokens=spec.count_tokens,
+            # Where nobody changes them, the loader has counted what the data have.
+            count_tokens=spec.count_tokens if spec.tokens_vary else None,
         )
-        self._evaluators = [self._evaluator(one, loss, stepping) for one in evaluations]
+        self._evaluators = [self._evaluator(one, loss, stepping, loading) for one in evaluations]
         self._recorder = Recorder(
             self.folder,
             log.loggers,
@@ -146,6 +150,7 @@ class Trainer:
             recorder=self._recorder,
             scaler=self._stepper.scaler,
             callbacks=callbacks,
+            evaluators=self._evaluators,
             ranks=self._ranks,
         )
         self._saver = Saver(
@@ -179,35 +184,61 @@ class Trainer:
         return self.timer.get_elapsed_duration()
 
     def stop(self, reason: str) -> None:
-        """End the run after the batch that is being computed, as a signal would."""
+        """End the run after the batch that is being computed, as a signal would.
+
+        In `on_fit_start`: before the first batch. On several ranks one that asks is enough; they
+        agree while they compute a batch, so what is asked after that holds for the next one.
+        """
         self.stop_reason = self.stop_reason or reason
 
     def fit(self) -> None:
         """Train until `max_duration` is reached, or the run is stopped.
 
-        SIGINT and SIGTERM end it after the batch, with a checkpoint where those are kept.
+        SIGINT and SIGTERM end it after the batch, with a checkpoint where those are kept. A run
+        that was stopped goes on where it is called again.
+
+        Raises:
+            TrainingError: the folder holds another run, or cannot be written to.
         """
-        self._recorder.open(self.timer.timestamp)
+        self.stop_reason = None
         try:
+            self._recorder.open(self.timer.timestamp)
             with self._interrupts:
-                self._events.tell("on_fit_start", self)
                 self.model.train()
-                self.timer.start()
-                before, step = self.timer.timestamp, None
-                for step in self.loader:
-                    after = self._take(step)
-                    self._after_batch(step, before, after)
-                    before = after
-                    if self.stop_reason is not None:
-                        break
-                self._end(step)
-                self._events.tell("on_fit_end", self)
+                self.optimizer.zero_grad()  # a gradient from before is no part of the first batch
+                self._events.tell("on_fit_start", self)
+                try:
+                    self._run()
+                finally:
+                    self._events.tell("on_fit_end", self)
         finally:
             self._recorder.close()
-            self._ranks.close()
+
+    def _run(self) -> None:
+        self.timer.start()
+        before, step = self.timer.timestamp, None
+        for step in self._steps():
+            after = self._take(step)
+            self._after_batch(step, before, after)
+            before = after
+        self._end(step, before)
+
+    def _steps(self) -> Iterator[Step]:
+        """The steps of the loader, until the run is over or stopped."""
+        self._all_stop = bool(self._ranks.agree((self.stop_reason is not None,))[0])
+        while not self._is_stopped and (step := next(self.loader, None)) is not None:
+            yield step
+
+    @property
+    def _is_stopped(self) -> bool:
+        # Of several ranks none may leave the loop alone, so only what they agreed on counts.
+        return self._all_stop if self._ranks.world_size > 1 else self.stop_reason is not None
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the model on every evaluation's data, log it and return it by `name/metric`."""
+        """Measure the model on every evaluation's data and return it by `name/metric`.
+
+        Called while `fit` runs it is also logged, as what is measured on time is.
+        """
         record: dict[str, float] = {}
         for evaluator in self._evaluators:
             record |= self._evaluate(evaluator)
@@ -221,10 +252,16 @@ class Trainer:
 
         Raises:
             CheckpointError: the checkpoint is damaged or belongs to another run.
+            TrainingError: the latest is asked for, and the run has no folder.
         """
         found = self._saver.latest() if str(path) == "latest" else Path(path)
-        if found is not None:
-            self._state.restore(read_checkpoint(found), found)
+        if found is None:
+            self._recorder.start_over()
+            return None
+        is_own = self._saver.owns(found)
+        self._state.restore(read_checkpoint(found), found, is_own=is_own)
+        self._saver.saved_at = self.timer.sample if is_own else None
+        self._logged_at = -1
         return found
 
     def _take(self, step: Step) -> Timestamp:
@@ -252,32 +289,45 @@ class Trainer:
         self._stepper.finish(step, sums[1])
         if sums[2]:
             self.stop("another rank was told to stop")
+            self._all_stop = True
         return int(sums[0]), sums[3]
 
     def _after_batch(self, step: Step, before: Timestamp, after: Timestamp) -> None:
         """Do everything that is due now."""
         self._events.tell("on_batch_end", self, step)
         if after.epoch != before.epoch:
-            self._events.tell("on_epoch_end", self)
+            self._end_epochs(before, after)
         if self._log_is_due(before, after):
             self._log(step)
         for evaluator in self._evaluators:
             if evaluator.is_due(before, after):
                 self._evaluate(evaluator)
-        if self._saver.is_due(before, after):
+        # The last one comes after the last line of metrics (see `_end`).
+        if self._saver.is_due(before, after) and not self.horizon.is_done(after):
             self._save()
         if self._flush_is_due(before, after):
             self._recorder.flush()
 
-    def _end(self, step: Step | None) -> None:
+    def _end_epochs(self, before: Timestamp, after: Timestamp) -> None:
+        for _ in range(after.epoch - before.epoch):
+            self._events.tell("on_epoch_end", self)
+
+    def _end(self, step: Step | None, before: Timestamp) -> None:
         """Log, measure and save what the last batch left open."""
+        if not self._is_stopped:
+            self.stop_reason = None  # a wish that came too late for the ranks to agree on
+        self._end_epochs(before, self.timer.timestamp)
+        is_cut = self._is_stopped and not self.horizon.is_done(self.timer.timestamp)
+        if is_cut:
+            self._save()  # before the last line: a run that goes on writes that one whole
         if step is not None and self._logged_at != self.timer.batch:
             self._log(step)
-        if self.stop_reason is None:
+        if not self._is_stopped:
             for evaluator in self._evaluators:
                 if evaluator.measured_at != self.timer.batch:
                     self._evaluate(evaluator)
-        self._save()
+        if not is_cut:
+            self._save()
 
     def _log(self, step: Step) -> None:
         self._logged_at = self.timer.batch
@@ -296,7 +346,9 @@ class Trainer:
         if path is not None:
             self._events.tell("on_checkpoint", self, path)
 
-    def _evaluator(self, settings: Evaluation, loss: LossFunction, stepping: Stepping) -> Evaluator:
+    def _evaluator(
+        self, settings: Evaluation, loss: LossFunction, stepping: Stepping, loading: Loading
+    ) -> Evaluator:
         return Evaluator(
             settings,
             self.model,
@@ -304,6 +356,7 @@ class Trainer:
             loss_is_sum=stepping.loss_reduction == "sum",
             count=self._stepper.count,
             batch_size=self.loader.micro_batch_size or _EVALUATION_BATCH,
+            collate_fn=loading.collate_fn,
             ranks=self._ranks,
             horizon=self.horizon,
         )

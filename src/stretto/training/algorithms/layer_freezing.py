@@ -11,6 +11,7 @@ from torch import nn
 from stretto.data import Step
 from stretto.errors import TrainingError, cannot
 from stretto.timing import Time, TimeLike
+from stretto.training.algorithms.modules import find_modules
 from stretto.training.algorithms.window import progress
 from stretto.training.callback import Callback
 
@@ -61,20 +62,11 @@ class LayerFreezing(Callback):
         self._layers = tuple(layers)
         self._start, self._end, self._level = Time(start), Time(end), level
         self.num_frozen = 0
+        self._stopped: list[nn.Parameter] = []
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Find the layers and resolve the times."""
-        modules = dict(trainer.model.named_modules())
-        unknown = [name for name in self._layers if name not in modules]
-        if unknown:
-            raise TrainingError(
-                cannot(
-                    f"freeze {unknown[0]!r}",
-                    why="the model has no such module",
-                    instead=f"write one of {', '.join(name for name in modules if name)}"[:300],
-                )
-            )
-        self._modules: list[nn.Module] = [modules[name] for name in self._layers]
+        self._modules = find_modules(trainer.model, self._layers, "freeze")
         self._progress = progress(trainer.horizon, self._start, self._end)
         self._alone = not trainer.has_several_ranks
 
@@ -85,6 +77,7 @@ class LayerFreezing(Callback):
         due = math.floor(passed * self._level * len(self._modules) + 1e-9)
         for module in self._modules[self.num_frozen : due]:
             if self._alone and _learns_without(trainer.model, module):
+                self._stopped += [p for p in module.parameters() if p.requires_grad]
                 module.requires_grad_(requires_grad=False)
         self.num_frozen = max(due, self.num_frozen)
 
@@ -96,10 +89,11 @@ class LayerFreezing(Callback):
                 parameter.grad = None
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """Let every layer learn again."""
+        """Let everything learn again that was stopped here."""
         del trainer
-        for module in self._modules[: self.num_frozen]:
-            module.requires_grad_(requires_grad=True)
+        for parameter in self._stopped:
+            parameter.requires_grad = True
+        self._stopped.clear()
         self.num_frozen = 0
 
     def __repr__(self) -> str:

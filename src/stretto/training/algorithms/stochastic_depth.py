@@ -11,6 +11,7 @@ from torch import nn
 from stretto.data import Step
 from stretto.errors import TrainingError, cannot
 from stretto.timing import Time, TimeLike
+from stretto.training.algorithms.modules import find_modules
 from stretto.training.algorithms.window import progress
 from stretto.training.callback import Callback
 
@@ -58,17 +59,9 @@ class StochasticDepth(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Put chance in front of each block."""
-        modules = dict(trainer.model.named_modules())
-        for depth, name in enumerate(self._blocks, start=1):
-            if name not in modules:
-                raise TrainingError(
-                    cannot(
-                        f"leave out {name!r}",
-                        why="the model has no such module",
-                        instead=f"write one of {', '.join(n for n in modules if n)}"[:300],
-                    )
-                )
-            self._restore.append(self._lottery(modules[name], depth / len(self._blocks)))
+        blocks = find_modules(trainer.model, self._blocks, "leave out")
+        for depth, block in enumerate(blocks, start=1):
+            self._restore.append(self._lottery(block, depth / len(blocks)))
         self._grown = (
             progress(trainer.horizon, self._warmup * 0, self._warmup) if self._warmup else None
         )
@@ -85,7 +78,7 @@ class StochasticDepth(Callback):
             self._restore.pop()()
 
     def _lottery(self, module: nn.Module, depth: float) -> Callable[[], None]:
-        forward = module.forward
+        own, forward = vars(module).get("forward"), module.forward
 
         def sometimes(hidden: Any, *args: Any, **kwargs: Any) -> Any:
             rate = self._now * depth
@@ -99,7 +92,10 @@ class StochasticDepth(Callback):
         module.forward = sometimes
 
         def restore() -> None:
-            module.forward = forward
+            if own is None:
+                del module.forward  # its class has one
+            else:
+                module.forward = own
 
         return restore
 

@@ -24,7 +24,7 @@ def progress(horizon: Horizon, start: Time, end: Time) -> Callable[[Timestamp], 
     if last <= first:
         raise TrainingError(
             cannot(
-                f"do something from {start} to {end}",
+                f"change how the model is trained from {start} to {end}",
                 why="the end does not come after the start",
                 instead="write an end that is later",
             )

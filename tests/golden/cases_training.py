@@ -1,0 +1,169 @@
+"""Wrong settings of a run: the Trainer's, its parts', and checkpoints that are none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from stretto.batching import LinearRule
+from stretto.checkpoint import read_checkpoint, write_checkpoint
+from stretto.optim import Hyperparameters, from_torch
+from stretto.schedules import Linear
+from stretto.timing import Horizon
+from stretto.training import (
+    Callback,
+    Checkpointing,
+    Evaluation,
+    Loading,
+    Logging,
+    Stepping,
+    Trainer,
+)
+from stretto.training.algorithms import (
+    LayerFreezing,
+    SelectiveBackprop,
+    SequenceLengthWarmup,
+    StochasticDepth,
+)
+
+DATA = TensorDataset(torch.zeros(20, 3))
+RUN = Horizon("10ba")
+
+
+def mean(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(batch[0]).mean()
+    return loss
+
+
+def trainer(**settings: Any) -> Trainer:
+    model = nn.Linear(3, 1)
+    defaults: dict[str, Any] = {
+        "model": model,
+        "train_data": DATA,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loss": mean,
+        "max_duration": "2ep",
+        "batch_size": 4,
+    }
+    return Trainer(**{**defaults, **settings})
+
+
+def sgd() -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+def damaged(name: str, content: str) -> object:
+    write_checkpoint(Path("checkpoint"), {"model": {}}, {})
+    Path("checkpoint", name).write_text(content)
+    return read_checkpoint(Path("checkpoint"))
+
+
+def resumed(**settings: Any) -> None:
+    """Go on with the checkpoint of a run in other circumstances."""
+    trainer(folder="run", checkpoint=Checkpointing()).fit()
+    trainer(folder="run", **settings).resume()
+
+
+def twice() -> None:
+    for _ in range(2):
+        trainer(folder="run").fit()
+
+
+def in_a_file() -> None:
+    Path("file").write_text("")
+    trainer(folder="file").fit()
+
+
+def wider() -> dict[str, Any]:
+    model = nn.Linear(3, 2)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+NEWER = json.dumps({"format": 99, "files": {"state.json": [0, ""]}})
+
+CASES: list[tuple[str, Callable[[], object]]] = [
+    ("training-model", lambda: trainer(model=nn.Linear)),
+    ("training-optimizer", lambda: trainer(optimizer="adamw")),
+    ("training-other-optimizer", lambda: trainer(optimizer=sgd())),
+    ("training-loss", lambda: trainer(loss="mse")),
+    ("training-loss-shape", lambda: trainer(loss=lambda m, b: m(b[0])).fit()),
+    ("training-loss-number", lambda: trainer(loss=lambda m, b: m(b[0]).mean().item()).fit()),
+    (
+        "training-nothing-to-learn",
+        lambda: trainer(stepping=Stepping(loss_weight=lambda batch: 0)).fit(),
+    ),
+    ("training-evaluate-data", lambda: trainer(evaluate=DATA)),
+    ("training-evaluate-one", lambda: trainer(evaluate=[DATA])),
+    ("training-callback-class", lambda: trainer(callbacks=[Callback])),
+    ("training-callback-alone", lambda: trainer(callbacks=Callback())),
+    ("training-same-name", lambda: trainer(evaluate=[Evaluation(DATA), Evaluation(DATA)])),
+    ("training-taken-name", lambda: trainer(evaluate=Evaluation(DATA, name="log"))),
+    ("training-duration", lambda: trainer(max_duration="2epochs")),
+    ("training-duration-part", lambda: trainer(max_duration="50%")),
+    ("training-no-tokens", lambda: trainer(max_duration="1Mtok")),
+    ("training-micro-batch", lambda: trainer(micro_batch_size=0)),
+    ("training-dropped", lambda: trainer(loading=Loading(last_batch="drop"), batch_size=64)),
+    ("training-last-batch", lambda: trainer(loading=Loading(last_batch="wrap"))),  # type: ignore[arg-type]
+    ("training-prefetch", lambda: trainer(loading=Loading(num_workers=0, prefetch_factor=2))),
+    ("training-seed", lambda: trainer(loading=Loading(seed="now"))),  # type: ignore[arg-type]
+    ("training-log-every", lambda: trainer(log=Logging("soon"))),
+    ("training-log-unsized", lambda: trainer(train_data=iter([]), log=Logging("0.5ep"))),
+    ("training-folder-of-checkpoints", lambda: trainer(checkpoint=Checkpointing())),
+    ("training-folder-twice", twice),
+    ("training-folder-is-a-file", in_a_file),
+    ("training-resume-without-folder", lambda: trainer().resume()),
+    ("training-resume-run-folder", lambda: trainer().resume("runs/a")),
+    ("training-resume-other-model", lambda: resumed(**wider())),
+    ("training-resume-other-seed", lambda: resumed(loading=Loading(seed=2))),
+    ("training-resume-other-data", lambda: resumed(train_data=TensorDataset(torch.zeros(9, 3)))),
+    ("training-clip-zero", lambda: Stepping(clip_norm=0)),
+    ("training-clip-text", lambda: Stepping(clip_norm="1.0")),  # type: ignore[arg-type]
+    ("training-precision", lambda: Stepping(precision="fp8")),  # type: ignore[arg-type]
+    ("training-reduction", lambda: Stepping(loss_reduction="none")),  # type: ignore[arg-type]
+    ("training-weight", lambda: Stepping(loss_weight="words")),  # type: ignore[arg-type]
+    ("training-device", lambda: trainer(stepping=Stepping(device="teapot"))),
+    ("training-keep", lambda: Checkpointing(keep=0)),
+    ("training-evaluate-once", lambda: Evaluation(iter([torch.zeros(2, 3)]))),
+    ("training-evaluate-metric", lambda: Evaluation(DATA, metrics={"loss": mean})),
+    (
+        "training-evaluate-shape",
+        lambda: trainer(
+            evaluate=Evaluation(DATA, metrics={"each": lambda m, b: m(b[0])})
+        ).evaluate(),
+    ),
+    ("training-evaluate-size", lambda: Evaluation(DATA, batch_size=0)),
+    ("training-evaluate-every", lambda: trainer(evaluate=Evaluation(DATA, "0ep"))),
+    ("training-freezing", lambda: LayerFreezing([])),
+    ("training-freezing-layer", lambda: trainer(callbacks=[LayerFreezing(["head"])]).fit()),
+    (
+        "training-freezing-stretch",
+        lambda: trainer(callbacks=[LayerFreezing([""], start="2ep", end="1ep")]).fit(),
+    ),
+    ("training-backprop", lambda: SelectiveBackprop(mean, keep=1.0)),
+    ("training-lengths", lambda: SequenceLengthWarmup(8, 4, over="1ep")),
+    ("training-depth", lambda: StochasticDepth(["blocks.0"], rate=1.0)),
+    ("training-depth-block", lambda: trainer(callbacks=[StochasticDepth(["blocks.0"])]).fit()),
+    ("optim-name", lambda: Hyperparameters(sgd(), {"learning_rate": Linear(1, 0)}, RUN)),
+    ("optim-group", lambda: Hyperparameters(sgd(), {"lr@head": Linear(1, 0)}, RUN)),
+    ("optim-not-a-mapping", lambda: Hyperparameters(sgd(), Linear(1, 0), RUN)),  # type: ignore[arg-type]
+    ("optim-rule", lambda: Hyperparameters(sgd(), {}, RUN, rule="linear")),  # type: ignore[arg-type]
+    (
+        "optim-rule-size",
+        lambda: Hyperparameters(sgd(), {}, RUN, rule=LinearRule(8)).apply(
+            trainer().timer.timestamp
+        ),
+    ),
+    ("optim-scheduler", lambda: from_torch(None)),  # type: ignore[arg-type]
+    ("optim-interval", lambda: from_torch(lambda optimizer: None, every="0ba")),
+    ("checkpoint-none", lambda: read_checkpoint(Path("runs/a"))),
+    ("checkpoint-manifest", lambda: damaged("manifest.json", "{}")),
+    ("checkpoint-newer", lambda: damaged("manifest.json", NEWER)),
+    ("checkpoint-damaged", lambda: damaged("state.json", "{}")),
+    ("checkpoint-not-json", lambda: write_checkpoint(Path("a"), {}, {"callback": {1, 2}})),
+]
