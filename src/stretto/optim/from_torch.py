@@ -66,7 +66,8 @@ class TorchSchedule(Schedule):
         steps = _Steps(self.factory)
 
         def value(timestamp: Timestamp) -> float:
-            return steps.factor(max(0, read(timestamp) * scale - start) // interval)
+            passed = max(0, read(timestamp) * scale - start)
+            return steps.factor(passed // interval if interval else 0)
 
         return value
 
