@@ -22,6 +22,12 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("planning-measured", lambda: PlannedSizes(RUN, MEASURED)),
     ("planning-wall-clock", lambda: plan(Horizon("1h"), "0sec:8 10m:16")),
     ("planning-function", lambda: plan(RUN, SizeFunction(lambda now, size: 8 + now.token))),
+    (
+        "planning-endless",
+        lambda: PlannedSizes(
+            Horizon("1h"), SizeFunction(lambda timestamp, current: 3 + timestamp.batch % 4)
+        ),
+    ),
     ("planning-tokens", lambda: plan(RUN, "0tok:8 100tok:16")),
     ("planning-epochs", lambda: plan(Horizon("9ep"), "0ep:8 2ep:16")),
     ("planning-dropped", lambda: plan(DROPPING, 128)),
