@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, final
@@ -86,10 +87,13 @@ class ChunkSource:
         _tell_epoch(self._batches, epoch)
         with kept_generators():
             seed_generators(sample_seed(self._seed, epoch, -1))
-            if state is not None:
-                self._batches.load_state_dict(from_json(state))  # type: ignore[attr-defined]
+            own = from_json(state)
+            if own is not None:
+                self._batches.load_state_dict(own)  # type: ignore[attr-defined]
             self._iterator = iter(self._batches)
-            self._chunk, self._offset = self._read(), 0
+            # Some sources set their state only when they are read: the first chunk has the state
+            # that was loaded, or is reached by counting.
+            self._chunk, self._offset = self._read(first=True, state=own), 0
         if self._chunk is None and state is None:
             raise _empty(self._batches)
         self._skip(skip)
@@ -116,10 +120,11 @@ class ChunkSource:
         if state["skip"] or state["state"] is not None:
             self.start_epoch(state["epoch"], state=state["state"], skip=state["skip"])
 
-    def _read(self) -> Chunk | None:
+    def _read(self, *, first: bool = False, state: Any = None) -> Chunk | None:
         assert self._iterator is not None
         while True:
-            state = self._batches.state_dict() if self._has_state else None  # type: ignore[attr-defined]
+            if self._has_state and not first:
+                state = copy.deepcopy(self._batches.state_dict())  # type: ignore[attr-defined]
             try:
                 batch = next(self._iterator)
             except StopIteration:
@@ -127,6 +132,7 @@ class ChunkSource:
             num_samples = self._spec.count_samples(batch)
             if num_samples:
                 return Chunk(batch, num_samples, state)
+            first = False
 
     def _skip(self, count: int) -> None:
         with _Progress(count) as advance:

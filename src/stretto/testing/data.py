@@ -105,7 +105,7 @@ def assert_resumes(
     for reading in read(loader, values):
         readings.append(reading)
         states.append(json.dumps(loader.state_dict()))
-    end = _without_job(json.loads(states[-1]))
+    end = _without_job(loader.state_dict())
     for number, state in enumerate(states):
         resumed = make_loader()
         resumed.load_state_dict(json.loads(state))

@@ -1,0 +1,200 @@
+"""Iterables of batches, cut anew into exact ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from stretto.data import DataSpec, StepLoader
+from stretto.errors import ConversionError, DataError
+from stretto.ordering import share
+from stretto.planning import walk
+from stretto.testing.data import cycled, read
+from stretto.timing import LastBatch
+
+
+class Chunks:
+    """Batches of given lengths; each epoch counts on."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        start = self.epochs[-1] * sum(self.lengths)
+        for length in self.lengths:
+            yield torch.arange(start, start + length)
+            start += length
+
+
+def values(batch: Any) -> list[int]:
+    listed: list[int] = batch.tolist()
+    return listed
+
+
+LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any)
+SIZES = st.lists(st.integers(1, 15), min_size=1, max_size=4)
+MODES = st.sampled_from(["keep", "drop", "carry"])
+
+
+@given(LENGTHS, SIZES, MODES, st.sampled_from([1, 2, 3, 7]), st.sampled_from([None, 1, 3]))
+def test_ranks_share_every_batch_that_a_source_gives(
+    lengths: list[int], sizes: list[int], last_batch: LastBatch, world: int, micro: int | None
+) -> None:
+    n = sum(lengths)
+    sizes = [min(size, n) for size in sizes] if last_batch == "drop" else sizes
+    for known in (None, n):
+        by_rank = [
+            list(
+                read(
+                    StepLoader(
+                        DataSpec(Chunks(lengths), num_samples=known),
+                        cycled(sizes, planned=False),
+                        max_duration="3ep",
+                        last_batch=last_batch,
+                        rank=rank,
+                        world_size=world,
+                        micro_batch_size=micro,
+                    ),
+                    values,
+                )
+            )
+            for rank in range(world)
+        ]
+        for steps in zip(*by_rank, strict=True):
+            start, size, micros = steps[0].sample, steps[0].size, steps[0].micro_batches
+            assert {(one.sample, one.size, one.micro_batches) for one in steps} == {
+                (start, size, micros)
+            }
+            for rank, step in enumerate(steps):
+                assert list(step.samples) == list(share(start, size, rank, world))
+            assert sum(sum(step.weights) for step in steps) == pytest.approx(world)
+
+
+@given(LENGTHS, SIZES, MODES)
+def test_an_iterable_of_known_length_follows_the_plan_as_a_data_set_does(
+    lengths: list[int], sizes: list[int], last_batch: LastBatch
+) -> None:
+    n = sum(lengths)
+    policy = cycled([min(size, n) for size in sizes])
+    loader = StepLoader(
+        DataSpec(Chunks(lengths), num_samples=n),
+        policy,
+        max_duration="2.5ep",
+        last_batch=last_batch,
+    )
+    planned = [(plan.timestamp.sample, plan.size) for plan in walk(loader.horizon, loader._bound)]
+    assert [(step.timestamp.sample, step.size) for step in loader] == planned
+
+
+@given(LENGTHS, SIZES, st.sampled_from(["keep", "carry"]))
+def test_an_unknown_length_gives_the_same_batches_as_a_known_one(
+    lengths: list[int], sizes: list[int], last_batch: LastBatch
+) -> None:
+    clocks = []
+    for known in (None, sum(lengths)):
+        spec = DataSpec(Chunks(lengths), num_samples=known, tokens_per_sample=2)
+        loader = StepLoader(
+            spec, cycled(sizes, planned=False), max_duration="3ep", last_batch=last_batch
+        )
+        clocks.append([(*loader.finish(step)[:7], step.size) for step in loader])
+    assert clocks[0] == clocks[1]
+
+
+def test_what_drop_leaves_out_of_an_unknown_length_is_passed_over() -> None:
+    loader = StepLoader(Chunks([4, 3]), 3, max_duration="2ep", last_batch="drop")
+    assert [(step.timestamp.epoch, step.timestamp.sample) for step in loader] == [
+        (0, 0),
+        (0, 3),
+        (1, 7),
+        (1, 10),
+    ]
+    assert (loader.timer.epoch, loader.timer.sample, loader.timer.batch) == (2, 14, 4)
+
+
+def test_every_epoch_is_told_to_the_source() -> None:
+    source = Chunks([4])
+    assert len(list(StepLoader(source, 2, max_duration="3ep"))) == 6
+    assert source.epochs == [0, 1, 2]
+
+
+def test_views_are_cut_and_never_joined() -> None:
+    chunk = torch.arange(10.0)
+    loader = StepLoader([chunk][:0] or iter([chunk]), 4, max_duration="1ep")
+    for step in loader:
+        for micro in step:
+            assert micro.batch.untyped_storage().data_ptr() == chunk.untyped_storage().data_ptr()
+
+
+def test_a_generator_serves_one_epoch() -> None:
+    loader = StepLoader((torch.zeros(3) for _ in range(2)), 4, max_duration="1ep")
+    assert [step.size for step in loader] == [4, 2]
+    with pytest.raises(DataError, match="only once"):
+        StepLoader((torch.zeros(3) for _ in range(2)), 4, max_duration="2ep")
+    loader = StepLoader((torch.zeros(3) for _ in range(2)), 4, max_duration="7sp")
+    with pytest.raises(DataError, match="epoch 1 of data of type generator"):
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "match"),
+    [([5, 4], "they end after 9"), ([5, 5, 1], "they go on after that")],
+    ids=["short", "long"],
+)
+def test_a_length_that_is_not_the_sources_is_found_out(lengths: list[int], match: str) -> None:
+    loader = StepLoader(DataSpec(Chunks(lengths), num_samples=10), 3, max_duration="2ep")
+    with pytest.raises(DataError, match=match):
+        list(loader)
+
+
+def test_an_empty_epoch_is_refused() -> None:
+    with pytest.raises(DataError, match="has no samples"):
+        list(StepLoader(Chunks([0, 0]), 3, max_duration="9sp"))
+
+
+@pytest.mark.parametrize(
+    ("duration", "policy"), [("0.5ep", 4), ("9sp", "0ep:4 0.5ep:8")], ids=["run", "policy"]
+)
+def test_only_units_that_need_the_size_are_refused(duration: str, policy: Any) -> None:
+    with pytest.raises(ConversionError, match="number of samples in the data set"):
+        StepLoader(Chunks([4]), policy, max_duration=duration)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"num_workers": 2}, "num_workers=2 with data of type Chunks: they are batches already"),
+        ({"collate_fn": len}, "batches already"),
+        ({"keyed_randomness": True}, "samples have no index"),
+        ({"max_duration": "1Ktok"}, "count the tokens"),
+    ],
+    ids=["workers", "collate", "keyed", "tokens"],
+)
+def test_what_an_iterable_cannot_do_is_refused(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        list(StepLoader(Chunks([4]), 4, **({"max_duration": "1ep"} | settings)))
+
+
+def test_tokens_are_counted_chunk_by_chunk() -> None:
+    chunks = [{"input_ids": torch.ones(3, 4), "attention_mask": torch.tensor([[1, 1, 0, 0]] * 3)}]
+    loader = StepLoader(iter(chunks), 2, max_duration="1ep")
+    assert [step.num_tokens for step in loader] == [4, 2]
+
+
+def test_a_data_loader_over_batches_is_read_as_it_is() -> None:
+    batches = [torch.arange(3), torch.arange(3, 8)]
+    loader = StepLoader(DataLoader(batches, batch_size=None), 4, max_duration="1ep")  # type: ignore[arg-type]
+    assert [values(micro.batch) for step in loader for micro in step] == [
+        [0, 1, 2],
+        [3],
+        [4, 5, 6, 7],
+    ]

@@ -1,0 +1,243 @@
+"""Cut anywhere, go on in any other way: every sample exactly once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from stretto.batching import AtMost, Fixed, IncreaseFunction
+from stretto.data import StepLoader
+from stretto.errors import CheckpointError, DataError
+from stretto.ordering import SampleOrder
+from stretto.testing.data import assert_resumes, cycled, policies, read
+from stretto.timing import LastBatch
+
+
+def values(batch: Any) -> list[int]:
+    listed: list[int] = (batch[0] if isinstance(batch, list) else batch).tolist()
+    return listed
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 25), policies(), st.sampled_from(["keep", "carry"]), st.integers(1, 6))
+def test_a_run_that_is_cut_before_any_step_goes_on_as_if_it_had_not_been(
+    n: int, policy: Any, last_batch: LastBatch, micro: int
+) -> None:
+    data = TensorDataset(torch.arange(n))
+    assert_resumes(
+        lambda: StepLoader(
+            data, policy, max_duration="2ep", last_batch=last_batch, micro_batch_size=micro
+        ),
+        values,
+    )
+
+
+@given(st.integers(1, 40), st.integers(0, 99), st.data())
+def test_any_world_size_and_policy_may_follow_any_other(
+    n: int, seed: int, data: st.DataObject
+) -> None:
+    dataset, order = TensorDataset(torch.arange(n)), SampleOrder(n, seed)
+    state: dict[str, Any] | None = None
+    seen: dict[int, int] = {}
+    position = 0
+    while position < 2 * n:
+        world = data.draw(st.sampled_from([1, 2, 3, 5, 8]))
+        sizes = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=3))
+        micro = data.draw(st.sampled_from([None, 1, 4]))
+        steps = data.draw(st.integers(1, 4))
+        loaders = [
+            StepLoader(
+                dataset,
+                cycled(sizes, planned=False),
+                max_duration="2ep",
+                seed=seed,
+                rank=rank,
+                world_size=world,
+                micro_batch_size=micro,
+                last_batch="carry",
+            )
+            for rank in range(world)
+        ]
+        if state is not None:
+            for loader in loaders:
+                loader.load_state_dict(json.loads(json.dumps(state)))
+        for _ in range(steps):
+            readings = [next(read(loader, values), None) for loader in loaders]
+            for rank, reading in enumerate(readings):
+                if reading is None:
+                    continue
+                for place, index in enumerate(reading.samples):
+                    first = reading.sample + (rank - reading.sample) % world
+                    assert seen.setdefault(first + place * world, index) == index
+                position = reading.sample + reading.size
+            for loader in loaders:
+                if loader._pending is not None:
+                    loader.finish(tokens=0)
+        states = [loader.state_dict() for loader in loaders]
+        state = states[0]
+        assert {json.dumps({**one, "clock": one["clock"]["sample"]}) for one in states} == {
+            json.dumps({**state, "clock": position})
+        }
+    assert seen == {p: order[p] for p in range(2 * n)}
+
+
+class Batches:
+    """An iterable of batches of odd sizes; with a state of its own, or without."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.reads = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        start = 0
+        for length in self.lengths:
+            self.reads += 1
+            yield torch.arange(start, start + length)
+            start += length
+
+
+class StatefulBatches(Batches):
+    def __init__(self, lengths: list[int]) -> None:
+        super().__init__(lengths)
+        self.number = 0
+        self.start_at = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.number, self.start_at = self.start_at, 0
+        while self.number < len(self.lengths):
+            start = sum(self.lengths[: self.number])
+            self.number += 1
+            self.reads += 1
+            yield torch.arange(start, start + self.lengths[self.number - 1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": (self.number,), "noise": torch.tensor([1.5]), "raw": b"\x00"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["noise"].item() == 1.5
+        assert state["raw"] == b"\x00"
+        (self.start_at,) = state["place"]
+
+
+@settings(max_examples=15)
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
+    st.lists(st.integers(1, 15), min_size=1, max_size=3),
+    st.sampled_from(["keep", "drop", "carry"]),
+    st.sampled_from([Batches, StatefulBatches]),
+)
+def test_an_iterable_is_returned_to_where_it_was(
+    lengths: list[int], sizes: list[int], last_batch: LastBatch, kind: type[Batches]
+) -> None:
+    assert_resumes(
+        lambda: StepLoader(
+            kind(lengths),
+            cycled(sizes, planned=False),
+            max_duration="3ep",
+            last_batch=last_batch,
+            micro_batch_size=4,
+        ),
+        values,
+    )
+
+
+def test_the_sources_own_state_saves_reading_again() -> None:
+    first = StepLoader(StatefulBatches([5] * 20), 7, max_duration="1ep")
+    for step in first:
+        if step.timestamp.sample == 63:
+            break
+    source = StatefulBatches([5] * 20)
+    loader = StepLoader(source, 7, max_duration="1ep")
+    loader.load_state_dict(first.state_dict())
+    assert values(next(loader).micro_batches[0].batch) == [70, 71, 72, 73, 74]
+    assert source.reads == 2  # the chunks of 70 and of 75; the 14 before were left out
+    assert loader.state_dict()["source"]["skip"] == 2
+
+
+class Samples(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+
+def test_a_torch_iterable_yields_samples() -> None:
+    assert_resumes(lambda: StepLoader(Samples(), 7, max_duration="2ep", chunk_size=4), values)
+
+
+def test_a_shuffled_order_of_a_data_loaders_own_is_repeated() -> None:
+    def make() -> StepLoader:
+        sampler = torch.utils.data.WeightedRandomSampler([1.0, 2.0, 3.0], 10)
+        data = DataLoader(TensorDataset(torch.arange(3)), sampler=sampler, batch_size=4)
+        return StepLoader(data, 3, max_duration="2ep", seed=4)
+
+    assert_resumes(make, values)
+
+
+def test_data_that_have_become_shorter_are_found_out() -> None:
+    first = StepLoader(Batches([5] * 4), 7, max_duration="1ep")
+    next(first)
+    next(first)
+    second = StepLoader(Batches([5]), 7, max_duration="1ep")
+    with pytest.raises(DataError, match="sample 14 of the epoch: the data end after 5"):
+        second.load_state_dict(first.state_dict())
+
+
+def test_a_state_that_json_does_not_keep_is_refused() -> None:
+    class Odd(StatefulBatches):
+        def state_dict(self) -> dict[str, Any]:
+            return {"object": object()}
+
+    loader = StepLoader(Odd([3, 3]), 4, max_duration="1ep")
+    next(loader)
+    with pytest.raises(DataError, match="its state holds a object"):
+        loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"seed": 2}, "saved with 0 as the order's seed and this run has 2"),
+        ({"shuffle": False}, "saved with True for shuffle"),
+        ({"data": TensorDataset(torch.arange(9))}, "saved with 10 samples in the data set"),
+        ({"data": Batches([10])}, "saved from a map-style data set"),
+    ],
+    ids=["seed", "shuffle", "length", "kind"],
+)
+def test_another_order_is_refused(change: dict[str, Any], match: str) -> None:
+    state = StepLoader(TensorDataset(torch.arange(10)), 4, max_duration="1ep").state_dict()
+    other: dict[str, Any] = {"data": TensorDataset(torch.arange(10)), "max_duration": "1ep"}
+    other |= change
+    with pytest.raises(CheckpointError, match=match):
+        StepLoader(other.pop("data"), 4, **other).load_state_dict(state)
+
+
+def test_another_version_is_refused() -> None:
+    loader = StepLoader([1], 1, max_duration="1ep")
+    with pytest.raises(CheckpointError, match="version 9"):
+        loader.load_state_dict({**loader.state_dict(), "version": 9})
+
+
+def test_the_state_of_a_policy_goes_to_a_policy_of_its_kind_alone() -> None:
+    def grow(epoch: int, current: int) -> int:
+        return 3
+
+    def make(policy: Any) -> StepLoader:
+        return StepLoader(list(range(20)), policy, max_duration="9ep")
+
+    first = make(IncreaseFunction(grow, 5, max_batch_size=100))
+    for step in first:
+        if step.timestamp.epoch == 2:
+            break
+    state = first.state_dict()
+    same = make(IncreaseFunction(grow, 5, max_batch_size=90))
+    same.load_state_dict(state)
+    assert next(same).batch_size == first.state_dict()["policy"]["state"]["size"]
+    other = make(AtMost(Fixed(8), 4))
+    other.load_state_dict(state)
+    assert next(other).batch_size == 4
