@@ -12,8 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from stretto.training import Trainer
 
 SCRIPT = Path(__file__).with_name("distributed_run.py")
+EDGES = Path(__file__).with_name("distributed_edges.py")
 
 # Each process imports torch: seconds on a quiet machine, a minute on a busy one.
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -76,3 +81,44 @@ def test_a_signal_on_one_rank_stops_all_and_any_number_goes_on(tmp_path: Path) -
     assert torch.allclose(torch.tensor(three[2]["weights"]), expected, rtol=0, atol=1e-12)
     seen = [sample for rank in (*stopped, *three) for sample in rank["samples"]]
     assert sorted(seen) == sorted(whole["samples"])
+
+
+def test_two_ranks_at_the_edges(tmp_path: Path) -> None:
+    """What one rank alone wants, has or fails at leaves neither of them waiting."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(str(EDGES), str(tmp_path)),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+
+    # The wish comes after the ranks have agreed on batch 3, so it holds for batch 4.
+    assert first["stopped"] == {"batch": 4, "reason": "enough", "after": 1}
+    assert second["stopped"] == {**first["stopped"], "reason": "another rank was told to stop"}
+    assert first["too late"] == second["too late"] == {"batch": 10, "reason": None, "after": 1}
+
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1)).double()
+    data = TensorDataset(torch.randn(40, 5, generator=torch.Generator().manual_seed(1)).double())
+    Trainer(
+        model,
+        data,
+        optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1),
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        max_duration="4ba",
+        batch_size=3,
+    ).fit()
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for rank in (first, second):
+        weights = torch.tensor(rank["dummies"], dtype=torch.float64)
+        assert torch.allclose(weights, expected, rtol=0, atol=1e-12)
+    assert first["dummies"] == second["dummies"]
+
+    assert first["unwritable"] == {"batch": 10, "warnings": 3}
+    assert second["unwritable"] == {"batch": 10, "warnings": 0}
+    for rank in (first, second):
+        assert rank["statistics"]["measured"] == pytest.approx(first["statistics"]["expected"])

@@ -1,0 +1,108 @@
+"""One of two ranks in runs at the edges; writes what it saw. A test starts it through torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from stretto.training import Callback, Checkpointing, Evaluation, Stepping, Trainer
+
+RANK = int(os.environ["RANK"])
+DATA = TensorDataset(torch.randn(40, 5, generator=torch.Generator().manual_seed(1)).double())
+
+
+def square(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(batch[0]).square().mean()
+    return loss
+
+
+def trainer(model: nn.Module, parameters: Any, **settings: Any) -> Trainer:
+    defaults: dict[str, Any] = {"max_duration": "10ba", "batch_size": 8}
+    return Trainer(
+        model,
+        DATA,
+        optimizer=torch.optim.SGD(parameters, lr=0.1),
+        loss=square,
+        stepping=Stepping(device="cpu"),
+        **{**defaults, **settings},
+    )
+
+
+class StopFirst(Callback):
+    """Asks on one rank alone, when the ranks have agreed already; too late at the last batch."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_batch_end(self, trainer: Trainer, step: Any) -> None:
+        if RANK == 0 and trainer.timer.batch == self.batch:
+            trainer.stop("enough")
+
+
+def stopped(at: int) -> dict[str, Any]:
+    model = nn.Linear(5, 1).double()
+    run = trainer(model, model.parameters(), evaluate=Evaluation(DATA), callbacks=[StopFirst(at)])
+    run.fit()
+    return {"batch": run.timer.batch, "reason": run.stop_reason, "after": len(run.evaluate())}
+
+
+def dummies() -> list[float]:
+    """Batches of 3 in micro-batches of 1: one rank has a dummy; half the model is not optimized."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1)).double()
+    trainer(
+        model, model[1].parameters(), batch_size=3, micro_batch_size=1, max_duration="4ba"
+    ).fit()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def unwritable(folder: Path) -> dict[str, Any]:
+    """A file stands where checkpoints belong: the run goes on without them."""
+    model = nn.Linear(5, 1).double()
+    if RANK == 0:
+        folder.mkdir()
+        (folder / "checkpoints").write_text("")
+    run = trainer(model, model.parameters(), folder=folder, checkpoint=Checkpointing("4ba"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit()
+    return {"batch": run.timer.batch, "warnings": len(caught)}
+
+
+def statistics() -> dict[str, float]:
+    """What batch normalisation has seen differs between ranks; they measure with the first's."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
+    run = trainer(model, model.parameters(), evaluate=Evaluation(DATA))
+    run.fit()
+    measured = run.evaluate()["validation/loss"]
+    model.eval()
+    with torch.no_grad():
+        return {"measured": measured, "expected": square(model, DATA.tensors).item()}
+
+
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
+    report = {
+        "stopped": stopped(3),
+        "too late": stopped(10),
+        "dummies": dummies(),
+        "unwritable": unwritable(out / "run"),
+        "statistics": statistics(),
+    }
+    (out / f"rank{RANK}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[-1]))
+    sys.stdout.flush()
+    # torch 2.13 with gloo sometimes aborts while the interpreter exits; everything is written.
+    os._exit(0)

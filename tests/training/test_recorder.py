@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import csv
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.errors import TrainingError
+from stretto.training import Callback, Checkpointing, Evaluation, Logging, MetricLogger
+
+Make = Callable[..., Any]
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def samples(folder: Path) -> list[int]:
+    with (folder / "ledger.csv").open() as file:
+        return [int(row["sample"]) for row in csv.DictReader(file)]
+
+
+class Kept(MetricLogger):
+    """Notes what is asked of it; refuses lines while it is not open."""
+
+    def __init__(self) -> None:
+        self.is_open, self.lines, self.opened = False, 0, 0
+
+    def open(self, folder: Path | None) -> None:
+        self.is_open, self.opened = True, self.opened + 1
+
+    def log(self, record: Any) -> None:
+        assert self.is_open
+        self.lines += 1
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+def test_loggers_are_open_while_fit_runs_and_again_when_it_goes_on(problem: Make) -> None:
+    run, logger = problem(), Kept()
+    trainer = run.trainer(
+        log=Logging("1ep", loggers=[logger]),
+        evaluate=Evaluation(run.data),
+        callbacks=[StopAt(3)],
+    )
+    trainer.evaluate()  # logged nowhere: nothing is open yet
+    assert (logger.lines, logger.opened) == (0, 0)
+    trainer.fit()
+    assert (logger.is_open, logger.opened) == (False, 1)
+    trainer.fit()
+    assert (logger.is_open, logger.opened) == (False, 2)
+    # Logged when it stopped; then a line and an evaluation at each of two epochs.
+    assert logger.lines == 1 + 2 * 2
+
+
+class StopAt(Callback):
+    def __init__(self, batch: int, reason: str = "enough") -> None:
+        self.batch, self.reason = batch, reason
+
+    def on_batch_end(self, trainer: Any, step: Any) -> None:
+        if trainer.timer.batch == self.batch:
+            trainer.stop(self.reason)
+
+
+class FailAt(StopAt):
+    def on_batch_end(self, trainer: Any, step: Any) -> None:
+        if trainer.timer.batch == self.batch:
+            raise ZeroDivisionError
+
+
+def test_what_was_recorded_before_an_error_is_on_the_disk(problem: Make, tmp_path: Path) -> None:
+    before, logger = signal.getsignal(signal.SIGINT), Kept()
+    trainer = problem().trainer(
+        folder=tmp_path, log=Logging("2ba", "1h", loggers=[logger]), callbacks=[FailAt(5)]
+    )
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit()
+    assert samples(tmp_path) == [0, 8, 16, 24, 32]
+    assert [line["ba"] for line in metrics(tmp_path)] == [2, 4]
+    assert not logger.is_open
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_folder_belongs_to_one_run(problem: Make, tmp_path: Path) -> None:
+    problem().trainer(folder=tmp_path).fit()
+    with pytest.raises(TrainingError, match=r"cannot begin a run in .*: it holds one already"):
+        problem().trainer(folder=tmp_path).fit()
+    assert len(samples(tmp_path)) == 16
+
+
+def test_a_run_that_died_before_its_first_checkpoint_is_done_once_more(
+    problem: Make, tmp_path: Path
+) -> None:
+    settings = {"folder": tmp_path, "checkpoint": Checkpointing("1ep"), "log": Logging("2ba")}
+    with pytest.raises(ZeroDivisionError):
+        problem().trainer(callbacks=[FailAt(5)], **settings).fit()
+    again = problem().trainer(**settings)
+    assert again.resume() is None
+    again.fit()
+    assert samples(tmp_path) == [step.timestamp.sample for step in again.plan.batches()]
+    assert [line["ba"] for line in metrics(tmp_path)] == list(range(2, 17, 2))
+
+
+def test_a_checkpoint_of_another_folder_leaves_the_files_here_alone(
+    problem: Make, tmp_path: Path
+) -> None:
+    settings = {"checkpoint": Checkpointing("2ba", keep=9), "log": Logging("1ba")}
+    problem().trainer(folder=tmp_path / "a", **settings).fit()
+    problem().trainer(folder=tmp_path / "b", **settings).fit()
+    early = sorted((tmp_path / "a" / "checkpoints").iterdir())[0]
+    here = problem().trainer(folder=tmp_path / "b", **settings)
+    here.resume(early)
+    assert len(samples(tmp_path / "b")) == 16
+    with pytest.raises(TrainingError, match="it holds one already"):
+        here.fit()
+    elsewhere = problem().trainer(folder=tmp_path / "c", **settings)
+    elsewhere.resume(early)
+    elsewhere.fit()
+    assert samples(tmp_path / "c") == samples(tmp_path / "a")[2:]
+    assert len(samples(tmp_path / "a")) == 16
+
+
+def test_a_folder_that_is_a_file_is_refused(problem: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match=r"cannot keep a run in .*: file exists"):
+        problem().trainer(folder=tmp_path / "file").fit()
