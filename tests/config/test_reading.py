@@ -90,12 +90,17 @@ def test_an_alias_is_a_copy() -> None:
         ("", "it is empty"),
         ("a: b: c", r"a second ':'.* \(line 1, column 5 of f\)"),
         ("a: [1", "is not closed"),
+        ("a: [", "a value is missing"),
+        ("a: {0ep:8}", "'0ep:8' has no value; write '0ep: 8', with a space"),
+        ("a: {target:b.c:d}", "write 'target: b.c:d', with a space"),
+        ('a: "\\p"', "begins an escape that YAML does not have; use single quotes"),
+        ("a: 1\n...\nb: 2", "goes on after its value has ended"),
         ("a: 'x", "a quote is not closed"),
         ("\ta: 1", "indent with spaces"),
         ("a: \x00", r"U\+0000"),
         ('a: "\\ud800"', "surrogate"),
         ("a:\n  b: 1\n c: 2", "indentation"),
-        ("*", "it is not YAML"),
+        ("*", "names no anchor; put it in quotes"),
     ],
 )
 def test_what_is_refused(text: str, message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -37,7 +36,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         typer.secho("interrupted", err=True)
         raise SystemExit(128 + signal.SIGINT) from None
-    except BrokenPipeError:
-        # The reader, such as head, has seen enough. What Python would still flush goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None

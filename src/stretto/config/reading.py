@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, final
 import yaml
 
 from stretto.config.source import Path
+from stretto.config.yaml_errors import broken_yaml
 from stretto.errors import ConfigError, cannot
 
 Value: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
@@ -81,7 +82,7 @@ def parse_yaml(text: str, name: str) -> Document:
             )
         ) from None
     except yaml.MarkedYAMLError as error:
-        raise _broken(error, name) from None
+        raise broken_yaml(error, name) from None
     except yaml.YAMLError:
         raise ConfigError(
             cannot(f"read {name}", why="it is not YAML", instead="write 'key: value' lines")
@@ -176,6 +177,12 @@ class _Reader:
                 )
             self.lines[inner] = _place(event)[0]
             entries[key] = self._value(self._next(), inner)
+            # In braces, '{0ep:8}' is the key '0ep:8' without a value.
+            if entries[key] is None and ":" in key:
+                first, _, second = key.partition(":")
+                raise self._refused(
+                    f"{key!r} has no value", f"write '{first}: {second}', with a space", event
+                )
         return entries
 
     def _key(self, event: yaml.Event) -> str:
@@ -227,58 +234,6 @@ def _place(event: yaml.Event) -> tuple[int, int]:
     mark = event.start_mark
     assert mark is not None, "the pure Python parser marks every event"
     return mark.line + 1, mark.column + 1
-
-
-_PROBLEMS = (
-    (
-        "mapping values are not allowed here",
-        "a second ':' stands where a value should be",
-        "put the text in quotes, or the inner 'key: value' on its own indented line",
-    ),
-    (
-        "cannot start any token",
-        "a value or a key begins with a character that YAML keeps for itself",
-        "indent with spaces, and put texts that begin with @, %, ` or a tab in quotes",
-    ),
-    (
-        "could not find expected ':'",
-        "a line is neither 'key: value' nor part of one",
-        "write 'key: value', with a space after the colon",
-    ),
-    (
-        "expected <block end>",
-        "the indentation does not fit the lines above",
-        "give keys of one level the same indentation",
-    ),
-    (
-        "expected ',' or",
-        "a '{' or '[' is not closed",
-        "close it, with ',' between the entries",
-    ),
-    (
-        "found unexpected end of stream",
-        "a quote is not closed",
-        "close it on the same line",
-    ),
-)
-
-
-def _broken(error: yaml.MarkedYAMLError, name: str) -> ConfigError:
-    """PyYAML's error in our own words."""
-    problem = error.problem or "it is not YAML"
-    mark = error.problem_mark or error.context_mark
-    where = f"line {mark.line + 1}, column {mark.column + 1} of {name}" if mark else name
-    for said, why, instead in _PROBLEMS:
-        if said in problem:
-            return ConfigError(cannot(f"read {name}", why=why, instead=instead, where=where))
-    return ConfigError(
-        cannot(
-            f"read {name}",
-            why=f"it is not YAML: {problem}",
-            instead="look at the quotes, colons and indentation there",
-            where=where,
-        )
-    )
 
 
 def check_mapping(value: Value, name: str) -> dict[str, Any]:

@@ -74,8 +74,8 @@ def _lines(path: Path) -> Iterator[dict[str, float]]:
                 elif text.endswith("\n"):
                     raise _unreadable(path, f"line {number} is not a line of metrics")
     except (OSError, UnicodeDecodeError) as error:
-        why = (getattr(error, "strerror", None) or "it is not UTF-8 text").lower()
-        raise _unreadable(path, why) from None
+        said = getattr(error, "strerror", None)
+        raise _unreadable(path, said.lower() if said else "it is not UTF-8 text") from None
 
 
 def _parsed(text: str) -> dict[str, float] | None:

@@ -1,0 +1,149 @@
+"""`stretto train` and what it leaves: used as a stranger would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.config.files import read_run_file
+
+Stretto = Callable[..., Any]
+pytestmark = pytest.mark.usefixtures("project")
+
+
+def test_trains_plans_and_reports(stretto: Stretto) -> None:
+    said = stretto("train", "run.yaml")
+    assert (said.code, said.err) == (0, "")
+    assert "run.yaml: Line with 3 parameters, in runs/run" in said.out
+    assert "run of 2ep: 11 batches of 4 to 16 samples" in said.out
+    assert "trained 2ep: 11 batches, 80 samples in " in said.out
+    assert "validation: loss " in said.out
+    assert ", entropy 3.2500" in said.out
+    folder = Path("runs/run")
+    assert {path.name for path in folder.iterdir()} == {
+        "run.yaml", "plan.json", "metrics.jsonl", "ledger.csv", "checkpoints",
+    }  # fmt: skip
+    assert json.loads((folder / "plan.json").read_text())["num_batches"] == 11
+    assert read_run_file(folder / "run.yaml").config.data.num_samples == 40
+
+    compared = stretto("plan", "--against", folder)
+    assert compared.code == 0
+    assert compared.out.startswith("all 11 batches as planned (size, epoch, sample, micro_batches")
+    assert "lr" in compared.out
+
+    other = stretto("plan", "--against", folder, "batch_size=8")
+    assert other.code == 1
+    assert other.out.startswith("the run left its plan:\n  batch 0: size 4, planned 8\n")
+
+    reported = stretto("report", folder, "--plot", "run.svg")
+    assert reported.code == 0
+    assert "validation/entropy: 3.2500 throughout" in reported.out
+    assert reported.out.endswith("drew run.svg\n")
+    assert Path("run.svg").read_text().startswith("<?xml")
+
+
+def test_prints_plain_lines_where_there_is_no_terminal(stretto: Stretto) -> None:
+    lines = stretto("train", "run.yaml", "max_duration=1ep").out.splitlines()
+    logged = [line for line in lines if "sp/s" in line]
+    assert len(logged) == 1, "a line every few seconds, and the run took none"
+    for word in ("loss ", "batch 4", "lr ", "ep left"):
+        assert word in logged[0]
+    assert any(line.startswith("100%  1ep  validation loss ") for line in lines)
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_each_run_has_a_folder_of_its_own(stretto: Stretto) -> None:
+    for _ in range(2):
+        assert stretto("train", "run.yaml", "max_duration=10sp").code == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["run", "run-2"]
+    assert stretto("train", "run.yaml", "--folder", "mine", "max_duration=10sp").code == 0
+    refused = stretto("train", "run.yaml", "--folder", "mine")
+    assert refused.code == 2
+    assert "cannot begin a run in mine: it holds one already" in refused.err
+
+
+def test_goes_on_from_a_checkpoint(stretto: Stretto) -> None:
+    stretto("train", "run.yaml", "max_duration=1ep", "--folder", "a")
+    said = stretto("train", "a/run.yaml", "--resume", "latest", "max_duration=2ep")
+    assert said.code == 0
+    assert "going on from a/checkpoints/checkpoint-000000000040, at 1ep" in said.out
+    assert "trained 2ep:" in said.out
+    nothing = stretto("train", "run.yaml", "--folder", "b", "--resume", "latest")
+    assert nothing.code == 2
+    assert "no finished checkpoint is there" in nothing.err or "holds no checkpoint" in nothing.err
+    nowhere = stretto("train", "run.yaml", "--resume", "latest")
+    assert nowhere.code == 2
+    assert "it is not said which" in nowhere.err
+
+
+def test_several_ranks_need_a_named_folder(
+    stretto: Stretto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = stretto("train", "run.yaml")
+    assert said.code == 2
+    assert "name one with --folder" in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("run.yaml model.target=cli_project:Lin", "did you mean 'cli_project:Line'?"),
+        ("run.yaml optimizer.lrr=1", "did you mean 'lr'?"),
+        ("run.yaml model=null", "cannot train: there is no 'model'"),
+        ("run.yaml data.num_samples=7", "(data in run.yaml, line 3)"),
+        ("run.yaml world_size=2", "torchrun --nproc-per-node 2"),
+        ("run.yaml micro_batch_size=auto", "is not part of this version"),
+        ("run.yaml schedules.lr.cosine.warmup=5ep", "schedules.lr"),
+        ("run.yaml --folder run.yaml", "cannot keep the run in run.yaml"),
+    ],
+)
+def test_refuses_before_the_first_step(arguments: str, message: str, stretto: Stretto) -> None:
+    said = stretto("train", *arguments.split())
+    assert said.code == 2
+    assert message in said.err
+    assert "Traceback" not in said.err
+    assert not Path("runs").exists()
+
+
+def test_an_interrupt_saves_and_says_how_to_go_on(project: Path) -> None:
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-u",
+            "-c",
+            "from stretto.cli import main; main()",
+            "train",
+            "run.yaml",
+            "max_duration=10h",
+            "batch_size=4",
+            "schedules=null",
+            "log.every=1ba",
+        ],
+        cwd=project,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if "loss" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert "(received SIGINT)" in out
+    assert "to go on:  stretto train runs/run/run.yaml --resume latest" in out
+    assert len(list((project / "runs" / "run" / "checkpoints").iterdir())) >= 1

@@ -1,0 +1,216 @@
+"""The verbs that train nothing: plan, convert, schema, version; and how errors are said."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto import __version__
+from stretto.cli.files import packaged_run_file
+from stretto.config.schema import run_file_schema
+
+Stretto = Callable[..., Any]
+
+STATED = """\
+max_duration: 2ep
+data: {target: no.such:thing, num_samples: 1000, tokens_per_sample: 4}
+optimizer: {target: no.such:Optimizer, lr: 0.1}
+schedules: {lr: {linear: {}}}
+batch_size: {ramp: double, start: 8, end: 32, over: 50%}
+"""
+
+
+@pytest.fixture
+def stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run file that states the sizes of its data, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("stated.yaml").write_text(STATED)
+    return Path("stated.yaml")
+
+
+def test_version(stretto: Stretto) -> None:
+    assert stretto("version") == (0, f"stretto {__version__}\n", "")
+
+
+def test_schema(stretto: Stretto) -> None:
+    said = stretto("schema")
+    assert json.loads(said.out) == run_file_schema()
+    assert (said.code, said.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        ("0.1dur --to ep --max-duration 90ep", "9ep"),
+        ("0.1dur --to ba --max-duration 90ep --samples 50000 --batch-size 128", "3519ba"),
+        (
+            "0.1dur --to ba --max-duration 90ep --samples 50000 --batch-size 128 --drop-last",
+            "3510ba",
+        ),
+        ("2Mtok --to ep --tokens 1000000", "2ep"),
+        ("1h --to dur --max-duration 10h", "0.1dur"),
+    ],
+)
+def test_convert(arguments: str, answer: str, stretto: Stretto) -> None:
+    assert stretto("convert", *arguments.split()) == (0, f"{answer}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("0.1dur --to ba --max-duration 90ep --batch-size 8", "pass --samples"),
+        ("0.1dur --to ba", "pass --max-duration"),
+        ("1ep --to ba --samples 100", "pass --batch-size"),
+        ("1ep --to tok --samples 100", "pass --tokens"),
+        ("1ep --to ba --samples 100 --batch-size 0", "cannot use --batch-size=0"),
+        ("1epoch --to ba", "write '1ep'"),
+        ("1ep --to epoch", "there is no such unit"),
+        ("1ep", "Missing option '--to'"),
+        ("1ep --to ba --samples x", "--samples"),
+    ],
+)
+def test_convert_refuses(arguments: str, message: str, stretto: Stretto) -> None:
+    said = stretto("convert", *arguments.split())
+    assert said.code == 2
+    assert said.out == ""
+    assert message in said.err
+    assert "Traceback" not in said.err
+
+
+def test_plan_prints_a_table(stated: Path, stretto: Stretto) -> None:
+    said = stretto("plan", stated)
+    assert said.code == 0
+    assert said.out.startswith("run of 2ep: 126 batches, 2,000 samples")
+    assert "8,000" in said.out, "tokens are counted"
+
+
+def test_plan_takes_overrides(stated: Path, stretto: Stretto) -> None:
+    assert (
+        "run of 4ep: 32 batches"
+        in stretto("plan", stated, "max_duration=4ep", "batch_size=125").out
+    )
+
+
+def test_plan_of_the_packaged_file(stretto: Stretto) -> None:
+    assert stretto("plan").out == stretto("plan", packaged_run_file()).out
+    assert "run of 1ep" in stretto("plan", "max_duration=1ep").out
+
+
+def test_plan_as_json(stated: Path, stretto: Stretto) -> None:
+    plan = json.loads(stretto("plan", stated, "--json").out)
+    assert plan["num_batches"] == 126
+    assert [stage["size"] for stage in plan["stages"]] == [8, 16, 32]
+
+
+def test_plan_batch_for_batch(stated: Path, stretto: Stretto) -> None:
+    lines = stretto("plan", stated, "--batches").out.splitlines()
+    assert lines[0] == "batch,epoch,sample,token,size,micro_batches,lr"
+    assert lines[1] == "0,0,0,0,8,1,0.1"
+    assert len(lines) == 127
+    rows = [
+        json.loads(line) for line in stretto("plan", stated, "--batches", "--json").out.splitlines()
+    ]
+    assert rows[-1] | {"lr": 0} == {
+        "batch": 125, "epoch": 1, "sample": 1992, "token": 7968, "size": 8, "micro_batches": 1,
+        "lr": 0,
+    }  # fmt: skip
+
+
+def test_plan_draws(stated: Path, stretto: Stretto) -> None:
+    said = stretto("plan", stated, "--plot", "plan.svg", "--unit", "tok")
+    assert (said.code, said.out) == (0, "")
+    assert said.err == "drew plan.svg\n"
+    assert Path("plan.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("nowhere.yaml", "cannot read 'nowhere.yaml': no such file"),
+        ("stated.yaml max_duration", "it has no '='"),
+        ("stated.yaml max_duratoin=1ep", "did you mean 'max_duration'? (max_duratoin on the"),
+        ("stated.yaml batch_size=5000 last_batch=drop", "write at_most: 1000"),
+        ("stated.yaml data.num_samples=null", "there is no module 'no'"),
+        ("stated.yaml --unit ep", "add --plot FILE"),
+        ("stated.yaml --plot plan.gif", "let it end in .png"),
+        ("stated.yaml --against runs/none", "cannot read runs/none/ledger.csv"),
+        ("--against runs/none", "cannot read 'runs/none/run.yaml'"),
+        ("stated.yaml max_duration=1h batch_size={0s:", "a value is missing"),
+        ("stated.yaml batch_size={0s:8,1m:16}", "'0s:8' has no value; write '0s: 8', with a space"),
+        ("stated.yaml --fruit", "No such option"),
+    ],
+)
+@pytest.mark.usefixtures("stated")
+def test_plan_refuses(arguments: str, message: str, stretto: Stretto) -> None:
+    said = stretto("plan", *arguments.split())
+    assert said.code == 2
+    assert said.out == ""
+    assert message in said.err
+    assert "Traceback" not in said.err
+
+
+def test_each_mistake_is_a_line_of_its_own(stated: Path, stretto: Stretto) -> None:
+    said = stretto("plan", stated, "seed=-1", "last_batch=kep")
+    assert [line[:12] for line in said.err.splitlines()] == ["Error: canno", "cannot use -"]
+
+
+def test_a_traceback_can_be_had(stated: Path) -> None:
+    from stretto.cli import main
+    from stretto.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="seed"):
+        main(["plan", str(stated), "--traceback", "seed=-1"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["plan", "--help"]])
+def test_help(arguments: list[str], stretto: Stretto) -> None:
+    said = stretto(*arguments)
+    assert "plan" in said.out + said.err
+
+
+def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_verbs_without_a_model_import_no_torch(stated: Path) -> None:
+    code = (
+        "import sys\n"
+        "from stretto.cli import main\n"
+        "for line in ('plan stated.yaml', 'plan', 'convert 1ep --to ep', 'schema', 'version'):\n"
+        "    try:\n"
+        "        main(line.split())\n"
+        "    except SystemExit as end:\n"
+        "        assert not end.code, end.code\n"
+        "heavy = {'torch', 'numpy', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = run_python(code, stated.parent)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_has_seen_enough(stated: Path) -> None:
+    code = "from stretto.cli import main; main(['plan', 'stated.yaml', '--batches'])"
+    done = subprocess.run(
+        ["bash", "-c", f'{sys.executable} -c "{code}" | head -1'],
+        cwd=stated.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "batch,epoch,sample,token,size,micro_batches,lr\n"
+    assert done.stderr == ""

@@ -1,0 +1,171 @@
+"""Pictures of plans and of runs: what is drawn, and that a file comes of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.errors import ConfigError, DataError, MissingPackageError, PlanError, StrettoError
+from stretto.planning import Plan, plan
+from stretto.report import drawing
+from stretto.report.plan_picture import POINTS, draw_plan, plan_curves
+from stretto.report.run_picture import draw_run
+from stretto.schedules import Cosine, Step
+from stretto.timing import Horizon
+
+HORIZON = Horizon("2ep", dataset_num_samples=100, tokens_per_sample=4)
+LEDGER = "batch,epoch,sample,token,size,tokens,micro_batches,lr\n"
+
+
+def make_plan(policy: Any = "0ep:10 1ep:20", **options: Any) -> Plan:
+    return plan(HORIZON, policy, schedules={"lr": Cosine()}, **options)
+
+
+def make_run(folder: Path, planned: Plan) -> None:
+    """Write what a run that follows its plan leaves behind."""
+    lines, rows = [], [LEDGER]
+    for batch in planned.batches():
+        at, size = batch.timestamp, batch.size
+        rows.append(
+            f"{at.batch},{at.epoch},{at.sample},{at.token},{size},{4 * size},1,"
+            f"{batch.values['lr']!r}\n"
+        )
+        sample = at.sample + size
+        clock = {"ep": sample / 100, "ba": at.batch + 1, "sp": sample, "tok": 4 * sample}
+        clock |= {"dur": sample / 200, "sec": 0.1 * at.batch}
+        lines.append({**clock, "loss": 3 / (1 + at.batch), "batch_size": size, "lr": 0.1})
+        if at.batch % 5 == 4:
+            lines.append({**clock, "validation/loss": 3 / at.batch, "validation/entropy": 2.5})
+    (folder / "ledger.csv").write_text("".join(rows))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("unit", "edges"),
+    [
+        (None, [0, 1, 2]),
+        ("ep", [0, 1, 2]),
+        ("ba", [0, 10, 15]),
+        ("sp", [0, 100, 200]),
+        ("tok", [0, 400, 800]),
+        ("dur", [0, 0.5, 1]),
+    ],
+)
+def test_curves_over_each_unit(unit: str | None, edges: list[float]) -> None:
+    curves = plan_curves(make_plan(), unit)
+    assert curves.edges == edges
+    assert curves.sizes == [10, 20]
+    assert (curves.times[0], curves.times[-1]) == (0, curves.end)
+    assert len(curves.times) == len(curves.values["lr"]) == 16
+    assert curves.values["lr"][0] == 1
+    assert curves.values["lr"][-1] == curves.values["lr"][-2]
+
+
+def test_a_long_plan_is_thinned() -> None:
+    long = plan(Horizon("10_000_000ba"), "0ba:4 5_000_001ba:8", schedules={"lr": Cosine()})
+    curves = plan_curves(long)
+    assert POINTS < len(curves.times) <= POINTS + 3
+    assert 5_000_001 in curves.times
+    assert math.isclose(curves.values["lr"][len(curves.times) // 2], 0.5, rel_tol=0.01)
+
+
+@pytest.mark.parametrize("ending", [".png", ".svg", ".pdf", ".PNG"])
+def test_draws_a_plan(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / "pictures" / f"plan{ending}"
+    draw_plan(make_plan(world_size=2, micro_batch_size=4), path)
+    heads = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
+    assert path.read_bytes().startswith(heads[ending.lower()])
+
+
+def test_a_picture_says_what_it_shows(tmp_path: Path) -> None:
+    planned = plan(
+        HORIZON,
+        "0ep:10 1ep:20",
+        micro_batch_size=4,
+        world_size=2,
+        schedules={"lr": Cosine(), "weight_decay": Step("1ep"), "lr@head": 0.5},
+    )
+    # Letters as text, and not as outlines, so that they can be read here.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(drawing.STYLE, "svg.fonttype", "none")
+        draw_plan(planned, tmp_path / "plan.svg", unit="tok")
+    text = (tmp_path / "plan.svg").read_text()
+    for said in (
+        "run of 2ep", "15 batches", "200 samples", "800 tokens", "2 ranks", "batch size",
+        "micro-batches of each rank", "learning rate", "learning rate of head", "weight decay",
+        ">tokens<",
+    ):  # fmt: skip
+        assert said in text, said
+
+
+def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
+    for name in ("a.svg", "b.svg", "a.png", "b.png"):
+        draw_plan(make_plan(), tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "policy", [7, "0ep:7 1ep:8", {"ramp": "linear", "start": 5, "end": 60, "over": "1ep"}]
+)
+def test_draws_sizes_near_and_far(policy: Any, tmp_path: Path) -> None:
+    draw_plan(make_plan(policy), tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("unit", [None, "ep", "ba", "sp", "tok", "dur"])
+def test_draws_a_run(unit: str | None, tmp_path: Path) -> None:
+    make_run(tmp_path, make_plan())
+    path = tmp_path / "run.png"
+    draw_run(tmp_path, path, horizon=HORIZON, plan=make_plan(), unit=unit)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_a_run_says_what_it_shows(tmp_path: Path) -> None:
+    make_run(tmp_path, make_plan())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(drawing.STYLE, "svg.fonttype", "none")
+        draw_run(tmp_path, tmp_path / "run.svg", horizon=HORIZON, plan=make_plan())
+        draw_run(tmp_path, tmp_path / "alone.svg", horizon=HORIZON, plan=None)
+    text = (tmp_path / "run.svg").read_text()
+    for said in ("training", "validation", "entropy", "planned", "batch size", ">tokens<"):
+        assert said in text, said
+    assert "planned" not in (tmp_path / "alone.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("draw", "error", "message"),
+    [
+        (lambda p: draw_plan(make_plan(), p / "x.gif"), ConfigError, "let it end in .png"),
+        (lambda p: draw_plan(make_plan(), p / "x"), ConfigError, "let it end in .png"),
+        (lambda p: draw_plan(make_plan(), p / "x.png", unit="sec"), PlanError, "over 'sec'"),
+        (lambda p: draw_plan(make_plan(), p / "x.png", unit="s"), StrettoError, "unit of time"),
+        (lambda p: draw_plan(plan(Horizon("1h"), 8), p / "x.png"), PlanError, "without an end"),
+        (
+            lambda p: draw_run(p, p / "x.png", horizon=HORIZON, plan=None),
+            DataError,
+            "metrics.jsonl: no such file",
+        ),
+    ],
+)
+def test_what_cannot_be_drawn(
+    draw: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        draw(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot write .*: (file exists|not a directory)"):
+        draw_plan(make_plan(), tmp_path / "file" / "plan.png")
+
+
+def test_matplotlib_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises((MissingPackageError, ImportError), match="matplotlib"):
+        draw_plan(make_plan(), tmp_path / "plan.png")
