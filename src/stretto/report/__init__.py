@@ -1,1 +1,22 @@
 """What was planned and what was done, as pictures, tables and comparisons."""
+
+from __future__ import annotations
+
+from stretto.report.ledger import Comparison, Difference, LedgerRow, compare, read_ledger
+from stretto.report.plan_picture import draw_plan
+from stretto.report.run import RunMetrics, read_metrics
+from stretto.report.run_picture import draw_run
+from stretto.report.run_table import run_table
+
+__all__ = [
+    "Comparison",
+    "Difference",
+    "LedgerRow",
+    "RunMetrics",
+    "compare",
+    "draw_plan",
+    "draw_run",
+    "read_ledger",
+    "read_metrics",
+    "run_table",
+]
