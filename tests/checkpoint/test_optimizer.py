@@ -51,6 +51,14 @@ def test_training_goes_on_to_the_last_bit(name: str) -> None:
     assert resumed.param_groups[0].keys() == optimizer.param_groups[0].keys()
 
 
+def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
+    """Torch itself would take it, and fail in the middle of the first step."""
+    model = nn.Linear(3, 2)
+    tensors, record = pack_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    with pytest.raises(CheckpointError, match="it was saved from AdamW"):
+        unpack_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), tensors, record)
+
+
 def test_another_optimizers_state_is_refused() -> None:
     model = nn.Linear(3, 2)
     tensors, record = pack_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -85,6 +85,11 @@ def wider() -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
 
 
+def averaged() -> dict[str, Any]:
+    model = nn.Linear(3, 1)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+
+
 NEWER = json.dumps({"format": 99, "files": {"state.json": [0, ""]}})
 
 CASES: list[tuple[str, Callable[[], object]]] = [
@@ -122,6 +127,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("training-resume-other-model", lambda: resumed(**wider())),
     ("training-resume-other-seed", lambda: resumed(loading=Loading(seed=2))),
     ("training-resume-other-data", lambda: resumed(train_data=TensorDataset(torch.zeros(9, 3)))),
+    ("training-resume-other-optimizer", lambda: resumed(**averaged())),
     ("training-clip-zero", lambda: Stepping(clip_norm=0)),
     ("training-clip-text", lambda: Stepping(clip_norm="1.0")),  # type: ignore[arg-type]
     ("training-precision", lambda: Stepping(precision="fp8")),  # type: ignore[arg-type]

@@ -43,7 +43,8 @@ def pack_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, A
             else:
                 plain[name] = value
         groups.append(plain)
-    return tensors, {"values": values, "param_groups": groups}
+    kind = type(optimizer).__name__
+    return tensors, {"type": kind, "values": values, "param_groups": groups}
 
 
 def unpack_optimizer(
@@ -54,6 +55,8 @@ def unpack_optimizer(
     Raises:
         CheckpointError: it was another optimizer's.
     """
+    if record["type"] != type(optimizer).__name__:
+        raise _other(optimizer, f"it was saved from {record['type']}")
     state: dict[int, dict[str, Any]] = {}
     groups = [
         {name: _value(value) for name, value in group.items()} for group in record["param_groups"]
@@ -68,13 +71,17 @@ def unpack_optimizer(
     try:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     except (ValueError, KeyError) as error:
-        raise CheckpointError(
-            cannot(
-                f"give the saved state to {type(optimizer).__name__}",
-                why=str(error),
-                instead="resume with the optimizer and the parameters that it was saved from",
-            )
-        ) from error
+        raise _other(optimizer, str(error)) from error
+
+
+def _other(optimizer: Optimizer, why: str) -> CheckpointError:
+    return CheckpointError(
+        cannot(
+            f"give the saved state to {type(optimizer).__name__}",
+            why=why,
+            instead="resume with the optimizer and the parameters that it was saved from",
+        )
+    )
 
 
 def _value(value: Any) -> Any:
