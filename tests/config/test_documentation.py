@@ -1,0 +1,38 @@
+"""Every piece of a run file that the documentation shows is one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from stretto.config.reading import parse_yaml
+from stretto.config.run import RunConfig
+from stretto.config.schema import run_file_schema
+
+PAGE = Path(__file__).parents[2] / "docs" / "run-file.md"
+BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+PIECES = [
+    piece for block in BLOCKS for piece in block.split("---\n") if not piece.startswith("# yaml")
+]
+LEAST: dict[str, Any] = {"max_duration": "2ep", "data": {"target": "a:b"}, "batch_size": 8}
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_pieces_are_read_and_accepted(piece: str) -> None:
+    value = parse_yaml(piece, "piece").value
+    assert isinstance(value, dict)
+    RunConfig.parse(LEAST | value)
+    jsonschema.Draft202012Validator(run_file_schema()).validate(LEAST | value)
+
+
+def test_every_key_is_mentioned() -> None:
+    text = PAGE.read_text("utf-8")
+    assert [
+        key for key in RunConfig.model_fields if f"{key}:" not in text and f"`{key}`" not in text
+    ] == [
+        "folder"  # on the page of the command line
+    ]
