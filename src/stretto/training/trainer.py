@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, final
@@ -13,15 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stretto.checkpoint import read_checkpoint
-from stretto.data import DataSpec, Step, StepLoader
+from stretto.data import DataSpec, Step
 from stretto.optim import Hyperparameters
-from stretto.planning import Plan, plan
-from stretto.planning.clock import unplannable
 from stretto.timing import Horizon, TimeLike, Timer, Timestamp
 from stretto.training.callback import Callback, Events
 from stretto.training.checks import check_parts
 from stretto.training.evaluate import Evaluator
 from stretto.training.interrupt import Interrupts
+from stretto.training.preparation import make_loader, make_plan
 from stretto.training.ranks import Ranks
 from stretto.training.recorder import Recorder
 from stretto.training.saver import Saver
@@ -114,17 +113,17 @@ class Trainer:
         spec = DataSpec.of(train_data)
         if any(callback.changes_tokens for callback in callbacks):
             spec = replace(spec, tokens_vary=True)
-        self.loader = _loader(
+        self.loader = make_loader(
             spec, batch_size, max_duration, micro_batch_size, loading=loading, ranks=self._ranks
         )
         self.optimizer = optimizer
         self.hyperparameters = Hyperparameters(
             optimizer, schedules or {}, self.horizon, rule=stepping.learning_rate_rule
         )
-        self.plan = _plan(self.loader, self.hyperparameters, evaluations, checkpoint, log)
+        self.plan = make_plan(self.loader, self.hyperparameters, evaluations, checkpoint, log)
         self._events = Events(callbacks)
         self._stepper = Stepper(
-            self._ranks.wrap(_compiled(model) if stepping.compile else model),
+            self._ranks.wrap(cast(nn.Module, torch.compile(model)) if stepping.compile else model),
             optimizer,
             loss=loss,
             settings=stepping,
@@ -360,54 +359,3 @@ class Trainer:
             ranks=self._ranks,
             horizon=self.horizon,
         )
-
-
-def _loader(
-    spec: DataSpec,
-    batch_size: Any,
-    max_duration: TimeLike,
-    micro_batch_size: int | None,
-    *,
-    loading: Loading,
-    ranks: Ranks,
-) -> StepLoader:
-    settings = {field.name: getattr(loading, field.name) for field in fields(loading)}
-    return StepLoader(
-        spec,
-        batch_size,
-        max_duration=max_duration,
-        micro_batch_size=micro_batch_size,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        **settings,
-    )
-
-
-def _compiled(model: nn.Module) -> nn.Module:
-    return cast(nn.Module, torch.compile(model))
-
-
-def _plan(
-    loader: StepLoader,
-    hyperparameters: Hyperparameters,
-    evaluations: Sequence[Evaluation],
-    checkpoint: Checkpointing | None,
-    log: Logging,
-) -> Plan | None:
-    """The run as it will be, which also finds every stage that could not be; None if unknown."""
-    if unplannable(loader.horizon, loader.policy.bind(loader.horizon)) is not None:
-        return None
-    triggers = {one.name: one.trigger for one in evaluations} | {"log": log.trigger}
-    if checkpoint is not None:
-        triggers["checkpoint"] = checkpoint.trigger
-    return plan(
-        loader.horizon,
-        loader.policy,
-        world_size=loader.world_size,
-        micro_batch_size=loader.micro_batch_size,
-        schedules=hyperparameters.schedules,
-        base=hyperparameters.base,
-        rule=hyperparameters.rule,
-        triggers=triggers,
-        tracks_tokens=loader.tracks_tokens,
-    )

@@ -1,0 +1,63 @@
+"""A run before its first step: its loader and its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from stretto.data import DataSpec, StepLoader
+from stretto.optim import Hyperparameters
+from stretto.planning import Plan, plan
+from stretto.planning.clock import unplannable
+from stretto.timing import TimeLike
+from stretto.training.ranks import Ranks
+from stretto.training.settings import Checkpointing, Evaluation, Loading, Logging
+
+
+def make_loader(
+    spec: DataSpec,
+    batch_size: Any,
+    max_duration: TimeLike,
+    micro_batch_size: int | None,
+    *,
+    loading: Loading,
+    ranks: Ranks,
+) -> StepLoader:
+    """Return the loader of this rank's share of every batch."""
+    settings = {field.name: getattr(loading, field.name) for field in fields(loading)}
+    return StepLoader(
+        spec,
+        batch_size,
+        max_duration=max_duration,
+        micro_batch_size=micro_batch_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        **settings,
+    )
+
+
+def make_plan(
+    loader: StepLoader,
+    hyperparameters: Hyperparameters,
+    evaluations: Sequence[Evaluation],
+    checkpoint: Checkpointing | None,
+    log: Logging,
+) -> Plan | None:
+    """The run as it will be, which also finds every stage that could not be; None if unknown."""
+    if unplannable(loader.horizon, loader.policy.bind(loader.horizon)) is not None:
+        return None
+    triggers = {one.name: one.trigger for one in evaluations} | {"log": log.trigger}
+    if checkpoint is not None:
+        triggers["checkpoint"] = checkpoint.trigger
+    return plan(
+        loader.horizon,
+        loader.policy,
+        world_size=loader.world_size,
+        micro_batch_size=loader.micro_batch_size,
+        schedules=hyperparameters.schedules,
+        base=hyperparameters.base,
+        rule=hyperparameters.rule,
+        triggers=triggers,
+        tracks_tokens=loader.tracks_tokens,
+    )
