@@ -92,7 +92,10 @@ def test_an_iterable_of_known_length_follows_the_plan_as_a_data_set_does(
         max_duration="2.5ep",
         last_batch=last_batch,
     )
-    planned = [(plan.timestamp.sample, plan.size) for plan in walk(loader.horizon, loader._bound)]
+    planned = [
+        (plan.timestamp.sample, plan.size)
+        for plan in walk(loader.horizon, policy.bind(loader.horizon))
+    ]
     assert [(step.timestamp.sample, step.size) for step in loader] == planned
 
 

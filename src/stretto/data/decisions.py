@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import final
 
-from stretto.batching import BoundPolicy, PolicyState, Signals
+from stretto.batching import NO_SIGNALS, BoundPolicy, PolicyState, Signals
 from stretto.batching.equal import end_tick
-from stretto.planning import StepPlan, next_step
-from stretto.timing import Horizon, Timestamp
+from stretto.planning import StepPlan, next_step, walk
+from stretto.timing import Horizon, Timer, Timestamp
 
 
 @final
 class Decisions:
-    """Takes the decisions of `stretto.planning.next_step`, one batch at a time.
+    """Takes the decisions of `stretto.planning.next_step`, ahead of the run or at each step.
 
     Most batches are like the one before. As long as the policy's decision stands, and neither the
     epoch nor the run ends, the next plan is the last one at a later time: 1 us instead of 4.
 
+    It knows nothing of the loader, so that a loader which is dropped takes its workers with it.
+
     Args:
         horizon: the run.
         policy: the batch size policy, bound to it.
+        timer: where the run stands.
     """
 
-    def __init__(self, horizon: Horizon, policy: BoundPolicy) -> None:
+    def __init__(self, horizon: Horizon, policy: BoundPolicy, timer: Timer) -> None:
         self._horizon = horizon
         self._policy = policy
+        self._timer = timer
+        self.state: PolicyState = policy.start()
+        """The policy's state after the last batch that was finished."""
+        self.signals = NO_SIGNALS
+        """What that batch measured."""
         axis, tick = end_tick(horizon)
         self._run_limit = (axis.read, tick)
         self._limits: tuple[tuple[Callable[[Timestamp], int], int], ...] = ()
@@ -34,11 +42,27 @@ class Decisions:
         self.end: Timestamp | None = None
         """The clock at the end of the run, once it is reached."""
 
-    def next(self, timestamp: Timestamp, state: PolicyState, signals: Signals) -> StepPlan | None:
-        """Decide the batch that starts at `timestamp`; None where the run is over.
+    def ahead(self) -> Iterator[StepPlan]:
+        """Yield the batches of the run from here on, as far ahead as they are asked for."""
+        self.end = yield from walk(
+            self._horizon, self._policy, timestamp=self._timer.timestamp, state=self.state
+        )
 
-        The calls follow the run, and `state` is the one of the decision before.
-        """
+    def at_each_step(self) -> Iterator[StepPlan]:
+        """Yield the batches of the run, each decided when it is asked for."""
+        timer = self._timer
+        while True:
+            plan = self._next(timer.timestamp)
+            if plan is None:
+                return
+            yield plan
+
+    def restart(self, state: PolicyState, signals: Signals) -> None:
+        """Go on from where the timer stands now."""
+        self.state, self.signals = state, signals
+        self._last = self.end = None
+
+    def _next(self, timestamp: Timestamp) -> StepPlan | None:
         last = self._last
         if last is not None:
             for read, tick in self._limits:
@@ -47,7 +71,7 @@ class Decisions:
             else:
                 _, size, decided, _, _, state = last
                 return tuple.__new__(StepPlan, (timestamp, size, decided, 0, 0, state))
-        now, plan = next_step(self._horizon, self._policy, timestamp, state, signals)
+        now, plan = next_step(self._horizon, self._policy, timestamp, self.state, self.signals)
         if plan is None:
             self.end = now
         else:

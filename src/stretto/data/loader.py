@@ -10,7 +10,6 @@ from stretto.batching import (
     NO_SIGNALS,
     BatchSizePolicy,
     PolicyLike,
-    PolicyState,
     Signals,
     as_policy,
 )
@@ -24,7 +23,7 @@ from stretto.data.step import MicroBatch, Step
 from stretto.data.token_counter import TokenCounter
 from stretto.data.workers import Workers
 from stretto.errors import DataError, cannot
-from stretto.planning import PlannedSizes, StepPlan, plan, resolve_horizon, tick, walk
+from stretto.planning import PlannedSizes, plan, resolve_horizon, tick
 from stretto.timing import Horizon, LastBatch, TimeLike, Timer, Timestamp, TimeUnit
 
 
@@ -106,7 +105,7 @@ class StepLoader(Iterator[Step]):
         )
         self.horizon = resolve_horizon(run, self.policy)
         self.timer = Timer(self.horizon, clock=clock)
-        self._bound = self.policy.bind(run)
+        bound = self.policy.bind(run)
         self._is_planned = isinstance(self.horizon.batch_sizes, PlannedSizes)
         reading = Reading(
             spec,
@@ -124,16 +123,14 @@ class StepLoader(Iterator[Step]):
         )
         self._source: Source = make_source(reading, self.horizon, is_planned=self._is_planned)
         self._tokens = TokenCounter(
-            spec, self._source, is_needed=_reads(run, self._bound.units, TimeUnit.TOKEN)
+            spec, self._source, is_needed=_reads(run, bound.units, TimeUnit.TOKEN)
         )
         # Where only the clock can tell when the run is over, it is asked before each step.
         self._asks_clock = self.horizon.end_sample is None and run.max_duration.unit != "ba"
-        self._reads_seconds = _reads(run, self._bound.units, TimeUnit.SECOND)
-        self._state: PolicyState = self._bound.start()
-        self._signals = NO_SIGNALS
+        self._reads_seconds = _reads(run, bound.units, TimeUnit.SECOND)
         self._draws: Iterator[Draw] | None = None
         self._pending: tuple[Step, Draw] | None = None
-        self._decisions = Decisions(run, self._bound)
+        self._decisions = Decisions(run, bound, self.timer)
 
     @property
     def rank(self) -> int:
@@ -221,13 +218,13 @@ class StepLoader(Iterator[Step]):
         if tokens is None or seconds is None:
             tokens, seconds = self._measured(open_step, tokens, seconds)
         self._move(draw, open_step.micro_batches, tokens, seconds)
-        self._state, self._signals = draw.plan.state, signals
+        self._decisions.state, self._decisions.signals = draw.plan.state, signals
         return self.timer.timestamp
 
     def close(self) -> None:
         """Stop the workers. Iterating again goes on from where the clock stands."""
         self._draws = None
-        self._decisions = Decisions(self.horizon, self._bound)
+        self._decisions.restart(self._decisions.state, self._decisions.signals)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON: clock, policy, order, and the source's own state.
@@ -240,8 +237,8 @@ class StepLoader(Iterator[Step]):
         return {
             "version": saved.VERSION,
             "clock": self.timer.state_dict(),
-            "policy": saved.policy_record(self.policy, self._state),
-            "signals": saved.signals_record(self._signals),
+            "policy": saved.policy_record(self.policy, self._decisions.state),
+            "signals": saved.signals_record(self._decisions.signals),
             "order": saved.order_record(self._source.order),
             "source": self._source.state_dict(self.timer.timestamp),
         }
@@ -259,8 +256,11 @@ class StepLoader(Iterator[Step]):
         self.close()
         self._pending = None
         self.timer.load_state_dict(state["clock"])
-        self._state = saved.policy_state(self.policy, self._bound, state["policy"])
-        self._signals = saved.signals_of(state["signals"])
+        start = self.policy.bind(self.horizon.with_batch_sizes(None)).start()
+        self._decisions.restart(
+            saved.policy_state(self.policy, start, state["policy"]),
+            saved.signals_of(state["signals"]),
+        )
         self._source.load_state_dict(state["source"])
 
     def _open(self) -> Iterator[Draw]:
@@ -273,23 +273,9 @@ class StepLoader(Iterator[Step]):
                 micro_batch_size=self._part.micro_batch_size,
                 resume_at=self.timer.timestamp,
             )
-        plans = self._planned() if self._source.looks_ahead else self._decided()
-        return self._source.feed.draws(plans)
-
-    def _planned(self) -> Iterator[StepPlan]:
-        """The batches of the run, ahead of it."""
-        self._decisions.end = yield from walk(
-            self.horizon, self._bound, timestamp=self.timer.timestamp, state=self._state
-        )
-
-    def _decided(self) -> Iterator[StepPlan]:
-        """The batches of the run, each decided when it is asked for."""
-        decide, timer = self._decisions.next, self.timer
-        while True:
-            decided = decide(timer.timestamp, self._state, self._signals)
-            if decided is None:
-                return
-            yield decided
+        decisions = self._decisions
+        is_ahead = self._source.looks_ahead
+        return self._source.feed.draws(decisions.ahead() if is_ahead else decisions.at_each_step())
 
     def _arrive(self) -> None:
         """Pass over what `drop` leaves out at the end of the run."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from stretto.batching import BatchSizePolicy, BoundPolicy, PolicyState, Signals
+from stretto.batching import BatchSizePolicy, PolicyState, Signals
 from stretto.errors import CheckpointError, cannot
 from stretto.ordering import SampleOrder
 
@@ -48,10 +48,9 @@ def policy_record(policy: BatchSizePolicy, state: PolicyState) -> dict[str, Any]
 
 
 def policy_state(
-    policy: BatchSizePolicy, bound: BoundPolicy, saved: Mapping[str, Any]
+    policy: BatchSizePolicy, start: PolicyState, saved: Mapping[str, Any]
 ) -> PolicyState:
-    """Return a saved state for a policy of the same kind; another kind starts afresh."""
-    start = bound.start()
+    """Return a saved state for a policy of the same kind; another kind begins with `start`."""
     state: PolicyState = saved["state"]
     is_same = saved["kind"] == _kind(policy) and _keys(state) == _keys(start)
     return state if is_same else start

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
+
+from stretto.data import DataSpec
+from stretto.errors import DataError
+
+
+def numbers(n: int) -> TensorDataset:
+    return TensorDataset(torch.arange(n))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Text(list[int]):
+    num_tokens = 90
+    tokens_per_sample = 30
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("data", "is_map_style", "num_samples"),
+    [
+        (numbers(5), True, 5),
+        ([1, 2, 3], True, 3),
+        (DataLoader(numbers(5), batch_size=2), True, 5),
+        (DataLoader(numbers(5), shuffle=True, drop_last=True), True, 5),
+        (DataLoader(numbers(5), sampler=RandomSampler(numbers(5), num_samples=8)), False, 8),
+        (DataLoader(numbers(7), sampler=[0, 1, 2, 3], batch_size=3, drop_last=True), False, 3),
+        (
+            DataLoader(
+                numbers(5), batch_sampler=OwnBatches(SequentialSampler(numbers(5)), 2, False)
+            ),
+            False,
+            None,
+        ),
+        (DataLoader(numbers(5), batch_size=None), False, None),
+        (DataLoader(Stream(), batch_size=2), False, None),
+        (Stream(), False, None),
+        (iter([1]), False, None),
+    ],
+)
+def test_what_the_data_are(data: Any, is_map_style: bool, num_samples: int | None) -> None:
+    spec = DataSpec.of(data)
+    assert (spec.is_map_style, spec.known_num_samples) == (is_map_style, num_samples)
+    assert DataSpec.of(spec) is spec
+
+
+def test_counts_come_from_the_data_set_unless_given() -> None:
+    loader: Any = DataLoader(Text([1, 2, 3]))  # type: ignore[arg-type]
+    for data in (Text([1, 2, 3]), loader):
+        spec = DataSpec(data)
+        assert (spec.known_num_tokens, spec.known_tokens_per_sample) == (90, 30)
+    spec = DataSpec(Text([1, 2, 3]), num_tokens=60, tokens_per_sample=20)
+    assert (spec.known_num_tokens, spec.known_tokens_per_sample) == (60, 20)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"data": numbers(5), "num_samples": 6}, "num_samples=6: the data have 5"),
+        ({"data": numbers(5), "num_samples": 0}, "num_samples=0"),
+        ({"data": numbers(5), "tokens_per_sample": 1.5}, "tokens_per_sample=1.5"),
+        ({"data": numbers(5), "num_tokens": True}, "num_tokens=True"),
+        ({"data": numbers(0)}, "it has no samples"),
+        ({"data": "text"}, "data of type str"),
+        ({"data": None}, "data of type NoneType"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        DataSpec(**settings)
+
+
+def test_own_functions_count_and_cut() -> None:
+    spec = DataSpec(
+        iter([]),
+        get_num_samples_in_batch=len,
+        get_num_tokens_in_batch=sum,
+        split_batch=lambda batch, part: batch[part],
+    )
+    assert spec.count_samples("abc") == 3
+    assert spec.count_tokens([3, 4]) == 7
+    assert spec.take_samples("abcd", slice(1, 3), 4) == "bc"
+
+
+def test_a_whole_batch_is_not_cut() -> None:
+    batch = {"x": torch.zeros(3)}
+    assert DataSpec([1]).take_samples(batch, slice(0, 3), 3) is batch

@@ -1,0 +1,215 @@
+"""Worker processes: the same samples, and the size of each step still the policy's at that step."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import weakref
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+
+from stretto.batching import SizeFunction
+from stretto.data import StepLoader, sample_seed
+from stretto.errors import DataError
+from stretto.ordering import SampleOrder, share
+from stretto.testing.data import assert_resumes, cycled, read
+
+
+class Numbers(Dataset[int]):
+    """Its samples are their own indices."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Noisy(Numbers):
+    """Samples with chance in them, from every generator there is."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(
+            [float(index), torch.rand(()).item(), random.random(), np.random.rand()]  # noqa: NPY002
+        )
+
+
+def values(batch: Any) -> list[Any]:
+    tensor = batch[0] if isinstance(batch, list) else batch
+    listed: list[Any] = tensor.tolist()
+    return [tuple(row) if isinstance(row, list) else row for row in listed]
+
+
+def steps(loader: StepLoader) -> list[tuple[int, int, tuple[Any, ...]]]:
+    return [(one.sample, one.size, one.samples) for one in read(loader, values)]
+
+
+def generators() -> tuple[Any, ...]:
+    numpy: Any = np.random.get_state()  # noqa: NPY002  the generator that data sets draw from
+    return torch.get_rng_state().tolist(), random.getstate(), numpy[1].tolist()
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["planned", "reactive"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_workers_change_nothing_but_where_samples_are_fetched(planned: bool, rank: int) -> None:
+    def make(num_workers: int) -> StepLoader:
+        return StepLoader(
+            Numbers(70), cycled([5, 41, 2, 17], planned=planned), max_duration="2ep",
+            micro_batch_size=4, rank=rank, world_size=2, num_workers=num_workers,
+            last_batch="carry",
+        )  # fmt: skip
+
+    with_workers = steps(make(2))
+    assert with_workers == steps(make(0))
+    order = SampleOrder(70)
+    for start, size, samples in with_workers:
+        assert list(samples) == [order[p] for p in share(start, size, rank, 2)]
+
+
+@pytest.mark.parametrize("prefetch_factor", [1, 5])
+def test_the_size_is_decided_at_the_step_however_far_workers_are_ahead(
+    prefetch_factor: int,
+) -> None:
+    sizes = [3, 50, 2, 2, 31, 64, 1, 7]
+    wanted: list[int] = []
+    loader = StepLoader(
+        Numbers(200), SizeFunction(lambda timestamp, current: wanted[-1], planned=False),
+        max_duration="160sp", num_workers=2, prefetch_factor=prefetch_factor,
+    )  # fmt: skip
+    for size in sizes:
+        wanted.append(size)  # known only now
+        assert next(loader).size == size
+
+
+def test_chunks_are_cut_into_views_on_a_fixed_grid() -> None:
+    loader = StepLoader(
+        Numbers(64), cycled([10, 3], planned=False), max_duration="1ep", num_workers=1,
+        chunk_size=8, micro_batch_size=4, shuffle=False,
+    )  # fmt: skip
+    pieces = [[values(micro.batch) for micro in step] for step in loader]
+    assert pieces[0] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert pieces[1] == [[10, 11, 12]]
+    assert pieces[2] == [[13, 14, 15], [16, 17, 18, 19], [20, 21, 22]]
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["planned", "reactive"])
+def test_a_run_with_workers_is_cut_and_resumed(planned: bool) -> None:
+    assert_resumes(
+        lambda: StepLoader(
+            Numbers(20), cycled([9, 4], planned=planned), max_duration="1.5ep", num_workers=1,
+            chunk_size=8, micro_batch_size=3,
+        ),
+        values,
+    )  # fmt: skip
+
+
+def test_other_workers_and_micro_batches_may_go_on() -> None:
+    def make(num_workers: int, micro: int, planned: bool) -> StepLoader:
+        return StepLoader(
+            Numbers(50), cycled([7, 4], planned=planned), max_duration="1ep",
+            num_workers=num_workers, micro_batch_size=micro, chunk_size=8,
+        )  # fmt: skip
+
+    whole = steps(make(0, 99, True))
+    state, taken = None, []
+    for num_workers, micro, planned in [(2, 3, False), (0, 5, True), (1, 2, True), (0, 1, False)]:
+        loader = make(num_workers, micro, planned)
+        if state is not None:
+            loader.load_state_dict(state)
+        reader = read(loader, values)
+        taken += [(one.sample, one.size, one.samples) for one in islice(reader, 2)]
+        state = loader.state_dict()
+    assert taken == whole[: len(taken)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_workers": 2},
+        {"micro_batch_size": 2},
+        {"batch_size": 11},
+        {"num_workers": 1, "batch_size": cycled([2, 9], planned=False), "chunk_size": 5},
+    ],
+    ids=["workers", "micro-batches", "another size", "chunks"],
+)
+def test_keyed_chance_depends_on_the_sample_alone(settings: dict[str, Any]) -> None:
+    def rows(**given: Any) -> list[Any]:
+        loader = StepLoader(
+            Noisy(12), given.pop("batch_size", 6), max_duration="2ep", seed=5,
+            keyed_randomness=True, last_batch="carry", **given,
+        )  # fmt: skip
+        return [row for step in loader for micro in step for row in values(micro.batch)]
+
+    plain = rows()
+    assert len(set(plain)) == 24
+    assert rows(**settings) == plain
+
+
+def test_keyed_chance_can_be_had_by_hand_and_leaves_the_generators_alone() -> None:
+    before = generators()
+    loader = StepLoader(
+        Noisy(3), 3, max_duration="1ep", shuffle=False, keyed_randomness=True, seed=9
+    )
+    row = values(next(loader).micro_batches[0].batch)[2]
+    assert generators() == before
+    seed = sample_seed(9, 0, 2)
+    expected = torch.rand((), generator=torch.Generator().manual_seed(seed)).item()
+    assert row[1] == pytest.approx(expected)
+
+
+def test_workers_see_the_users_data_set_and_repeat_their_seeds() -> None:
+    class Spy(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            info = get_worker_info()
+            assert info is not None
+            assert info.dataset is self
+            return torch.tensor([index, info.seed])
+
+    def seeds() -> list[Any]:
+        given = DataLoader(Spy(6), num_workers=1, batch_size=99)
+        return [values(micro.batch) for step in StepLoader(given, 4, max_duration="1ep")
+                for micro in step]  # fmt: skip
+
+    state = torch.get_rng_state()
+    assert seeds() == seeds()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_whole_batches_come_from_workers_too() -> None:
+    loader = StepLoader(TensorDataset(torch.arange(9)), 4, max_duration="1ep", num_workers=1)
+    order = SampleOrder(9)
+    assert steps(loader) == [
+        (start, min(4, 9 - start), tuple(order[p] for p in range(start, min(9, start + 4))))
+        for start in (0, 4, 8)
+    ]
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["planned", "reactive"])
+def test_a_loader_that_is_dropped_takes_its_workers_with_it(planned: bool) -> None:
+    loader = StepLoader(
+        Numbers(99), cycled([5], planned=planned), max_duration="1ep", num_workers=1
+    )
+    next(loader)
+    assert len(multiprocessing.active_children()) == 1
+    gone = weakref.ref(loader)
+    del loader
+    assert gone() is None
+    assert multiprocessing.active_children() == []
+
+
+def test_a_length_that_lies_is_found_out_in_a_worker() -> None:
+    class Lies(Numbers):
+        def __getitem__(self, index: int) -> int:
+            return [0, 1, 2][index]
+
+    loader = StepLoader(Lies(6), 4, max_duration="1ep", num_workers=1, shuffle=False)
+    with pytest.raises(DataError, match="list index out of range"):
+        list(loader)
