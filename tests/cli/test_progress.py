@@ -51,7 +51,7 @@ def test_lines_say_how_far_it_is() -> None:
     clock.now += 10
     display.on_log(trainer, RECORD)
     assert out.getvalue() == (
-        " 25%  loss 2.346  batch 1,024  lr 0.0003  1.23K sp/s  1.5ep left  0:30\n"
+        " 25%  loss 2.346  batch 1,024  lr 0.0003  1.23K sp/s  1.50ep left  0:30\n"
     )
 
 
@@ -93,7 +93,7 @@ def test_a_resumed_run_is_measured_from_where_it_went_on() -> None:
     trainer.timer.update(samples=50, seconds=10.0)
     clock.now += 10
     display.on_log(trainer, RECORD)
-    assert "0.5ep left  0:10" in out.getvalue()
+    assert "0.50ep left  0:10" in out.getvalue()
 
 
 def test_evaluations_are_always_said() -> None:
@@ -117,7 +117,7 @@ def test_a_bar_on_a_terminal() -> None:
     display.on_fit_end(trainer)
     display.close()
     assert "50%" in out.getvalue()
-    assert "1ep left" in out.getvalue()
+    assert "1.00ep left" in out.getvalue()
     assert "\x1b[" in out.getvalue()
 
 

@@ -39,6 +39,12 @@ def test_trains_plans_and_reports(stretto: Stretto) -> None:
     assert compared.out.startswith("all 11 batches as planned (size, epoch, sample, micro_batches")
     assert "lr" in compared.out
 
+    kept = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps(kept | {"world_size": 2}))
+    many = stretto("plan", "--against", folder, "micro_batch_size=2")
+    assert "batch 0: micro_batches 1, planned" not in many.out, "two ranks take 2 of 4 samples each"
+    (folder / "plan.json").write_text("[]")
+
     other = stretto("plan", "--against", folder, "batch_size=8")
     assert other.code == 1
     assert other.out.startswith("the run left its plan:\n  batch 0: size 4, planned 8\n")

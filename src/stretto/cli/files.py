@@ -12,6 +12,8 @@ from stretto.config.overrides import parse_override
 
 RUN_FILE = "run.yaml"
 """What the run file is called that each run folder holds."""
+PLAN = "plan.json"
+"""What the plan is called there."""
 
 
 def find_run_file(

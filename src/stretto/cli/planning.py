@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from stretto.cli.files import add_working_folder, read_arguments
+from stretto.cli.files import PLAN, add_working_folder, read_arguments
 from stretto.config.plans import build_plan
 from stretto.errors import ConfigError, cannot
 from stretto.planning import Plan
@@ -34,7 +34,9 @@ def plan(
         )
     add_working_folder()
     config, source = read_arguments(arguments, folder=against)
-    planned = build_plan(config, source=source)
+    # A run's own file says no number of ranks, so that it may go on with another one.
+    ranks = None if against is None or config.world_size else _ranks_of(against)
+    planned = build_plan(config, source=source, world_size=ranks)
     if plot is not None:
         from stretto.report.plan_picture import draw_plan
 
@@ -48,6 +50,15 @@ def plan(
         typer.echo(json.dumps(planned.to_json(), indent=2))
     elif plot is None:
         typer.echo(planned.table())
+
+
+def _ranks_of(folder: Path) -> int | None:
+    """How many ranks the run in `folder` was planned for, if it has kept its plan."""
+    try:
+        ranks = json.loads((folder / PLAN).read_text("utf-8"))["world_size"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return ranks if type(ranks) is int and ranks > 0 else None
 
 
 def _compare(planned: Plan, folder: Path) -> None:

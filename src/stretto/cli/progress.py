@@ -46,7 +46,7 @@ class ProgressDisplay(Callback):
         self._began = (self._clock(), trainer.get_elapsed_duration())
         if self._console.is_terminal:
             self._bar = Progress(
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=24 if self._console.width >= 100 else 8),
                 TaskProgressColumn(),
                 TextColumn("{task.description}"),
                 console=self._console,
@@ -137,7 +137,8 @@ def show_left(trainer: Trainer) -> str:
     """Return what is left of a run, in the unit of its length."""
     run = trainer.horizon.max_duration
     passed = trainer.horizon.position(trainer.timer.timestamp, run.unit)
-    return f"{max(0.0, float(run.amount - passed.amount)):,.4g}{run.unit} left"
+    left = max(0.0, float(run.amount - passed.amount))
+    return f"{left:,.0f}{run.unit} left" if left >= 100 else f"{left:.2f}{run.unit} left"
 
 
 def position(trainer: Trainer) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from rich.console import Console
 
-from stretto.cli.files import RUN_FILE, add_working_folder, find_run_file
+from stretto.cli.files import PLAN, RUN_FILE, add_working_folder, find_run_file
 from stretto.cli.progress import ProgressDisplay, position, show_metrics, show_seconds
 from stretto.config.files import RunFile, dump_run_file, read_run_file
 from stretto.config.training import build_trainer, resolved
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 """Where runs go that were given no folder."""
-PLAN = "plan.json"
 LEDGER = "ledger.csv"
 """Holds a line for every batch; where there is one, a run has begun."""
 
