@@ -24,7 +24,7 @@ def test_three_keys_are_enough() -> None:
     assert config.stepping.precision == "fp32"
     assert config.evaluations == ()
     assert config.checkpoint is None
-    assert config.log.every == Time("1%")
+    assert config.log.every == Time("10ba")
     assert config.log.loggers is None
 
 

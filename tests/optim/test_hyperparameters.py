@@ -125,3 +125,12 @@ def test_a_wrong_name_is_refused_with_the_right_one(name: str, message: str) -> 
 def test_a_schedule_that_does_not_fit_the_run_is_refused_at_once() -> None:
     with pytest.raises(ConversionError):
         Hyperparameters(adamw(), {"lr": Linear(1, 0, over="0.5ep")}, HORIZON)
+
+
+def test_a_rate_that_nothing_moves_is_the_one_the_optimizer_was_built_with() -> None:
+    saved, optimizer = adamw(), adamw()
+    saved.param_groups[0]["lr"] = 0.01
+    settings = Hyperparameters(optimizer, {}, HORIZON)
+    optimizer.load_state_dict(saved.state_dict())
+    settings.apply(at(3))
+    assert settings.values() == {"lr": 0.5}

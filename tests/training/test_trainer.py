@@ -362,6 +362,21 @@ def test_autocast_trains(problem: Make, precision: Any) -> None:
     assert trainer.evaluate()["validation/loss"] < before
 
 
+def test_evaluation_computes_in_the_type_that_training_does(problem: Make) -> None:
+    seen: list[torch.dtype] = []
+
+    def watched(model: nn.Module, batch: Any) -> torch.Tensor:
+        outputs = model(batch[0])
+        seen.append(outputs.dtype)
+        return nn.functional.mse_loss(outputs.float(), batch[1])
+
+    run = problem(dtype=torch.float32)
+    run.trainer(
+        loss=watched, stepping=Stepping(precision="bf16"), evaluate=Evaluation(run.data)
+    ).evaluate()
+    assert set(seen) == {torch.bfloat16}
+
+
 def test_clipping_bounds_the_gradient_of_the_whole_batch(problem: Make) -> None:
     class Norms(Callback):
         def __init__(self) -> None:

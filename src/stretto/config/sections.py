@@ -160,7 +160,7 @@ Logger: TypeAlias = Literal["tensorboard", "wandb", "mlflow"]
 class Log(Section):
     """When metrics are written, and where they go besides the run folder."""
 
-    every: Length = Time("1%")
+    every: Length = Time("10ba")
     """How often a line of metrics is written."""
     flush: Length = Time("30s")
     """How often what was written is put on the disk."""

@@ -78,7 +78,9 @@ class Hyperparameters:
         factors = {name: _one(value) for name, value in schedules.items()}
         for name in factors:
             _check(name, groups)
-        if rule is not None and "lr" not in factors:
+        if "lr" in groups[0]:
+            # Set even where nothing moves it: else a resumed run would keep the rate it was saved
+            # with, whatever its optimizer is now built with and its plan says.
             factors = {"lr": as_schedule(1.0), **factors}
         self._settings = [
             _setting(number, group[key], key, factor.bind(horizon))
@@ -87,7 +89,7 @@ class Hyperparameters:
         ]
         self._columns = _columns(factors, groups)
         self._schedules = {
-            name: _of_group(factors, number, groups[number]).get(key) or as_schedule(1.0)
+            name: _of_group(factors, number, groups[number])[key]
             for name, (number, key) in self._columns.items()
         }
         self._base = {

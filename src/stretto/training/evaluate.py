@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -28,6 +29,7 @@ class Evaluator:
         loss: the training loss, where the evaluation has none of its own.
         loss_is_sum: whether that returns sums.
         count: counts the units that the loss is a mean over; None: samples.
+        autocast: returns the context in which the model runs.
         batch_size: samples of one forward pass, where the evaluation does not say.
         collate_fn: makes batches of training samples, and of these where they are plain samples.
         ranks: the processes of the run.
@@ -42,6 +44,7 @@ class Evaluator:
         loss: LossFunction,
         loss_is_sum: bool,
         count: Callable[[Any], int] | None,
+        autocast: Callable[[], AbstractContextManager[Any]],
         batch_size: int,
         collate_fn: Collate | None,
         ranks: Ranks,
@@ -55,6 +58,7 @@ class Evaluator:
         self._loss_is_sum = loss_is_sum and settings.loss is None
         self._metrics = dict(settings.metrics)
         self._count = count
+        self._autocast = autocast
         self._ranks = ranks
         self._spec = DataSpec.of(settings.data)
         self._batch_size = batch_size if settings.batch_size is None else settings.batch_size
@@ -72,7 +76,7 @@ class Evaluator:
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._autocast():
                 sums = self._sums()
         finally:
             for module, was_training in modes:

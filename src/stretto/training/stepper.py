@@ -104,7 +104,7 @@ class Stepper:
         for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
             is_last = index == len(micro_batches) - 1
             with self._without_sync(is_last=is_last):
-                with self._autocast():
+                with self.autocast():
                     loss = _scalar(self._loss(self._model, micro.batch))
                 self._backward(loss, units, whole)
             if units:
@@ -175,7 +175,8 @@ class Stepper:
             batch = transform(batch)
         return micro._replace(batch=batch)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which the model runs, in training as in evaluation."""
         if self._dtype is None:
             return _NOTHING
         return torch.autocast(self._ranks.device.type, dtype=self._dtype)

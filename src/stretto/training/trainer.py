@@ -354,6 +354,7 @@ class Trainer:
             loss=loss,
             loss_is_sum=stepping.loss_reduction == "sum",
             count=self._stepper.count,
+            autocast=self._stepper.autocast,
             batch_size=self.loader.micro_batch_size or _EVALUATION_BATCH,
             collate_fn=loading.collate_fn,
             ranks=self._ranks,
