@@ -10,7 +10,7 @@ from stretto.data import DataSpec, StepLoader
 from stretto.optim import Hyperparameters
 from stretto.planning import Plan, plan
 from stretto.planning.clock import unplannable
-from stretto.timing import TimeLike
+from stretto.timing import TimeLike, Timestamp
 from stretto.training.ranks import Ranks
 from stretto.training.settings import Checkpointing, Evaluation, Loading, Logging
 
@@ -43,8 +43,13 @@ def make_plan(
     evaluations: Sequence[Evaluation],
     checkpoint: Checkpointing | None,
     log: Logging,
+    *,
+    resume_at: Timestamp | None = None,
 ) -> Plan | None:
-    """The run as it will be, which also finds every stage that could not be; None if unknown."""
+    """The run as it will be, which also finds every stage that could not be; None if unknown.
+
+    Stages that are over at `resume_at` are not checked.
+    """
     if unplannable(loader.horizon, loader.policy.bind(loader.horizon)) is not None:
         return None
     triggers = {one.name: one.trigger for one in evaluations} | {"log": log.trigger}
@@ -60,4 +65,5 @@ def make_plan(
         rule=hyperparameters.rule,
         triggers=triggers,
         tracks_tokens=loader.tracks_tokens,
+        resume_at=resume_at,
     )

@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 
 from stretto.checkpoint import read_checkpoint
 from stretto.data import DataSpec, Step
+from stretto.errors import PlanError
 from stretto.optim import Hyperparameters
+from stretto.planning import Plan
 from stretto.timing import Horizon, TimeLike, Timer, Timestamp
 from stretto.training.callback import Callback, Events
 from stretto.training.checks import check_parts
@@ -120,7 +122,10 @@ class Trainer:
         self.hyperparameters = Hyperparameters(
             optimizer, schedules or {}, self.horizon, rule=stepping.learning_rate_rule
         )
-        self.plan = make_plan(self.loader, self.hyperparameters, evaluations, checkpoint, log)
+        self._make_plan = partial(
+            make_plan, self.loader, self.hyperparameters, evaluations, checkpoint, log
+        )
+        self.plan, self._refusal = self._planned()
         self._events = Events(callbacks)
         self._stepper = Stepper(
             self._ranks.wrap(cast(nn.Module, torch.compile(model)) if stepping.compile else model),
@@ -198,7 +203,10 @@ class Trainer:
 
         Raises:
             TrainingError: the folder holds another run, or cannot be written to.
+            PlanError: a stage that is still to come has fewer samples than there are ranks.
         """
+        if self._refusal is not None:
+            raise self._refusal
         self.stop_reason = None
         try:
             self._recorder.open(self.timer.timestamp)
@@ -259,9 +267,23 @@ class Trainer:
             return None
         is_own = self._saver.owns(found)
         self._state.restore(read_checkpoint(found), found, is_own=is_own)
+        self.plan = self._make_plan(resume_at=self.timer.timestamp)
+        self._refusal = None
         self._saver.saved_at = self.timer.sample if is_own else None
         self._logged_at = -1
         return found
+
+    def _planned(self) -> tuple[Plan | None, PlanError | None]:
+        """Return the plan; or, on several ranks, why there is none.
+
+        A stage that so many ranks cannot share may be over in the checkpoint that is resumed next.
+        """
+        try:
+            return self._make_plan(), None
+        except PlanError as refusal:
+            if not self.has_several_ranks:
+                raise
+            return None, refusal
 
     def _take(self, step: Step) -> Timestamp:
         """Compute one step and move the clock."""
