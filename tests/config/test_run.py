@@ -140,6 +140,8 @@ def test_thousands_of_mistakes_are_counted() -> None:
         ("loading", {"shuffle": "off"}, "it is a text here, as in YAML 1.2; write false"),
         ("loading", {"shuffle": 1}, "it is neither true nor false"),
         ("stepping", {"precision": "bf61"}, "did you mean 'bf16'?"),
+        ("stepping", {"loss_weight": "token"}, "did you mean 'tokens'?"),
+        ("stepping", {"loss_weight": {"targt": "a:b"}}, "it has no 'target'"),
         ("stepping", {"precision": "int4"}, "write 'fp32', 'bf16' or 'fp16'"),
         ("log", {"loggers": "wandb"}, "it is not a list"),
         ("log", {"every": None, "evry": "1ep"}, "did you mean 'every'?"),

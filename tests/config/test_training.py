@@ -106,7 +106,7 @@ def test_everything_is_handed_over(tmp_path: Path) -> None:
             learning_rate_rule={"sqrt": 8},
             evaluate={"every": "50%", "metrics": {"l1": {"target": "my_project:absolute_loss"}}},
             checkpoint={"every": "1ep", "keep": 2},
-            stepping={"clip_norm": 0.1},
+            stepping={"clip_norm": 0.1, "loss_weight": {"target": "my_project:count"}},
             loss={"target": "my_project:absolute_loss", "scale": 2.0},
             callbacks=[{"target": "stretto.training:Callback"}],
             seed=3,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -33,6 +32,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         typer.secho(f"Error: {error}", err=True, fg=typer.colors.RED)
         raise SystemExit(MISUSE) from None
-    except KeyboardInterrupt:
-        typer.secho("interrupted", err=True)
-        raise SystemExit(128 + signal.SIGINT) from None

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stretto.config.building import Building
+from stretto.config.fields import Target
 from stretto.config.plans import Run, make_data
 from stretto.config.run import RunConfig
 from stretto.config.sections import Evaluate
@@ -23,6 +24,7 @@ from stretto.training import (
     Loading,
     MetricLogger,
     MLflowLogger,
+    Stepping,
     TensorBoardLogger,
     WandbLogger,
 )
@@ -126,6 +128,23 @@ def make_loading(config: RunConfig, source: Source) -> Loading:
         collate_fn=None
         if collate is None
         else bound_target(collate, source=source, path=("loading", "collate_fn")),
+    )
+
+
+def make_stepping(config: RunConfig, run: Run, source: Source) -> Stepping:
+    """Return how a step is computed."""
+    section = config.stepping
+    weight = section.loss_weight
+    return Stepping(
+        learning_rate_rule=run.rule,
+        loss_weight=bound_target(weight, source=source, path=("stepping", "loss_weight"))
+        if isinstance(weight, Target)
+        else weight,
+        loss_reduction=section.loss_reduction,
+        precision=section.precision,
+        clip_norm=section.clip_norm,
+        compile=section.compile,
+        device=section.device,
     )
 
 

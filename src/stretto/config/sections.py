@@ -5,11 +5,20 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, Tag, model_validator
 
 from stretto.batching import FunctionRule, LearningRateRule, LinearRule, SquareRootRule
 from stretto.config.building import Building
-from stretto.config.fields import Count, Length, Natural, Part, Section, Target, shown
+from stretto.config.fields import (
+    Count,
+    Length,
+    Natural,
+    Part,
+    Section,
+    Target,
+    shape_of,
+    shown,
+)
 from stretto.config.source import Path
 from stretto.errors import ConfigError, cannot
 from stretto.timing import Time
@@ -111,6 +120,15 @@ class LoadingSection(Section):
     """Whether chance inside the data set depends on (seed, epoch, sample) alone."""
 
 
+LossWeight: TypeAlias = Annotated[
+    Annotated[Literal["samples", "tokens"], Tag("<choice>")] | Annotated[Target, Tag("<target>")],
+    shape_of(
+        lambda value: "<target>" if isinstance(value, (dict, Target)) else "<choice>",
+        "write samples, tokens, or {target: my.module:count}",
+    ),
+]
+
+
 class SteppingSection(Section):
     """How one optimizer step is computed."""
 
@@ -120,8 +138,8 @@ class SteppingSection(Section):
     """The largest norm of the whole step's gradient."""
     compile: bool = False
     """Whether the model runs through torch.compile."""
-    loss_weight: Literal["samples", "tokens"] = "samples"
-    """What the loss is a mean over."""
+    loss_weight: LossWeight = "samples"
+    """What the loss is a mean over: samples, tokens, or what a function counts in a batch."""
     loss_reduction: Literal["mean", "sum"] = "mean"
     """What the loss function returns."""
     device: str | None = None

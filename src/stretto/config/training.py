@@ -19,6 +19,7 @@ from stretto.config.parts import (
     make_loss,
     make_optimizer,
     make_spec,
+    make_stepping,
     wrong_kind,
 )
 from stretto.config.plans import build_run, check_pieces
@@ -26,7 +27,7 @@ from stretto.config.run import RunConfig
 from stretto.config.source import NO_SOURCE, Source
 from stretto.config.targets import call_target
 from stretto.errors import ConfigError, cannot
-from stretto.training import Callback, Checkpointing, Logging, Stepping, Trainer
+from stretto.training import Callback, Checkpointing, Logging, Trainer
 
 
 def build_trainer(
@@ -69,7 +70,7 @@ def build_trainer(
         micro_batch_size=config.micro_batch_size,
         schedules=run.schedules,
         loading=make_loading(config, source),
-        stepping=Stepping(learning_rate_rule=run.rule, **config.stepping.model_dump()),
+        stepping=make_stepping(config, run, source),
         evaluate=[make_evaluation(config, one, run, source) for one in config.evaluations],
         checkpoint=None
         if config.checkpoint is None
