@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -132,12 +132,9 @@ def may_hold(batch: Any, num_samples: int) -> bool:
     """
     if _length(batch) == num_samples:
         return True
-    container = opened(batch)
-    if container is None:
-        return False
     if isinstance(batch, (list, tuple)) and len(batch) == num_samples:
         return True
-    return any(may_hold(item, num_samples) for item in container.items)
+    return any(may_hold(item, num_samples) for item in _items(batch))
 
 
 def take_samples(batch: Any, part: slice, num_samples: int | None = None) -> Any:
@@ -182,15 +179,20 @@ class _Cut:
         self.found = False
 
     def of(self, node: Any) -> Any:
+        kind = type(node)
         length = _length(node)
         if length is not None:
             return self._leaf(node, length)
-        container = opened(node)
-        if container is None:
-            return node
+        if kind is dict:
+            return {key: self.of(item) for key, item in node.items()}
         if self._is_per_sample(node):
             self.found = True
             return node[self.part]
+        if kind is list or kind is tuple:
+            return kind([self.of(item) for item in node])
+        container = opened(node)
+        if container is None:
+            return node
         return container.rebuilt([self.of(item) for item in container.items])
 
     def _leaf(self, leaf: Any, length: int) -> Any:
@@ -217,20 +219,37 @@ class _Cut:
         return any(_first_length(item) != self.num_samples for item in node)
 
 
+_NO_ARRAYS = frozenset({list, tuple, dict, str, int, float, type(None)})
+
+
 def _length(node: Any) -> int | None:
     """The first dimension of a tensor or array; None for what has none."""
     if isinstance(node, Tensor):
-        return node.shape[0] if node.dim() else None
+        return node.size(0) if node.dim() else None
+    if type(node) in _NO_ARRAYS:
+        return None
     shape = getattr(node, "shape", None)
-    return int(shape[0]) if isinstance(shape, (tuple, torch.Size)) and shape else None
+    return int(shape[0]) if isinstance(shape, tuple) and shape else None
+
+
+def _items(node: Any) -> Iterable[Any]:
+    """What is in a container; nothing for a leaf."""
+    kind = type(node)
+    if kind is list or kind is tuple:
+        items: Iterable[Any] = node
+        return items
+    if kind is dict:
+        items = node.values()
+        return items
+    container = opened(node)
+    return () if container is None else container.items
 
 
 def _first_length(node: Any) -> int | None:
     length = _length(node)
     if length is not None:
         return length
-    container = opened(node)
-    for item in container.items if container else ():
+    for item in _items(node):
         length = _first_length(item)
         if length is not None:
             return length
