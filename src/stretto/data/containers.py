@@ -235,14 +235,15 @@ def _length(node: Any) -> int | None:
 def _items(node: Any) -> Iterable[Any]:
     """What is in a container; nothing for a leaf."""
     kind = type(node)
+    items: Iterable[Any] = ()
     if kind is list or kind is tuple:
-        items: Iterable[Any] = node
-        return items
-    if kind is dict:
+        items = node
+    elif kind is dict:
         items = node.values()
-        return items
-    container = opened(node)
-    return () if container is None else container.items
+    else:
+        container = opened(node)
+        items = () if container is None else container.items
+    return items
 
 
 def _first_length(node: Any) -> int | None:
