@@ -33,11 +33,11 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
+        why = (getattr(error, "strerror", None) or str(error)).lower().replace("is a", "it is a", 1)
         raise ConfigError(
             cannot(
                 f"read {str(path)!r}",
-                why=why.lower(),
+                why=why,
                 instead="write the path of a run file, or none for the packaged one",
             )
         ) from None

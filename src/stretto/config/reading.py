@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, TypeGuard, final
 
 import yaml
 
@@ -176,13 +176,14 @@ class _Reader:
                     event,
                 )
             self.lines[inner] = _place(event)[0]
-            entries[key] = self._value(self._next(), inner)
-            # In braces, '{0ep:8}' is the key '0ep:8' without a value.
-            if entries[key] is None and ":" in key:
+            after = self._next()
+            if ":" in key and _is_bare(event) and _is_bare(after) and after.value == "":
+                # In braces, '{0ep:8}' is the key '0ep:8' without a value.
                 first, _, second = key.partition(":")
                 raise self._refused(
                     f"{key!r} has no value", f"write '{first}: {second}', with a space", event
                 )
+            entries[key] = self._value(after, inner)
         return entries
 
     def _key(self, event: yaml.Event) -> str:
@@ -227,6 +228,11 @@ class _Reader:
         line, column = _place(event)
         where = f"line {line}, column {column} of {self.name}"
         return ConfigError(cannot(f"read {self.name}", why=why, instead=instead, where=where))
+
+
+def _is_bare(event: yaml.Event) -> TypeGuard[yaml.ScalarEvent]:
+    """Whether it is a word without quotes."""
+    return isinstance(event, yaml.ScalarEvent) and not event.style
 
 
 def _place(event: yaml.Event) -> tuple[int, int]:

@@ -132,8 +132,8 @@ class Plan:
         >>> plan(Horizon("40sp"), 8, schedules={"lr": Linear(1, 0)}).values_at(2)
         {'lr': 0.6}
         """
-        first = [stage.first.batch for stage in self.stages]
-        stage = self.stages[bisect_right(first, batch) - 1]
+        after = bisect_right(self.stages, batch, key=lambda stage: stage.first.batch)
+        stage = self.stages[after - 1]
         return self._values(self.sizes.timestamp_at_batch(batch), stage.size)
 
     def to_json(self) -> dict[str, object]:
