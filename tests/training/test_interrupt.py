@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,21 @@ from stretto.training.interrupt import Interrupts
 Make = Callable[..., Any]
 
 
-def test_the_first_signal_is_remembered_and_the_second_is_as_always() -> None:
-    before = signal.getsignal(signal.SIGINT)
+@pytest.fixture
+def usual_handler() -> Iterator[Any]:
+    """Python's own handler of SIGINT: what is started in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_first_signal_is_remembered_and_the_second_is_as_always(usual_handler: Any) -> None:
     with Interrupts() as interrupts:
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupts.received == "SIGINT"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is usual_handler
     with interrupts:
         assert interrupts.received is None
 
