@@ -198,8 +198,8 @@ def _numbered(path: Path) -> Iterator[Path]:
 
 
 def _exit_code(reason: str) -> int:
-    """What a shell expects of a process that a signal has ended; else 1."""
+    """What a shell expects of a process that a signal has ended; 0 where a callback ended it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if number.name in reason:
             return 128 + number
-    return 1
+    return 0
