@@ -273,6 +273,7 @@ class StepLoader(Iterator[Step]):
                 micro_batch_size=self._part.micro_batch_size,
                 resume_at=self.timer.timestamp,
             )
+        self.timer.start()  # what was done before the first step is not the run's time
         decisions = self._decisions
         is_ahead = self._source.looks_ahead
         return self._source.feed.draws(decisions.ahead() if is_ahead else decisions.at_each_step())

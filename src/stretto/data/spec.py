@@ -34,7 +34,7 @@ class DataSpec:
       are put in order, dealt to ranks and collated here. It may have `get_batch(indices)`, which
       returns a collated batch: then samples are never touched one by one.
     - a *`DataLoader`* over a map-style data set with torch's own sampler: its data set, collate
-      function, workers, and whether it shuffles, are taken; its batch size is not.
+      function, workers, and whether it shuffles, are taken; its batch size and `drop_last` are not.
     - an *iterable of collated batches* of any size: a `DataLoader` with an order of its own or over
       an `IterableDataset`, a streaming loader, a generator. They are cut anew into exact batches.
       A torch `IterableDataset` alone yields samples, as torch has it, and is batched first.
