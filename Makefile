@@ -56,7 +56,10 @@ wheel: $(VENV)/.develop  ## build the wheel and try it, away from the source tre
 	$(BIN)/python tools/try_wheel.py
 
 bench: $(VENV)/.develop  ## the shortest form of every benchmark
-	$(BIN)/python bench/import_time.py
+	$(BIN)/python bench/import_time.py --quick
+	$(BIN)/python bench/schedules.py --quick
+	$(BIN)/python bench/plan.py --quick
+	$(BIN)/python bench/order.py --quick
 	$(BIN)/python bench/clock.py --quick
 	$(BIN)/python bench/step_cost.py --quick
 

@@ -6,6 +6,7 @@ Run `python bench/import_time.py`; the last result lies in `bench/results/import
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import statistics
@@ -38,6 +39,9 @@ def measure_milliseconds(module: str) -> list[float]:
 
 def main() -> None:
     """Measure, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="nothing is saved")
+    is_quick = parser.parse_args().quick
     milliseconds = measure_milliseconds("stretto")
     result = {
         "what": "import stretto",
@@ -51,9 +55,10 @@ def main() -> None:
         f"{result['slowest_milliseconds']} ms over {PROCESSES} fresh processes "
         f"(Python {result['python']}; aim: under 100 ms)"
     )
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "import_time.json").write_text(json.dumps(result, indent=2) + "\n")
-    (RESULTS / "import_time.txt").write_text(text + "\n")
+    if not is_quick:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "import_time.json").write_text(json.dumps(result, indent=2) + "\n")
+        (RESULTS / "import_time.txt").write_text(text + "\n")
     print(text)
 
 

@@ -6,6 +6,7 @@ is well under a second for ten million batches, whatever the batch sizes do.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -94,6 +95,9 @@ def walked() -> float:
 
 def main() -> None:
     """Measure, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="nothing is saved")
+    is_quick = parser.parse_args().quick
     rows, step = measure(), walked()
     width = max(map(len, rows))
     lines = [f"{'a plan of':<{width}}  {'batches':>10}  {'stages':>6}  {'seconds':>7}"]
@@ -111,9 +115,10 @@ def main() -> None:
         "processor": processor(),
         "load_average": round(os.getloadavg()[0], 1),
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "plan.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    (RESULTS / "plan.txt").write_text(text + "\n", encoding="utf-8")
+    if not is_quick:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "plan.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        (RESULTS / "plan.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
 
 
