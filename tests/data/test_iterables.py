@@ -159,6 +159,19 @@ def test_a_length_that_is_not_the_sources_is_found_out(lengths: list[int], match
         list(loader)
 
 
+def test_a_source_that_has_failed_is_not_taken_for_one_that_has_ended() -> None:
+    def broken() -> Iterator[torch.Tensor]:
+        yield torch.arange(5)
+        raise OSError("the disk is gone")
+
+    loader = StepLoader(broken(), 3, max_duration="1ep")
+    next(loader)
+    with pytest.raises(OSError, match="disk"):
+        next(loader)
+    with pytest.raises(DataError, match="reading it has failed"):
+        next(loader)
+
+
 def test_an_empty_epoch_is_refused() -> None:
     with pytest.raises(DataError, match="has no samples"):
         list(StepLoader(Chunks([0, 0]), 3, max_duration="9sp"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -314,6 +315,27 @@ def test_a_data_set_that_is_shorter_than_it_says_is_found_out() -> None:
     next(loader)
     with pytest.raises(DataError, match="data set of length 10: it raised an IndexError"):
         next(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_step_that_could_not_be_read_can_be_asked_for_again(
+    num_workers: int, tmp_path: Path
+) -> None:
+    class Fails(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            if index == 4 and not (tmp_path / "failed").exists():
+                (tmp_path / "failed").touch()
+                raise OSError("the disk is away")
+            return super().__getitem__(index)
+
+    loader = StepLoader(
+        Fails(range(7)), 3, max_duration="1ep", shuffle=False, num_workers=num_workers
+    )
+    seen = values(next(loader).micro_batches[0].batch)
+    with pytest.raises(OSError, match="disk"):
+        next(loader)
+    seen += [value for step in loader for micro in step for value in values(micro.batch)]
+    assert seen == list(range(7))
 
 
 def test_a_collate_function_that_loses_samples_is_found_out() -> None:

@@ -53,6 +53,7 @@ class ChunkSource:
         self._chunk: Chunk | None = None
         self._offset = 0
         self._was_read = False
+        self._failed = False
         self.epoch = 0
 
     @property
@@ -62,6 +63,8 @@ class ChunkSource:
 
     def take(self, count: int) -> list[Range]:
         """Return the next `count` samples of the epoch; fewer where it ends before."""
+        if self._failed:
+            raise _torn(self._batches)
         if self._iterator is None:
             self.start_epoch(self.epoch)
         ranges = []
@@ -82,7 +85,7 @@ class ChunkSource:
         """
         if self._is_one_shot and self._was_read:
             raise _read_twice(self._batches, epoch)
-        self._was_read = True
+        self._was_read, self._failed = True, False
         self.epoch = epoch
         _tell_epoch(self._batches, epoch)
         with kept_generators():
@@ -129,6 +132,9 @@ class ChunkSource:
                 batch = next(self._iterator)
             except StopIteration:
                 return None
+            except BaseException:
+                self._failed = True  # most iterators seem to be at their end after an error
+                raise
             num_samples = self._spec.count_samples(batch)
             if num_samples:
                 return Chunk(batch, num_samples, state)
@@ -187,6 +193,16 @@ def _read_twice(batches: Any, epoch: int) -> DataError:
             f"read epoch {epoch} of data of type {type(batches).__name__}",
             why="it can be iterated over only once",
             instead="pass an object whose __iter__ starts anew, or end the run with its data",
+        )
+    )
+
+
+def _torn(batches: Any) -> DataError:
+    return DataError(
+        cannot(
+            f"go on reading data of type {type(batches).__name__}",
+            why="reading it has failed",
+            instead="resume from a saved position, in a new loader",
         )
     )
 

@@ -169,7 +169,11 @@ class StepLoader(Iterator[Step]):
             if self._asks_clock and self.horizon.is_done(self.timer.timestamp):
                 self.close()
                 raise StopIteration
-            draw = next(self._draws, None)
+            try:
+                draw = next(self._draws, None)
+            except BaseException:
+                self.close()  # whoever asks again gets the same step, not the end of the run
+                raise
             if draw is None:
                 self._arrive()
                 raise StopIteration
@@ -229,8 +233,9 @@ class StepLoader(Iterator[Step]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON: clock, policy, order, and the source's own state.
 
-        The step in hand is finished first: its samples have been seen. The record is the same on
-        every rank, and another number of ranks, workers or micro-batches may go on from it.
+        The step in hand is finished first: its samples have been seen. Wall times aside, the
+        record is the same on every rank, and another number of ranks, workers or micro-batches may
+        go on from it.
         """
         if self._pending is not None:
             self.finish()
