@@ -431,6 +431,14 @@ def test_several_ranks_without_a_process_group_must_be_told_the_tokens() -> None
         next(loader)
 
 
+def test_several_ranks_that_are_told_the_tokens_need_not_speak() -> None:
+    data = [{"input_ids": torch.ones(3)}] * 4
+    loader = StepLoader(data, 2, max_duration="1ep", rank=0, world_size=2)
+    for step in loader:
+        loader.finish(step, tokens=6)
+    assert loader.timer.token == 12
+
+
 def test_a_sharded_data_loader_is_refused() -> None:
     sampler: Any = DistributedSampler(numbers(4), num_replicas=2, rank=0)
     with pytest.raises(DataError, match="dealt to the ranks twice"):

@@ -219,11 +219,17 @@ class StepLoader(Iterator[Step]):
             )
         open_step, draw = self._pending
         self._pending = None
-        if tokens is None or seconds is None:
-            tokens, seconds = self._measured(open_step, tokens, seconds)
-        self._move(draw, open_step.micro_batches, tokens, seconds)
-        self._decisions.state, self._decisions.signals = draw.plan.state, signals
-        return self.timer.timestamp
+        if self._part.world_size > 1:
+            tokens, seconds = self._agreed(open_step, tokens, seconds)
+        if tokens is None:
+            tokens = self._tokens.of(open_step)
+        plan, timer = draw.plan, self.timer
+        if plan.ends_epochs or draw.crossings:
+            self._cross(draw, open_step, tokens, seconds)
+        else:
+            timer.update(samples=draw.size, tokens=tokens, seconds=seconds)
+        self._decisions.state, self._decisions.signals = plan.state, signals
+        return timer.timestamp
 
     def close(self) -> None:
         """Stop the workers. Iterating again goes on from where the clock stands."""
@@ -296,36 +302,30 @@ class StepLoader(Iterator[Step]):
             for batch, samples in draw.pieces
         ]
 
-    def _measured(
+    def _agreed(
         self, step: Step, tokens: int | None, seconds: float | None
     ) -> tuple[int | None, float | None]:
-        """The tokens of all ranks and the seconds of one, where they matter."""
-        if self._part.world_size == 1:
-            is_open = tokens is None and self._tokens.is_counted
-            return (step.num_tokens if is_open else tokens), seconds
-        if not self._tokens.is_counted and not self._reads_seconds:
-            return tokens, seconds
-        passed = self.timer.seconds_since_update()
-        total, passed = agreed(self._part, step.num_tokens, passed)
-        return (total if tokens is None else tokens), (passed if seconds is None else seconds)
+        """The tokens of all ranks and the seconds of one, where they matter and are not given."""
+        counts = tokens is None and self._tokens.is_counted
+        measures = seconds is None and self._reads_seconds
+        if counts or measures:
+            passed = self.timer.seconds_since_update()
+            total, passed = agreed(self._part, step.num_tokens, passed)
+            tokens = total if counts else tokens
+            seconds = passed if seconds is None else seconds
+        return tokens, seconds
 
-    def _move(
-        self, draw: Draw, micros: list[MicroBatch], tokens: int | None, seconds: float | None
-    ) -> None:
-        if tokens is None:
-            tokens = draw.size * (self.horizon.tokens_per_sample or 0)
-        timer, size, total = self.timer, draw.size, tokens
-        if not draw.plan.ends_epochs and not draw.crossings:
-            timer.update(samples=size, tokens=tokens, seconds=seconds)
-            return
+    def _cross(self, draw: Draw, step: Step, tokens: int, seconds: float | None) -> None:
+        """Move the clock over a batch in which epochs end."""
+        timer, size = self.timer, draw.size
 
         def of_last(samples: int) -> int:
-            return self._tokens.last(micros, samples, size=size, tokens=total)
+            return self._tokens.last(step, samples, tokens)
 
         if draw.plan.ends_epochs:
-            tick(timer, self.horizon, size, tokens=total, seconds=seconds, tokens_of_last=of_last)
+            tick(timer, self.horizon, size, tokens=tokens, seconds=seconds, tokens_of_last=of_last)
             return
-        timer.update(samples=size, tokens=total, seconds=seconds)
+        timer.update(samples=size, tokens=tokens, seconds=seconds)
         for carried in draw.crossings:
             timer.end_epoch(samples=carried, tokens=of_last(carried))
 

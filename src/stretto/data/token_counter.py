@@ -8,7 +8,7 @@ from typing import Any, final
 from stretto.data.randomness import kept_generators
 from stretto.data.source import Source
 from stretto.data.spec import DataSpec
-from stretto.data.step import MicroBatch
+from stretto.data.step import MicroBatch, Step
 from stretto.errors import DataError, cannot
 
 
@@ -66,17 +66,23 @@ class TokenCounter:
             raise _uncountable()
         return tokens if tokens and num_samples else 0
 
-    def last(self, micros: Sequence[MicroBatch], samples: int, *, size: int, tokens: int) -> int:
-        """Return the tokens of the last `samples` of a step of `size` samples and `tokens`.
+    def of(self, step: Step) -> int:
+        """Return the tokens of a step over all ranks, of which there is one or all count alike."""
+        if self._each is not None:
+            return step.size * self._each
+        return 0 if self._tells is False else step.num_tokens
+
+    def last(self, step: Step, samples: int, tokens: int) -> int:
+        """Return how many of the `tokens` of a step its last `samples` have.
 
         Counted, where this rank has the whole step; else their share, rounded down.
         """
-        if self.is_counted and sum(micro.num_samples for micro in micros) == size:
+        if self.is_counted and step.num_samples == step.size:
             try:
-                return self._counted(micros, samples)
+                return self._counted(step.micro_batches, samples)
             except DataError:  # packed batches cannot be cut
                 pass
-        return tokens * samples // size
+        return tokens * samples // step.size
 
     def _counted(self, micros: Sequence[MicroBatch], samples: int) -> int:
         total = 0
