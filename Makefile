@@ -20,7 +20,7 @@ INSTALL = PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help train test test-quick lint format types layers docs wheel bench bench-peers golden check clean
+.PHONY: help train test test-quick chaos lint format types layers docs wheel bench bench-peers golden check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ test: $(VENV)/.develop  ## run all tests; makes the environment first
 
 test-quick: $(VENV)/.develop  ## run the tests that are not marked slow
 	$(TEST) -m "not slow" $(ARGS)
+
+chaos: $(VENV)/.develop  ## kill real runs again and again; they must end as if nothing had happened
+	$(BIN)/python tests/chaos/suite.py $(ARGS)
 
 lint: $(VENV)/.develop  ## style and formatting
 	$(BIN)/ruff check .
