@@ -9,14 +9,20 @@ from stretto.checkpoint.folder import (
     write_checkpoint,
 )
 from stretto.checkpoint.optimizer import pack_optimizer, unpack_optimizer
+from stretto.checkpoint.sharding import Part, Shard, Stored, shard_like, to_shard
 
 __all__ = [
     "Checkpoint",
+    "Part",
+    "Shard",
+    "Stored",
     "checkpoint_path",
     "checkpoints",
     "keep_newest",
     "pack_optimizer",
     "read_checkpoint",
+    "shard_like",
+    "to_shard",
     "unpack_optimizer",
     "write_checkpoint",
 ]

@@ -1,0 +1,137 @@
+"""Tensors over ranks: one process plays each rank in turn (torch's fake process group)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as Cut
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from stretto.checkpoint import Part, Shard, Stored, shard_like, to_shard
+from stretto.checkpoint.sharding import is_sharded, replicate_like
+
+
+@contextmanager
+def as_rank(rank: int, world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def spread(whole: Tensor, world_size: int, dim: int) -> DTensor:
+    mesh = init_device_mesh("cpu", (world_size,))
+    return distribute_tensor(whole, mesh, [Cut(dim)], src_data_rank=None)
+
+
+SHAPES = [(5,), (1, 3), (3, 4), (2, 5, 3), (0, 2)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dim", [0, -1])
+def test_shards_tile_the_whole_and_come_back(
+    world_size: int, shape: tuple[int, ...], dim: int
+) -> None:
+    whole = torch.randn(shape)
+    filled = torch.full(shape, torch.nan)
+    for rank in range(world_size):
+        with as_rank(rank, world_size):
+            tensor = spread(whole, world_size, dim)
+            piece = to_shard(tensor)
+            if world_size == 1:
+                assert type(piece) is Tensor
+                filled.copy_(piece)
+            else:
+                assert isinstance(piece, Shard)
+                assert piece.shape == shape
+                assert piece.dim == dim % len(shape)
+                assert piece.local.data_ptr() == tensor.to_local().data_ptr()
+                filled.narrow(piece.dim, piece.offset, piece.local.shape[piece.dim]).copy_(
+                    piece.local
+                )
+            for stored in (whole, Stored(shape, lambda part: reader(whole, part))):
+                back = shard_like(tensor, stored)
+                assert is_sharded(back)
+                assert back.placements == tensor.placements
+                assert back.shape == tensor.shape
+                assert back.stride() == tensor.stride()
+                assert torch.equal(back.to_local(), tensor.to_local())
+    assert torch.equal(filled, whole)
+
+
+def reader(whole: Tensor, part: Part | None) -> Tensor:
+    return whole if part is None else whole.narrow(part.dim, part.offset, part.length)
+
+
+def test_a_rank_reads_its_part_alone() -> None:
+    asked: list[Part | None] = []
+    whole = torch.arange(10.0).view(5, 2)
+
+    def read(part: Part | None) -> Tensor:
+        asked.append(part)
+        return reader(whole, part)
+
+    with as_rank(1, 2):
+        reference = spread(whole, 2, 0)
+        shard_like(reference, Stored((5, 2), read))
+        shard_like(torch.zeros(5, 2), Stored((5, 2), read))
+    assert asked == [Part(dim=0, offset=3, length=2), None]
+
+
+def test_a_part_keeps_nothing_else_alive() -> None:
+    whole = torch.arange(10.0)
+    with as_rank(0, 2):
+        part = shard_like(spread(whole, 2, 0), whole)
+        assert is_sharded(part)
+        assert part.to_local().untyped_storage().nbytes() == 5 * whole.element_size()
+
+
+def test_what_every_rank_has_is_whole() -> None:
+    with as_rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = distribute_tensor(torch.ones(3), mesh, [Replicate()], src_data_rank=None)
+        assert type(to_shard(tensor)) is Tensor
+        again = shard_like(tensor, torch.ones(3))
+        assert is_sharded(again)
+        assert again.placements == (Replicate(),)
+        again = replicate_like(spread(torch.ones(3), 2, 0), Stored((2,), lambda _: torch.ones(2)))
+        assert is_sharded(again)
+        assert again.placements == (Replicate(),)
+        assert torch.equal(again.to_local(), torch.ones(2))
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_two_dimensions_come_back_as_they_were(rank: int) -> None:
+    """Hybrid sharding: replicas of a sharded model."""
+    whole = torch.arange(10.0).view(5, 2)
+    with as_rank(rank, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+        tensor = distribute_tensor(whole, mesh, [Replicate(), Cut(0)], src_data_rank=None)
+        back = shard_like(tensor, whole)
+        assert is_sharded(back)
+        assert back.placements == tensor.placements
+        assert torch.equal(back.to_local(), whole.chunk(2)[rank % 2])
+
+
+def test_another_shape_is_left_for_torch_to_refuse() -> None:
+    with as_rank(0, 2):
+        given = shard_like(spread(torch.ones(4), 2, 0), torch.ones(3))
+    assert type(given) is Tensor
+    assert given.shape == (3,)
+
+
+def test_a_parameter_gives_a_tensor_without_a_graph() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    piece = to_shard(parameter)
+    assert isinstance(piece, Tensor)
+    assert not piece.requires_grad
+    assert piece.data_ptr() == parameter.data_ptr()
