@@ -48,11 +48,6 @@ class Fetch:
         elif is_whole and callable(own):
             self._get_batch = own
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether torch's own `DataLoader` would fetch the same in its own way."""
-        return self.tensors is None and self._get_batch is None and self._keyed_seed is None
-
     def read(self, stream: IndexStream, place: int, count: int) -> Any:
         """Return the batch of `count` samples at `place` of a stream."""
         if self.tensors is not None:

@@ -12,7 +12,7 @@ from stretto.data.feed import Draw, Feed, Part, Piece, Shares, first_sample, pin
 from stretto.data.fetch import Fetch, no_such_sample
 from stretto.data.indices import IndexStream
 from stretto.data.spec import DataSpec
-from stretto.data.workers import Workers, start_workers
+from stretto.data.workers import Element, Workers, start_workers
 from stretto.errors import DataError, cannot
 from stretto.ordering import SampleOrder, stream_start
 from stretto.planning import StepPlan
@@ -44,18 +44,15 @@ class MapSource:
         """Return the place of a position in this rank's stream."""
         return stream_start(position, self.part.rank, self.part.world_size)
 
-    def fetched_ahead(self, indices: Iterator[list[int]], *, start: int) -> Iterator[Any]:
-        """Yield the batches of `indices`, which workers fetch ahead."""
+    def fetched_ahead(self, elements: Iterator[Element]) -> Iterator[Any]:
+        """Yield the batches of `elements`, which workers fetch ahead."""
         batches = start_workers(
-            self.fetch, indices, self.workers, seed=self.order.seed, start=start
+            self.fetch, elements, self.workers, seed=self.order.seed, rank=self.part.rank
         )
-        while True:
-            try:
-                yield next(batches)
-            except StopIteration:
-                return
-            except IndexError as error:
-                raise no_such_sample(self.order.num_samples, error) from error
+        try:
+            yield from batches
+        except IndexError as error:
+            raise no_such_sample(self.order.num_samples, error) from error
 
     def any_sample(self) -> Any:
         """Return a batch of one sample."""
@@ -120,9 +117,7 @@ class PlannedFeed(Feed):
         if first is None:
             return
         ahead: deque[tuple[StepPlan, tuple[int, ...]]] = deque()
-        batches = source.fetched_ahead(
-            self._indices(first, plans, ahead), start=first.timestamp.sample
-        )
+        batches = source.fetched_ahead(self._elements(first, plans, ahead))
         for batch in batches:
             plan, sizes = ahead.popleft()
             pieces = [(batch, sizes[0])]
@@ -131,13 +126,13 @@ class PlannedFeed(Feed):
                 source.check(piece, count or 1)
             yield Draw(plan, pieces, plan.size)
 
-    def _indices(
+    def _elements(
         self,
         first: StepPlan,
         plans: Iterator[StepPlan],
         ahead: deque[tuple[StepPlan, tuple[int, ...]]],
-    ) -> Iterator[list[int]]:
-        """Yield the indices of each micro-batch, and note in `ahead` which batch they are of."""
+    ) -> Iterator[Element]:
+        """Yield each micro-batch, and note in `ahead` which batch it is of."""
         stream, shares = self._source.stream(), Shares(self._source.part)
         plan: StepPlan | None = first
         while plan is not None:
@@ -146,7 +141,7 @@ class PlannedFeed(Feed):
             ahead.append((plan, sizes))
             place = self._source.place(start)
             for count in sizes:
-                yield stream.take(place, count) if count else [stream.at(start)]
+                yield place, stream.take(place, count) if count else [stream.at(start)]
                 place += count
             plan = next(plans, None)
 
@@ -182,8 +177,7 @@ class ChunkFeed(Feed):
             while place < end:
                 if batches is None:
                     number = place // size - 1
-                    indices = self._indices(stream, number + 1)
-                    batches = source.fetched_ahead(indices, start=start)
+                    batches = source.fetched_ahead(self._elements(stream, number + 1))
                 while number < place // size:
                     number, chunk = number + 1, next(batches)
                     length = self._length(number)
@@ -197,9 +191,10 @@ class ChunkFeed(Feed):
                 pieces += [dummy] * missing
             yield Draw(plan, pieces, plan.size)
 
-    def _indices(self, stream: IndexStream, number: int) -> Iterator[list[int]]:
+    def _elements(self, stream: IndexStream, number: int) -> Iterator[Element]:
         while self._length(number) > 0:
-            yield stream.take(number * self._chunk_size, self._length(number))
+            place = number * self._chunk_size
+            yield place, stream.take(place, self._length(number))
             number += 1
 
     def _length(self, number: int) -> int:

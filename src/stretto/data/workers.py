@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from stretto.data.fetch import Fetch
-from stretto.data.randomness import sample_seed
+from stretto.data.randomness import sample_seed, seed_generators
 from stretto.data.spec import Collate, DataSpec
 from stretto.errors import DataError, cannot, shown
+
+Element: TypeAlias = tuple[int, list[int]]
+"""What a worker fetches at once: the place in the rank's stream where it begins, and indices."""
 
 
 @final
@@ -74,43 +77,49 @@ class Workers:
 
 
 def start_workers(
-    fetch: Fetch, indices: Iterator[list[int]], workers: Workers, *, seed: int, start: int
+    fetch: Fetch,
+    elements: Iterator[Element],
+    workers: Workers,
+    *,
+    seed: int,
+    rank: int,
 ) -> Iterator[Any]:
-    """Return an iterator over the batches of `indices`, fetched ahead by workers.
+    """Return an iterator over the batches of `elements`, fetched ahead by workers.
 
     One iteration for all of the run: workers are started once, not for each epoch (1.26 times the
-    throughput for short ones). Torch's global generator is not drawn from: the seeds of the
-    workers follow from the seed and the position at which they start.
+    throughput for short ones). Torch's global generator is not drawn from. A worker's generators
+    are seeded anew for each element, by the seed, the rank and the element's place: so what chance
+    does to a sample is the same after a resume, and for any number of workers.
     """
     generator = torch.Generator()
-    generator.manual_seed(sample_seed(seed, -1, start))
-    settings: dict[str, Any] = {
-        "num_workers": workers.num_workers or 0,
-        "prefetch_factor": workers.prefetch_factor,
-        "pin_memory": workers.pins,
-        "worker_init_fn": workers.worker_init_fn,
-        "timeout": workers.timeout,
-        "multiprocessing_context": workers.multiprocessing_context,
-        "generator": generator,
-    }
-    if fetch.is_plain:  # torch's own way, in which workers see the user's data set
-        return iter(
-            DataLoader(
-                fetch.dataset,
-                batch_sampler=_Once(indices),
-                collate_fn=workers.collate_fn,
-                **settings,
-            )
-        )
-    return iter(
-        DataLoader(
-            fetch,  # type: ignore[arg-type]  # a data set of batches, indexed by lists
-            sampler=_Once(indices),
-            batch_size=None,
-            collate_fn=_as_it_is,
-            **settings,
-        )
+    generator.manual_seed(sample_seed(seed, -1, rank))
+    loader: DataLoader[Any] = DataLoader(
+        _Seeded(fetch, seed, rank),  # type: ignore[arg-type]  # a data set of whole batches
+        sampler=_Once(elements),
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=workers.num_workers or 0,
+        prefetch_factor=workers.prefetch_factor,
+        pin_memory=workers.pins,
+        worker_init_fn=_WorkerStart(fetch.dataset, workers.worker_init_fn),
+        timeout=workers.timeout,
+        multiprocessing_context=workers.multiprocessing_context,
+        generator=generator,
     )
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except (RuntimeError, EOFError, OSError) as error:
+            # An error of the data set says that it was caught; a dead worker cannot, and where the
+            # batch was half way between two processes only the connection breaks.
+            is_caught = str(error).startswith("Caught")
+            if is_caught or (type(error) is RuntimeError and "DataLoader worker" not in str(error)):
+                raise
+            raise _dead_worker(error) from error
+        yield batch
 
 
 def batched(spec: DataSpec, workers: Workers, chunk_size: int) -> Iterable[Any]:
@@ -141,13 +150,62 @@ def batched(spec: DataSpec, workers: Workers, chunk_size: int) -> Iterable[Any]:
 
 @final
 class _Once:
-    """A batch sampler that hands on lists of indices as they are asked for."""
+    """A sampler that hands on elements as they are asked for."""
 
-    def __init__(self, indices: Iterator[list[int]]) -> None:
-        self._indices = indices
+    def __init__(self, elements: Iterator[Element]) -> None:
+        self._elements = elements
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._indices
+    def __iter__(self) -> Iterator[Element]:
+        return self._elements
+
+
+@final
+class _Seeded:
+    """Fetches elements with the chance that belongs to each."""
+
+    def __init__(self, fetch: Fetch, seed: int, rank: int) -> None:
+        self._fetch = fetch
+        self._seed = seed
+        self._rank = rank
+
+    def __getitem__(self, element: Element) -> Any:
+        place, indices = element
+        if self._fetch.tensors is None:
+            seed_generators(sample_seed(self._seed, -2 - self._rank, place))
+        return self._fetch[indices]
+
+    def __len__(self) -> int:
+        return len(self._fetch)
+
+
+@final
+class _WorkerStart:
+    """Shows the user's function in a worker the user's own data set, not what is around it."""
+
+    def __init__(self, dataset: Any, function: Callable[[int], None] | None) -> None:
+        self._dataset = dataset
+        self._function = function
+
+    def __call__(self, worker: int) -> None:
+        # The record is frozen; that it names our wrapper is nothing for users.
+        object.__setattr__(get_worker_info(), "dataset", self._dataset)
+        if self._function is not None:
+            self._function(worker)
+
+
+def _dead_worker(error: Exception) -> DataError:
+    return DataError(
+        cannot(
+            "read samples with these workers",
+            why=f"one of them ended ({_said(error)})",
+            instead="use fewer of them if memory ran out, or num_workers=0 to see an error of the "
+            "data set itself; then resume",
+        )
+    )
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _as_it_is(batch: Any) -> Any:

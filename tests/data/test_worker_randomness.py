@@ -1,0 +1,106 @@
+"""Chance inside samples that workers fetch, and workers that die."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from stretto.data import StepLoader
+from stretto.errors import DataError
+
+
+class Noisy(Dataset):
+    """Samples with chance from torch, Python and NumPy in them."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        chance = np.random.rand()  # noqa: NPY002  the generator that data sets draw from
+        return torch.tensor([index, torch.rand(()), random.random(), chance])
+
+
+class Deadly(Noisy):
+    def __getitem__(self, index):
+        if index == 20 and get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor([float(index)])
+
+
+def batches(loader):
+    return [[micro.batch for micro in step] for step in loader]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(
+        torch.equal(a, b)
+        for x, y in zip(one, other, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
+
+
+@pytest.mark.parametrize("sizes", ["0sp:6 40sp:10", lambda timestamp, current: 7])
+def test_what_workers_draw_is_the_same_after_a_resume_and_for_any_number_of_them(sizes):
+    def loader(workers):
+        return StepLoader(
+            Noisy(),
+            sizes,
+            max_duration="2ep",
+            micro_batch_size=4,
+            num_workers=workers,
+            chunk_size=16,
+        )
+
+    whole = batches(loader(2))
+    first = loader(2)
+    for _ in range(5):
+        next(first)
+    state = first.state_dict()
+    first.close()
+    resumed = loader(2)
+    resumed.load_state_dict(state)
+    assert same(batches(resumed), whole[5:])
+    assert same(batches(loader(1)), whole)
+    values = torch.cat([torch.cat(step) for step in whole])
+    assert len(values[:, 1].unique()) == len(values)  # no two samples share their chance
+
+
+def test_ranks_do_not_share_their_chance():
+    drawn = [
+        torch.cat(
+            [
+                torch.cat(step)
+                for step in batches(
+                    StepLoader(
+                        Noisy(), 8, max_duration="1ep", num_workers=1, rank=rank, world_size=2
+                    )
+                )
+            ]
+        )
+        for rank in (0, 1)
+    ]
+    values = torch.cat(drawn)
+    assert len(values[:, 1].unique()) == len(values) == 64
+
+
+def test_a_worker_start_function_sees_the_data_set_itself():
+    def check(worker):
+        assert type(get_worker_info().dataset) is Noisy
+        get_worker_info().dataset.started = worker
+
+    data = DataLoader(Noisy(), batch_size=8, num_workers=2, worker_init_fn=check)
+    assert len(batches(StepLoader(data, 8, max_duration="1ep"))) == 8
+
+
+def test_a_worker_that_dies_is_told_with_what_to_do():
+    loader = StepLoader(Deadly(), 4, max_duration="1ep", num_workers=1, shuffle=False)
+    seen = []
+    with pytest.raises(DataError, match=r"one of them ended .*then resume"):
+        seen.extend(loader)
+    assert loader.timer.sample <= 16
