@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard as Cut
+from torch.distributed.tensor import distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stretto.checkpoint import pack_optimizer, unpack_optimizer
+from stretto.checkpoint import Part, Stored, pack_optimizer, unpack_optimizer
+from stretto.checkpoint.sharding import is_spread
 from stretto.errors import CheckpointError
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -65,3 +71,58 @@ def test_another_optimizers_state_is_refused() -> None:
     other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(CheckpointError, match="cannot give the saved state to SGD"):
         unpack_optimizer(other, tensors, record)
+
+
+def test_the_state_of_more_parameters_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    train(model, optimizer, 1, seed=1)
+    tensors, record = pack_optimizer(optimizer)
+    other = torch.optim.Adam([nn.Parameter(torch.zeros(2, 3))], lr=0.1)
+    with pytest.raises(CheckpointError, match="more than 1 parameters"):
+        unpack_optimizer(other, tensors, record)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_state_is_laid_out_as_the_parameters_are(rank: int, kind: Any) -> None:
+    """Saved whole, read by two ranks, each its own part."""
+    model = nn.Linear(3, 5)
+    optimizer = kind(model.parameters(), lr=0.1)
+    train(model, optimizer, 2, seed=1)
+    tensors, record = pack_optimizer(optimizer)
+    asked: list[Part | None] = []
+
+    def stored(whole: torch.Tensor) -> Stored:
+        def read(part: Part | None) -> torch.Tensor:
+            asked.append(part)
+            return whole.clone() if part is None else whole.narrow(*part).clone()
+
+        return Stored(tuple(whole.shape), read)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        parameters = [
+            nn.Parameter(distribute_tensor(p.detach(), mesh, [Cut(0)], src_data_rank=None))
+            for p in model.parameters()
+        ]
+        resumed = kind(parameters, lr=0.1)
+        unpack_optimizer(resumed, {key: stored(one) for key, one in tensors.items()}, record)
+        for parameter, saved in zip(parameters, model.parameters(), strict=True):
+            for name, value in resumed.state[parameter].items():
+                whole = optimizer.state[saved][name]
+                if whole.shape == saved.shape:
+                    assert is_spread(value)
+                    assert value.placements == (Cut(0),)
+                    expected = whole.tensor_split([3])[rank]
+                    assert torch.equal(value.to_local(), expected)
+                elif whole.dim():
+                    assert is_spread(value)
+                    assert torch.equal(value.to_local(), whole)
+                else:
+                    assert not is_spread(value)
+                    assert torch.equal(value, whole)
+    finally:
+        dist.destroy_process_group()
+    assert Part(0, (0, 3)[rank], (3, 2)[rank]) in asked

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard as Cut
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stretto.checkpoint import Part, Shard, Stored, shard_like, to_shard
-from stretto.checkpoint.sharding import is_sharded, replicate_like
+from stretto.checkpoint.sharding import is_spread, replicate_like
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def test_shards_tile_the_whole_and_come_back(
                 )
             for stored in (whole, Stored(shape, lambda part: reader(whole, part))):
                 back = shard_like(tensor, stored)
-                assert is_sharded(back)
+                assert is_spread(back)
                 assert back.placements == tensor.placements
                 assert back.shape == tensor.shape
                 assert back.stride() == tensor.stride()
@@ -91,7 +91,7 @@ def test_a_part_keeps_nothing_else_alive() -> None:
     whole = torch.arange(10.0)
     with as_rank(0, 2):
         part = shard_like(spread(whole, 2, 0), whole)
-        assert is_sharded(part)
+        assert is_spread(part)
         assert part.to_local().untyped_storage().nbytes() == 5 * whole.element_size()
 
 
@@ -101,10 +101,10 @@ def test_what_every_rank_has_is_whole() -> None:
         tensor = distribute_tensor(torch.ones(3), mesh, [Replicate()], src_data_rank=None)
         assert type(to_shard(tensor)) is Tensor
         again = shard_like(tensor, torch.ones(3))
-        assert is_sharded(again)
+        assert is_spread(again)
         assert again.placements == (Replicate(),)
         again = replicate_like(spread(torch.ones(3), 2, 0), Stored((2,), lambda _: torch.ones(2)))
-        assert is_sharded(again)
+        assert is_spread(again)
         assert again.placements == (Replicate(),)
         assert torch.equal(again.to_local(), torch.ones(2))
 
@@ -117,7 +117,7 @@ def test_two_dimensions_come_back_as_they_were(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
         tensor = distribute_tensor(whole, mesh, [Replicate(), Cut(0)], src_data_rank=None)
         back = shard_like(tensor, whole)
-        assert is_sharded(back)
+        assert is_spread(back)
         assert back.placements == tensor.placements
         assert torch.equal(back.to_local(), whole.chunk(2)[rank % 2])
 

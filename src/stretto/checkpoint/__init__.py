@@ -9,7 +9,7 @@ from stretto.checkpoint.folder import (
     write_checkpoint,
 )
 from stretto.checkpoint.optimizer import pack_optimizer, unpack_optimizer
-from stretto.checkpoint.sharding import Part, Shard, Stored, shard_like, to_shard
+from stretto.checkpoint.sharding import Part, Shard, Stored, is_sharded, shard_like, to_shard
 
 __all__ = [
     "Checkpoint",
@@ -18,6 +18,7 @@ __all__ = [
     "Stored",
     "checkpoint_path",
     "checkpoints",
+    "is_sharded",
     "keep_newest",
     "pack_optimizer",
     "read_checkpoint",

@@ -8,11 +8,14 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stretto.checkpoint.sharding import Stored, is_spread, replicate_like, shard_like
 from stretto.errors import CheckpointError, cannot
 
 
 def pack_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of an optimizer's state by name, and the rest of it as JSON.
+
+    The tensors are the optimizer's own: spread over ranks where its parameters are.
 
     >>> import torch
     >>> weight = torch.zeros(2, requires_grad=True)
@@ -48,15 +51,24 @@ def pack_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, A
 
 
 def unpack_optimizer(
-    optimizer: Optimizer, tensors: Mapping[str, Tensor], record: Mapping[str, Any]
+    optimizer: Optimizer, tensors: Mapping[str, Tensor | Stored], record: Mapping[str, Any]
 ) -> None:
     """Give an optimizer the state that `pack_optimizer` returned.
+
+    What was saved of a parameter is laid out over ranks as that parameter is now, however it was
+    laid out before.
+
+    Args:
+        optimizer: an optimizer of as many parameters, in the same order.
+        tensors: whole tensors, in memory or to be read in parts.
+        record: the rest.
 
     Raises:
         CheckpointError: it was another optimizer's.
     """
     if record["type"] != type(optimizer).__name__:
         raise _other(optimizer, f"it was saved from {record['type']}")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     groups = [
         {name: _value(value) for name, value in group.items()} for group in record["param_groups"]
@@ -65,13 +77,31 @@ def unpack_optimizer(
         head, name = key.split(".", 1)
         if head == "group":
             number, name = name.split(".", 1)
-            groups[int(number)][name] = value
+            groups[int(number)][name] = _whole(value)
+        elif int(head) >= len(parameters):
+            raise _other(optimizer, f"it is of more than {len(parameters)} parameters")
         else:
-            state.setdefault(int(head), {})[name] = value
+            index = int(head)
+            state.setdefault(index, {})[name] = _laid_out(parameters[index], value)
     try:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     except (ValueError, KeyError) as error:
         raise _other(optimizer, str(error)) from error
+
+
+def _laid_out(parameter: Tensor, value: Any) -> Any:
+    """A piece of a parameter's state, where that parameter is."""
+    if not isinstance(value, (Tensor, Stored)) or not is_spread(parameter):
+        return _whole(value)
+    shape = tuple(value.shape)
+    if shape == tuple(parameter.shape):
+        return shard_like(parameter, value)
+    # A count of steps is a plain tensor; factors of a second moment mix with what is spread.
+    return replicate_like(parameter, value) if shape else _whole(value)
+
+
+def _whole(value: Any) -> Any:
+    return value.read(None) if isinstance(value, Stored) else value
 
 
 def _other(optimizer: Optimizer, why: str) -> CheckpointError:

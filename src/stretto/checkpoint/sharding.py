@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -58,11 +58,20 @@ class Stored(NamedTuple):
     """Reads one part, or with None the whole."""
 
 
-def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a model is spread over ranks, as by `fully_shard`: each has parts to write.
+
+    >>> is_sharded(nn.Linear(1, 1))
+    False
+    """
+    return any(is_spread(parameter) for parameter in model.parameters())
+
+
+def is_spread(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether a tensor is spread over ranks, be it that each has all of it.
 
     >>> import torch
-    >>> is_sharded(torch.zeros(2))
+    >>> is_spread(torch.zeros(2))
     False
     """
     # Where nobody has imported it nothing can be one; importing it takes a second.
@@ -82,7 +91,7 @@ def to_shard(tensor: Tensor) -> Tensor | Shard:
     tensor([1., 1.])
     """
     tensor = tensor.detach()
-    if not is_sharded(tensor):
+    if not is_spread(tensor):
         return tensor
     placement = tensor.placements[0]
     if len(tensor.placements) > 1 or not (placement.is_replicate() or _is_cut(placement)):
@@ -113,7 +122,7 @@ def shard_like(reference: Tensor, stored: Tensor | Stored) -> Tensor:
         stored = Stored(
             tuple(whole.shape), lambda part: whole if part is None else whole.narrow(*part).clone()
         )
-    if not is_sharded(reference) or tuple(reference.shape) != stored.shape:
+    if not is_spread(reference) or tuple(reference.shape) != stored.shape:
         return stored.read(None)
     from torch.distributed.tensor import DTensor, distribute_tensor
 
