@@ -86,6 +86,7 @@ def target(text: str, **arguments: Any) -> Target:
     return Target.model_validate({"target": text, **arguments})
 
 
+LONG = "{ramp: linear, start: 1, end: 100_000_000, over: 9ep}"
 RAMP = {"ramp": "double", "start": 8, "end": 64, "over": "40%"}
 LEDGER = "batch,epoch,sample,token,size,tokens,micro_batches,lr\n"
 CASES: list[tuple[str, Callable[[], object]]] = [
@@ -105,6 +106,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-yaml-documents", file("a: 1\n---\nb: 2")),
     ("config-yaml-deep", lambda: parse_yaml("[" * 100, "run.yaml")),
     ("config-yaml-character", file("a: \x07")),
+    ("config-yaml-escape", file('a: "\\U00110000"')),
     # keys and values
     ("config-no-keys", file("seed: 1")),
     ("config-key-misspelt", file(GOOD + "optimiser: {target: 'torch.optim:SGD'}")),
@@ -129,6 +131,10 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-batch-size-zero", key("batch_size", 0)),
     ("config-batch-size-text", key("batch_size", "8 16")),
     ("config-batch-size-nothing", key("batch_size", {"at_most": 8})),
+    (
+        "config-ramp-endless",
+        planned("", "max_duration=9ep", "data.num_samples=1_000_000_000_000", "batch_size=" + LONG),
+    ),
     ("config-ramp-kind", key("batch_size", {**RAMP, "ramp": "duble"})),
     ("config-ramp-shrinks", key("batch_size", {**RAMP, "end": 4})),
     ("config-ramp-key", key("batch_size", {"ramp": "double", "start": 8, "over": "1ep"})),
@@ -142,6 +148,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-period-duration", key("schedules", {"lr": {"periods": [{"cosine": {}}]}})),
     ("config-duration-alone", key("schedules", {"lr": {"duration": "5%", "cosine": {}}})),
     # overrides
+    ("config-override-deep", file(GOOD, ".".join("a" * 31) + "=1")),
     ("config-override-no-equals", file(GOOD, "max_duration")),
     ("config-override-no-value", file(GOOD, "max_duration=")),
     ("config-override-key", file(GOOD, "log..every=1ep")),

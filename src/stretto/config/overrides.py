@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from stretto.config.reading import Value, describe, parse_yaml
+from stretto.config.reading import MAX_DEPTH, Value, describe, parse_yaml
 from stretto.config.source import Path, Source, show_path
 from stretto.errors import ConfigError, cannot
+
+_INDEX = re.compile(r"[0-9]{1,9}")
+"""A number that picks the item of a list; a longer one is a key like any other."""
 
 
 def apply_overrides(
@@ -58,7 +62,11 @@ def parse_override(text: str) -> tuple[Path, Value]:
         raise _refused(
             text, "it has no value", f"write a value, or '{key}=null' to go back to the default"
         )
-    path = tuple(int(part) if part.isdecimal() and part.isascii() else part for part in parts)
+    if len(parts) > MAX_DEPTH:
+        raise _refused(
+            text, f"its key has {len(parts)} parts", f"write at most {MAX_DEPTH}, parted by dots"
+        )
+    path = tuple(int(part) if _INDEX.fullmatch(part) else part for part in parts)
     return path, parse_yaml(rest, f"'{key}=...'").value
 
 

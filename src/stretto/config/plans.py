@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from typing import Any, final
 
 from stretto.batching import BatchSizePolicy, LearningRateRule
@@ -16,10 +17,14 @@ from stretto.config.run import RunConfig
 from stretto.config.schedules import build_schedule
 from stretto.config.source import NO_SOURCE, Path, Source, in_file_words
 from stretto.config.targets import call_target, import_target
-from stretto.errors import PlanError
+from stretto.errors import PlanError, cannot
 from stretto.planning import Plan, plan, resolve_horizon
+from stretto.planning.sizes import stretches
 from stretto.schedules import Constant, Product, Schedule
 from stretto.timing import Every, Horizon, Time, Trigger
+
+MAX_STAGES = 100_000
+"""Most stages of the run of a file; a ramp from 32 to 4,096 in steps of one has 4,065."""
 
 
 @final
@@ -238,6 +243,7 @@ def check_pieces(run: Run, source: Source) -> None:
     """
     with source.at("batch_size"):
         run.policy.bind(run.horizon)
+        _check_stages(run)
         horizon = resolve_horizon(run.horizon, run.policy)
     for name, schedule in run.schedules.items():
         with source.at("schedules", name):
@@ -245,3 +251,25 @@ def check_pieces(run: Run, source: Source) -> None:
     for name, trigger in run.triggers.items():
         with source.at(*run.places[name]):
             trigger.bind(horizon)
+
+
+def _check_stages(run: Run) -> None:
+    """Refuse sizes whose plan would never be done: it takes about 30 us for each stage.
+
+    Raises:
+        PlanError: there are too many.
+    """
+    horizon = run.horizon.with_batch_sizes(None)
+    try:
+        found = stretches(horizon, run.policy.bind(horizon))
+        is_more = next(islice(found, MAX_STAGES, None), None) is not None
+    except PlanError:
+        return  # only the run itself can tell its sizes
+    if is_more:
+        raise PlanError(
+            cannot(
+                "plan this run",
+                why=f"its batch size changes more than {MAX_STAGES:,} times",
+                instead="write a larger 'increment', or 'planned: false' beside a function",
+            )
+        )

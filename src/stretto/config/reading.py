@@ -133,7 +133,16 @@ class _Reader:
         return Document(value, self.lines)
 
     def _next(self) -> yaml.Event:
-        return next(self.events)
+        try:
+            return next(self.events)
+        except (ValueError, OverflowError):  # of int() and chr(), which PyYAML calls unguarded
+            raise ConfigError(
+                cannot(
+                    f"read {self.name}",
+                    why="an escape or a '%YAML' line holds a number that is too large",
+                    instead="write the character itself, and no '%YAML' line",
+                )
+            ) from None
 
     def _value(self, event: yaml.Event, path: Path) -> Value:
         self._count(1, event)

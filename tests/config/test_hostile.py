@@ -1,0 +1,150 @@
+"""Run files that mean harm: each ends with our error, in bounded time and memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.config.files import parse_run_file, read_run_file
+from stretto.config.plans import build_plan
+from stretto.config.reading import MAX_BYTES
+from stretto.errors import ConfigError
+
+GOOD = 'max_duration: 2ep\ndata: {target: "my.data:make", num_samples: 1000}\nbatch_size: 64\n'
+NINES = "9" * 90
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{key}: &{key} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, key in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+TEXTS = {
+    "object": ("model: !!python/object/apply:os.system ['touch harm']\n", "would make an object"),
+    "name": ("model: !!python/name:os.system\n", "would make an object"),
+    "module": ("model: !!python/module:os\n", "would make an object"),
+    "object as a key": ("? !!python/tuple [1]\n: 1\n", "a key is not plain text"),
+    "tag of one's own": ("model: !Model {}\n", "the tag '!Model' would make an object"),
+    "binary": ("folder: !!binary aGk=\n", "would make an object"),
+    "tag without a name": ("folder: ! runs\n", "would make an object"),
+    "tag that is declared": ("%TAG !e! tag:a,2000:\n---\na: !e!b c\n", "would make an object"),
+    "directive": ("%YAML " + "9" * 5000 + ".1\n---\na: 1\n", "a number that is too large"),
+    "escape beyond Unicode": ('folder: "\\U00110000"\n', "a number that is too large"),
+    "escape beyond C": ('folder: "\\UFFFFFFFF"\n', "a number that is too large"),
+    "surrogate": ('folder: "\\ud800"\n', "half of a surrogate pair"),
+    "null character": ("folder: a\0b\n", r"U\+0000"),
+    "billion laughs": (LAUGHS, "more than 10000 values"),
+    "alias of itself": ("a: &a [*a]\n", "no finished '&a'"),
+    "merge": ("a: &a {b: 1}\nc: {<<: *a}\n", "merges are not read"),
+    "twice": ("seed: 1\nseed: 2\n", "stands twice"),
+    "twice, deep": ("model: {target: 'a:b', x: {y: 1, y: 2}}\n", "stands twice"),
+    "deep brackets": ("a: " + "[" * 50_000, "nest deeper than 30"),
+    "deep braces": ("a: " + "{b: " * 20_000, "nest deeper than 30"),
+    "deep dashes": ("a:\n" + "- " * 40_000, "nest deeper than 30"),
+    "deep lines": ("".join(" " * i + "b:\n" for i in range(400)), "nest deeper than 30"),
+    "question marks": ("? " * 40_000, "a key is not plain text"),
+    "many values": ("a: [" + "1," * 40_000 + "]", "more than 10000 values"),
+    "many keys": ("".join(f"k{i}: 1\n" for i in range(4_000)), "there is no such key"),
+    "long": ("x" * MAX_BYTES, "a run file has at most"),
+    "long key": ("k" * 90_000 + ": 1\n", "a line is neither 'key: value' nor part of one"),
+    "long seed": ("seed: " + "9" * 5_000 + "\n", "it is not a whole number"),
+    "large seed": (f"seed: {NINES}\n", "it is not less than"),
+    "infinite": ("scale_schedule: .inf\n", "it is not a number"),
+    "not a number": ("stepping: {clip_norm: .nan}\n", "it is not a number"),
+    "overflow": ("stepping: {clip_norm: 1e999}\n", "it is not a number"),
+    "target of code": ("model: {target: '__import__(\"os\"):system'}\n", "is not of the form"),
+    "target of a path": ("model: {target: '../harm:make'}\n", "is not of the form"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), TEXTS.values(), ids=TEXTS)
+def test_hostile_texts(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_run_file(text if text.startswith(("%", "?")) else GOOD + text)
+
+
+BYTES = {
+    "UTF-16": (GOOD.encode("utf-16"), "byte 1 is not UTF-8"),
+    "UTF-16 without a mark": (GOOD.encode("utf-16-le"), r"U\+0000"),
+    "UTF-32": (GOOD.encode("utf-32-be"), r"U\+0000"),
+    "Latin-1": (GOOD.replace("my", "mé").encode("latin-1"), "is not UTF-8"),
+    "overlong": (b"a: \xc0\xaf", "byte 4 is not UTF-8"),
+    "surrogate": (b"a: \xed\xa0\x80", "byte 4 is not UTF-8"),
+    "zip": (b"PK\x03\x04" + bytes(100), r"U\+0003"),
+    "pickle": (b"\x80\x04\x95\x0f", "byte 1 is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), BYTES.values(), ids=BYTES)
+def test_hostile_bytes(data: bytes, message: str, tmp_path: object) -> None:
+    path = f"{tmp_path}/run.yaml"
+    with open(path, "wb") as file:  # noqa: PTH123
+        file.write(data)
+    with pytest.raises(ConfigError, match=message):
+        read_run_file(path)
+
+
+def test_a_file_without_end_is_read_no_further_than_it_may_be() -> None:
+    with pytest.raises(ConfigError, match="a run file has at most"):
+        read_run_file("/dev/zero")
+
+
+OVERRIDES = {
+    "index": ("a." + "9" * 5_000 + "=1", "there is no such key"),
+    "index of a list": ("evaluate." + "9" * 5_000 + ".every=1ep", "evaluate is a list of 1"),
+    "deep": ("data." + ".".join("a" * 20_000) + "=1", "its key has 20001 parts"),
+    "deep value": ("data.x=" + "[" * 20_000, "nest deeper than 30"),
+    "tag": ("model=!!python/name:os.system", "would make an object"),
+    "long": ("folder=" + "x" * 200_000, "it has 200000 bytes"),
+}
+
+
+@pytest.mark.parametrize(("override", "message"), OVERRIDES.values(), ids=OVERRIDES)
+def test_hostile_overrides(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_run_file(GOOD + "evaluate: [{}]\n", overrides=[override])
+
+
+RAMP = "batch_size={ramp: linear, start: 1, end: 100000000, over: "
+ABSURD = {
+    "short": ("max_duration=1e-150ep",),
+    "long": ("max_duration=1e150ep", "log.every=1sp"),
+    "long in batches": ("max_duration=1e150ba", "batch_size=" + NINES),
+    "large batches": ("batch_size=" + NINES, "micro_batch_size=1"),
+    "many samples": ("data.num_samples=" + NINES, "evaluate.every=1e-190dur"),
+    "steep ramp": (RAMP.replace("100000000", NINES) + "1ep}", "data.num_samples=" + NINES),
+    "tiny steps": ("schedules.lr={step: {every: 1e-100ep, gamma: 0.5}}",),
+    "tiny epochs": ("data.num_samples=1", "max_duration=1e15ep", "last_batch=carry"),
+    "rate": ("schedules.lr=1e308", "optimizer={target: 'torch.optim:SGD', lr: 1e308}"),
+}
+
+
+@pytest.mark.parametrize("overrides", ABSURD.values(), ids=ABSURD)
+def test_absurd_numbers_have_a_plan(overrides: tuple[str, ...]) -> None:
+    run_file = parse_run_file(GOOD, overrides=overrides)
+    planned = build_plan(run_file.config, source=run_file.source)
+    assert 1 <= len(planned.stages) < 1_000
+    assert len(planned.table()) < 50_000
+
+
+REFUSED = {
+    "scale": (("scale_schedule=1e308",), "it takes more than 200 digits"),
+    "fractions of fractions": (
+        ("max_duration=1e190ep", "data.num_samples=" + NINES),
+        "it takes more than 200 digits",
+    ),
+    "ranks": (("world_size=" + NINES,), "each rank needs at least one sample"),
+    "growth": (("schedules.lr={exponential: {gamma: 1e308, every: 1ba}}",), "beyond all floats"),
+    "endless ramp": (
+        (RAMP + "1e50ep}", "max_duration=1e60ep"),
+        "its batch size changes more than 100,000 times; write a larger 'increment'",
+    ),
+    "endless ramp in batches": (
+        (RAMP + "1e50ba}", "max_duration=1e60ba"),
+        "its batch size changes more than 100,000 times",
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED.values(), ids=REFUSED)
+def test_absurd_numbers_without_a_plan(overrides: tuple[str, ...], message: str) -> None:
+    run_file = parse_run_file(GOOD, overrides=overrides)
+    with pytest.raises((ConfigError, ValueError), match=message):
+        build_plan(run_file.config, source=run_file.source).table()
