@@ -126,10 +126,6 @@ def test_absurd_numbers_have_a_plan(overrides: tuple[str, ...]) -> None:
 
 REFUSED = {
     "scale": (("scale_schedule=1e308",), "it takes more than 200 digits"),
-    "fractions of fractions": (
-        ("max_duration=1e190ep", "data.num_samples=" + NINES),
-        "it takes more than 200 digits",
-    ),
     "ranks": (("world_size=" + NINES,), "each rank needs at least one sample"),
     "growth": (("schedules.lr={exponential: {gamma: 1e308, every: 1ba}}",), "beyond all floats"),
     "endless ramp": (
@@ -147,4 +143,4 @@ REFUSED = {
 def test_absurd_numbers_without_a_plan(overrides: tuple[str, ...], message: str) -> None:
     run_file = parse_run_file(GOOD, overrides=overrides)
     with pytest.raises((ConfigError, ValueError), match=message):
-        build_plan(run_file.config, source=run_file.source).table()
+        build_plan(run_file.config, source=run_file.source)
