@@ -53,6 +53,7 @@ _FACE = {
         "ConfigError",
         "ConversionError",
         "DataError",
+        "FitError",
         "MissingPackageError",
         "PlanError",
         "ScheduleError",

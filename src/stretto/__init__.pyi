@@ -33,6 +33,7 @@ from stretto.errors import CheckpointError as CheckpointError
 from stretto.errors import ConfigError as ConfigError
 from stretto.errors import ConversionError as ConversionError
 from stretto.errors import DataError as DataError
+from stretto.errors import FitError as FitError
 from stretto.errors import MissingPackageError as MissingPackageError
 from stretto.errors import PlanError as PlanError
 from stretto.errors import ScheduleError as ScheduleError
@@ -108,6 +109,7 @@ __all__ = [
     "Evaluation",
     "Every",
     "Exponential",
+    "FitError",
     "Fixed",
     "FunctionRule",
     "Horizon",

@@ -11,6 +11,7 @@ StrettoError
 ├── DataError            (ValueError)    data that cannot be counted, cut or ordered
 ├── ConfigError          (ValueError)    a run file that says something else than it should
 ├── CheckpointError      (RuntimeError)  a checkpoint that is broken or belongs to another run
+├── FitError             (RuntimeError)  no batch fits, or what one needs cannot be told
 ├── TrainingError        (RuntimeError)  a run that cannot go on
 └── MissingPackageError  (ImportError)   an optional package that is not installed
 ```
@@ -91,6 +92,10 @@ class ConfigError(StrettoError, ValueError):
 
 class CheckpointError(StrettoError, RuntimeError):
     """A checkpoint that is broken or belongs to another run."""
+
+
+class FitError(StrettoError, RuntimeError):
+    """No batch size fits into memory, or what one needs of it cannot be told."""
 
 
 class TrainingError(StrettoError, RuntimeError):

@@ -1,0 +1,129 @@
+"""Whether an error says that memory ran out: on any device, wrapped or chained; nothing else.
+
+The type says it (`torch.OutOfMemoryError`, `MemoryError`), or the text of a `RuntimeError`: the
+libraries below torch (cuBLAS, cuDNN, oneDNN, NCCL, the drivers) report it with names of their own.
+An error that left the device unusable is never taken for one, whatever it was raised from.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+
+import torch
+
+from stretto.errors import StrettoError
+
+_TEXTS = re.compile(
+    "|".join(
+        (
+            r"out of memory",  # CUDA, HIP, XPU, MPS, NCCL's "Cuda failure 'out of memory'"
+            r"OutOfMemory",  # hipErrorOutOfMemory, and errors that quote the type of another
+            r"DefaultCPUAllocator",
+            r"cannot allocate memory",  # the system's own text for ENOMEM, as mmap reports it
+            r"bad_?alloc",
+            # CUBLAS_STATUS_ALLOC_FAILED and its kin of cuDNN, cuFFT, cuSPARSE, hipBLAS and MIOpen;
+            # cuDNN 9 says CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED.
+            r"alloc_?failed",
+            r"allocation_failed",
+            r"rocblas_status_memory_error",
+            # oneDNN. What it says of unsupported shapes goes on with "descriptor".
+            r"could not create a primitive(?! descriptor)",
+            # Intel's drivers: UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY, PI_ERROR_OUT_OF_RESOURCES.
+            r"out_of_(host|device)_memory",
+            r"(PI|UR_RESULT)_ERROR_OUT_OF_RESOURCES",
+        )
+    ),
+    re.IGNORECASE,
+)
+_TEXTS_IN_FINDER = re.compile(
+    "|".join(
+        (
+            # A workspace that does not fit leaves cuDNN without an engine, and a library whose
+            # handle does not fit says that it was not initialised.
+            r"CUDNN_STATUS_NOT_SUPPORTED",
+            r"unable to find an engine",
+            r"(CUBLAS|CUDNN)_STATUS_NOT_INITIALIZED",
+            r"could not create a primitive",
+            # Batches of more elements than a kernel, its grid or an address can count.
+            r"32.?bit.?index",
+            r"storage size calculation overflow",
+            r"INT_MAX",
+            r"invalid configuration argument",
+        )
+    ),
+    re.IGNORECASE,
+)
+_FATAL = re.compile(
+    r"illegal memory access|illegal address|device-side assert|device assert|misaligned address"
+    r"|illegal instruction|unspecified launch failure|uncorrectable ECC",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: BaseException, *, in_finder: bool = False) -> bool:
+    """Return whether an error says that memory ran out.
+
+    An error that was raised `from` such a one says it too, as does a `RuntimeError` that replaced
+    one while it was handled, and a group of nothing else. Errors of stretto's own never do: by then
+    what to do about it has been decided.
+
+    Args:
+        error: what was caught.
+        in_finder: whether the size of the batch is what is being tried. Then errors count that are
+            only likely to come from too large a batch, such as cuDNN finding no engine.
+
+    >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))
+    True
+    >>> is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+    False
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return all(is_out_of_memory(one, in_finder=in_finder) for one in error.exceptions)
+    chain = list(_chain(error))
+    if not isinstance(error, Exception) or any(_is_fatal(one) for one in chain):
+        return False
+    return any(_says_so(one, in_finder=in_finder) for one in chain)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it stands for."""
+    seen = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        if isinstance(current, StrettoError):
+            return
+        following = current.__cause__
+        # An error of another kind, raised while one was handled, is a mistake in the handler.
+        if following is None and not current.__suppress_context__ and _is_general(current):
+            following = current.__context__
+        current = following
+
+
+def _is_general(error: BaseException) -> bool:
+    own = (NotImplementedError, RecursionError)
+    return isinstance(error, RuntimeError) and not isinstance(error, own)
+
+
+def _is_fatal(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and _FATAL.search(str(error)) is not None
+
+
+def _says_so(error: BaseException, *, in_finder: bool) -> bool:
+    if isinstance(error, StrettoError):
+        return False
+    if isinstance(error, BaseExceptionGroup):
+        return is_out_of_memory(error, in_finder=in_finder)
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if not _is_general(error):
+        return False
+    text = str(error)
+    if _TEXTS.search(text):
+        return True
+    return in_finder and _TEXTS_IN_FINDER.search(text) is not None
