@@ -60,6 +60,24 @@ def test_hostile_texts(text: str, message: str) -> None:
         parse_run_file(text if text.startswith(("%", "?")) else GOOD + text)
 
 
+def test_a_message_moves_no_cursor() -> None:
+    escape = '"\\e[2J\\r\\n": 1'
+    for text, overrides in (
+        (f"{escape}\n", ()),
+        (f"log: {{{escape}}}\n", ()),
+        (f"data: {{target: {escape.partition(':')[0]}}}\n", ()),
+        (f"folder: [{escape.partition(':')[0]}]\n", ()),
+        ("", ("\x1b[2J\r\n=1",)),
+        ("", ("log.\x1b[2J\r\n=1",)),
+        ("", ("x\x1b[2J\r\n='",)),
+        ("", ("\x1b[2J\r\n",)),
+    ):
+        head = GOOD.splitlines()[0] if text.startswith("data") else GOOD
+        with pytest.raises(ConfigError) as caught:
+            parse_run_file(f"{head}\n{text}", overrides=overrides)
+        assert all(line.isprintable() for line in str(caught.value).split("\n")), caught.value
+
+
 BYTES = {
     "UTF-16": (GOOD.encode("utf-16"), "byte 1 is not UTF-8"),
     "UTF-16 without a mark": (GOOD.encode("utf-16-le"), r"U\+0000"),

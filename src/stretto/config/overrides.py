@@ -67,7 +67,7 @@ def parse_override(text: str) -> tuple[Path, Value]:
             text, f"its key has {len(parts)} parts", f"write at most {MAX_DEPTH}, parted by dots"
         )
     path = tuple(int(part) if _INDEX.fullmatch(part) else part for part in parts)
-    return path, parse_yaml(rest, f"'{key}=...'").value
+    return path, parse_yaml(rest, repr(f"{_short(key)}=...")).value
 
 
 def _set(values: dict[str, Any], path: Path, value: Value, text: str) -> None:
@@ -107,5 +107,9 @@ def _index(items: list[Any], part: str | int, path: Path, text: str) -> Any:
 
 
 def _refused(text: str, why: str, instead: str) -> ConfigError:
-    shown = text if len(text) <= 80 else text[:77] + "..."
-    return ConfigError(cannot(f"set {shown!r}", why=why, instead=instead, where="command line"))
+    said = f"set {_short(text)!r}"
+    return ConfigError(cannot(said, why=why, instead=instead, where="command line"))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -21,7 +21,9 @@ def show_path(path: Path) -> str:
     >>> show_path(("schedules", "lr", "periods", 0, "duration"))
     'schedules.lr.periods.0.duration'
     """
-    return ".".join(str(part) for part in path)
+    # A key may hold what would move the cursor of a terminal.
+    parts = (str(part) for part in path)
+    return ".".join(part if part.isprintable() else repr(part)[1:-1] for part in parts)
 
 
 @final
