@@ -15,6 +15,7 @@ from stretto.data import DataSpec, StepLoader, move_batch
 from stretto.data.spec import Collate
 from stretto.errors import TrainingError, cannot
 from stretto.timing import BoundTrigger, Horizon
+from stretto.training.fully_sharded import is_fully_sharded, reshard
 from stretto.training.ranks import Ranks
 from stretto.training.settings import Evaluation, LossFunction
 
@@ -81,6 +82,7 @@ class Evaluator:
         finally:
             for module, was_training in modes:
                 module.training = was_training
+            reshard(self._model)
         loss, units, *rest = self._ranks.agree(sums)
         metrics, samples = rest[:-1], rest[-1]
         means = {"loss": loss / units if units else math.nan}
@@ -91,11 +93,14 @@ class Evaluator:
     def _sums(self) -> list[float]:
         """Sums of the loss, its units, each metric, and the number of samples, on this rank."""
         sums = [0.0] * (3 + len(self._metrics))
+        is_sharded = is_fully_sharded(self._model)
         for step in self._loader():
             for micro in step.micro_batches:
-                if micro.weight:
-                    for index, value in enumerate(self._results(micro.batch, micro.num_samples)):
-                        sums[index] += value
+                # The forward pass of a sharded model is one of all ranks, samples or not.
+                if micro.weight or is_sharded:
+                    results = self._results(micro.batch, micro.num_samples)
+                    if micro.weight:
+                        sums = [total + more for total, more in zip(sums, results, strict=True)]
         return sums
 
     def _results(self, batch: Any, num_samples: int) -> list[float]:

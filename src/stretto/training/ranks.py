@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.errors import TrainingError, cannot
+from stretto import errors
+from stretto.checkpoint.sharding import is_spread
+from stretto.errors import StrettoError, TrainingError, cannot
+from stretto.training.fully_sharded import check_sharding, is_fully_sharded
 
 
 @final
@@ -82,15 +86,44 @@ class Ranks:
             for one, length in zip(gathered, lengths, strict=True)
         ]
 
+    def from_first(self, work: Callable[[], str]) -> str:
+        """Return what `work` returns on the first rank, which alone does it.
+
+        Raises:
+            StrettoError: that of the first rank, on every rank.
+        """
+        if self.world_size == 1:
+            return work()
+        kind, answer = "", ""
+        if self.is_first:
+            try:
+                answer = work()
+            except StrettoError as error:
+                kind, answer = type(error).__name__, str(error)
+        kind, answer = json.loads(self.gather(json.dumps([kind, answer]))[0])
+        if kind:
+            raise getattr(errors, kind)(answer)
+        return str(answer)
+
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
-        """Give `tensors` the values that they have on the first rank."""
+        """Give `tensors` the values that they have on the first rank, but for those spread."""
         if self.world_size > 1:
             for tensor in tensors:
-                dist.broadcast(tensor, 0)
+                if not is_spread(tensor):
+                    dist.broadcast(tensor, 0)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Return `model`, moved to the device; `fully_shard` has put one where it belongs.
+
+        Raises:
+            TrainingError: it is spread over ranks in a way that cannot be trained.
+        """
+        check_sharding(model, world_size=self.world_size, device=self.device)
+        return model if is_fully_sharded(model) else model.to(self.device)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return `model` with gradients averaged over ranks."""
-        if self.world_size == 1:
+        """Return `model` with gradients averaged over ranks; a fully sharded one does it itself."""
+        if self.world_size == 1 or is_fully_sharded(model):
             return model
         devices = [self.device] if self.device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(model, device_ids=devices)
