@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from pathlib import Path
+
 import pytest
 
 from stretto.config.files import parse_run_file, read_run_file
 from stretto.config.plans import build_plan
 from stretto.config.reading import MAX_BYTES
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, StrettoError
 
 GOOD = 'max_duration: 2ep\ndata: {target: "my.data:make", num_samples: 1000}\nbatch_size: 64\n'
 NINES = "9" * 90
@@ -91,10 +95,9 @@ BYTES = {
 
 
 @pytest.mark.parametrize(("data", "message"), BYTES.values(), ids=BYTES)
-def test_hostile_bytes(data: bytes, message: str, tmp_path: object) -> None:
-    path = f"{tmp_path}/run.yaml"
-    with open(path, "wb") as file:  # noqa: PTH123
-        file.write(data)
+def test_hostile_bytes(data: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(data)
     with pytest.raises(ConfigError, match=message):
         read_run_file(path)
 
@@ -102,6 +105,39 @@ def test_hostile_bytes(data: bytes, message: str, tmp_path: object) -> None:
 def test_a_file_without_end_is_read_no_further_than_it_may_be() -> None:
     with pytest.raises(ConfigError, match="a run file has at most"):
         read_run_file("/dev/zero")
+
+
+HARMFUL = """
+max_duration: 2ep
+model: {target: "harm:touch"}
+data: {target: "harm:touch", num_samples: 1000}
+optimizer: {target: "harm:touch", lr: 0.1}
+loss: {target: "harm:touch"}
+batch_size: 64
+callbacks: [{target: "harm:touch"}]
+loading: {collate_fn: {target: "harm:touch"}}
+evaluate: {metrics: {a: {target: "harm:touch"}}, data: {target: "harm:touch"}}
+"""
+
+
+def test_what_reading_and_planning_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "harm.py").write_text("def touch(*_, **__):\n    return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = parse_run_file(HARMFUL).config
+    build_plan(config)
+    assert "harm" not in sys.modules
+    for override in (
+        "batch_size={target: 'harm:touch'}",
+        "schedules.lr={target: 'harm:touch'}",
+        "learning_rate_rule={function: {target: 'harm:touch'}}",
+        "optimizer.lr=null",
+        "data.num_samples=null",
+    ):
+        config = parse_run_file(HARMFUL, overrides=[override]).config
+        assert "harm" not in sys.modules
+        with contextlib.suppress(StrettoError):
+            build_plan(config)
+        assert sys.modules.pop("harm", None) is not None, override
 
 
 OVERRIDES = {
