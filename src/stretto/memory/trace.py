@@ -1,0 +1,188 @@
+"""Follow every allocation of a step on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stretto.data.containers import mapped
+from stretto.memory.modules import ModuleWatch
+from stretto.memory.recording import Allocation, Category, Event, Place, Recording
+from stretto.memory.step import TrainingStep
+
+BEFORE = Place("before", "")
+
+
+@final
+class StorageTrace(TorchDispatchMode):
+    """Sees each storage come and go, and where the step is when it does.
+
+    A storage is known by its address; it tells itself, through a weak reference, when it is gone.
+    """
+
+    def __init__(self, watch: ModuleWatch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
+        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._phase = "before"
+        self._bytes: list[int] = []
+        self._places: list[Place] = []
+        self._sources: list[str] = []
+        self._categories: dict[int, Category] = {}
+        self._before: list[Event] = []
+        self._events: list[Event] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for argument in args:
+            if isinstance(argument, Tensor):
+                self._find(argument, "other")
+            elif isinstance(argument, (list, tuple)):
+                for item in argument:
+                    if isinstance(item, Tensor):
+                        self._find(item, "other")
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self._see(result, func)
+        elif isinstance(result, (tuple, list)):
+            for item in result:
+                if isinstance(item, Tensor):
+                    self._see(item, func)
+        return result
+
+    def enter(self, phase: str) -> None:
+        """Say that a phase begins."""
+        if phase == "backward":
+            # What the forward has left is what the backward needs.
+            for index, _ in self._live.values():
+                if self._places[index].phase == "forward":
+                    self._categories.setdefault(index, "activations")
+        self._phase = phase
+
+    def find(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Say what some tensors are that are there from the start."""
+        for tensor in tensors:
+            self._find(tensor, category)
+
+    def name(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Say what some tensors are that the step has made."""
+        for tensor in tensors:
+            known = self._live.get(tensor.untyped_storage()._cdata)
+            if known is not None:
+                self._categories[known[0]] = category
+
+    def recording(self, size: int) -> Recording:
+        """Return what was seen, and see no more."""
+        self._live.clear()
+        allocations = [
+            Allocation(size, place, self._categories.get(index, "temporaries"), source)
+            for index, (size, place, source) in enumerate(
+                zip(self._bytes, self._places, self._sources, strict=True)
+            )
+        ]
+        return Recording(size, allocations, in_order([*self._before, *self._events]))
+
+    def _find(self, tensor: Tensor, category: Category) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._live:
+            index = self._add(storage, BEFORE, "")
+            self._before.append(Event(index, is_free=False, place=BEFORE))
+            self._categories[index] = category
+
+    def _see(self, tensor: Tensor, func: Any) -> None:
+        storage = tensor.untyped_storage()
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            if self._bytes[known[0]] == storage.nbytes():
+                return
+            self._free(storage._cdata)  # its memory was replaced, by resize_ or set_
+        place = self._place()
+        index = self._add(storage, place, str(func))
+        self._events.append(Event(index, is_free=False, place=place))
+
+    def _add(self, storage: torch.UntypedStorage, place: Place, source: str) -> int:
+        index, key = len(self._bytes), storage._cdata
+        self._bytes.append(storage.nbytes())
+        self._places.append(place)
+        self._sources.append(source)
+        self._live[key] = index, weakref.ref(storage, lambda _: self._free(key))
+        return index
+
+    def _free(self, key: int) -> None:
+        known = self._live.pop(key, None)
+        if known is not None:
+            self._events.append(Event(known[0], is_free=True, place=self._place()))
+
+    def _place(self) -> Place:
+        return Place(self._phase, self._watch.path())
+
+
+def in_order(events: Iterable[Event]) -> list[Event]:
+    """Return the events with neighbouring frees in the order of their allocations.
+
+    What one moment frees comes in an order that means nothing, and may differ between two steps.
+    """
+    result: list[Event] = []
+    for is_free, group in itertools.groupby(events, key=lambda event: event.is_free):
+        same = list(group)
+        result += sorted(same, key=lambda event: event.allocation) if is_free else same
+    return result
+
+
+def trace(step: TrainingStep, batch: Any, size: int, *, watch: ModuleWatch) -> Recording:
+    """Take `step`, which is fake, and return what it allocates and frees."""
+    seen = StorageTrace(watch)
+    parameters = step.parameters
+
+    def enter(phase: str) -> None:
+        seen.name((p.grad for p in parameters if p.grad is not None), "gradients")
+        seen.enter(phase)
+
+    seen.find(step.model.parameters(), "parameters")
+    seen.find(parameters, "parameters")
+    seen.find(step.model.buffers(), "buffers")
+    seen.find(state_tensors(step), "optimizer")
+    seen.find(tensors_in(batch), "batch")
+    with uncollected(), seen:
+        step.run(batch, enter=enter)
+        seen.name(state_tensors(step), "optimizer")
+    return seen.recording(size)
+
+
+def state_tensors(step: TrainingStep) -> list[Tensor]:
+    """Return the tensors of the optimizer's state."""
+    return tensors_in(list(step.optimizer.state.values()))
+
+
+def tensors_in(node: Any) -> list[Tensor]:
+    """Return all tensors in nested containers."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(note, node)
+    return found
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep Python from collecting garbage at a moment that chance decides."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
