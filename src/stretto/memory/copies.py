@@ -1,0 +1,119 @@
+"""Copies of tensors' memory, to be written back: in host memory, or on disk.
+
+What is copied is the memory behind a tensor, once, however many tensors share it and however they
+look at it. On disk the copies take nothing of the memory that a trial is about.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from stretto.errors import FitError, cannot
+
+
+@final
+class Copies:
+    """Keeps the bytes of tensors.
+
+    Args:
+        on_disk: whether tensors of the CPU are kept in a file without a name, which is gone with
+            this process. Those of accelerators are kept in host memory.
+
+    >>> tensor = torch.arange(3)
+    >>> copies = Copies()
+    >>> copies.keep(tensor)
+    >>> _ = tensor.zero_()
+    >>> copies.restore()
+    >>> tensor.tolist()
+    [0, 1, 2]
+    """
+
+    def __init__(self, *, on_disk: bool = False) -> None:
+        self._file = tempfile.TemporaryFile() if on_disk else None  # noqa: SIM115  closed by us
+        self._end = 0
+        # By device, address and size. The memory is held, so that no address is used again.
+        self._undo: dict[tuple[str, int, int], Callable[[], object]] = {}
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep the bytes behind a tensor.
+
+        Raises:
+            FitError: there is no room for them on the disk.
+        """
+        if hasattr(tensor, "__tensor_flatten__"):  # made of others, such as a distributed tensor
+            for name in tensor.__tensor_flatten__()[0]:
+                self.keep(getattr(tensor, name))
+        elif tensor.layout is not torch.strided:
+            self._keep_whole(tensor)
+        elif tensor.device.type != "meta":
+            self._keep_bytes(_bytes_of(tensor))
+
+    def restore(self) -> None:
+        """Write everything back; may be called again and again."""
+        with torch.no_grad():
+            for undo in self._undo.values():
+                undo()
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._undo.clear()
+        if self._file is not None:
+            self._file.close()
+
+    def _keep_whole(self, tensor: Tensor) -> None:
+        """Keep a sparse tensor, whose parts may be replaced by others of other sizes."""
+        copy = tensor.detach().clone()
+        # Its address would be that of nothing; it shares its memory with no other.
+        self._undo.setdefault(("", id(tensor), 0), lambda: tensor.copy_(copy))
+
+    def _keep_bytes(self, memory: Tensor) -> None:
+        key = (str(memory.device), memory.data_ptr(), memory.numel())
+        if not memory.numel() or key in self._undo:
+            return
+        if self._file is not None and memory.device.type == "cpu":
+            start = self._append(memory)
+            self._undo[key] = lambda: self._read(start, memory)
+        else:
+            copy = memory.to("cpu", copy=True)
+            self._undo[key] = lambda: memory.copy_(copy)
+
+    def _append(self, memory: Tensor) -> int:
+        assert self._file is not None, "asked for"
+        start = self._end
+        try:
+            self._file.seek(start)
+            self._file.write(_buffer(memory))
+            self._file.flush()
+        except OSError as error:
+            raise FitError(
+                cannot(
+                    "keep a copy of the model's state on the disk",
+                    why=(error.strerror or str(error)).lower(),
+                    instead="set TMPDIR to a folder with room, or use a method that takes no step",
+                )
+            ) from None
+        self._end += memory.numel()
+        return start
+
+    def _read(self, start: int, memory: Tensor) -> None:
+        assert self._file is not None, "asked for"
+        self._file.seek(start)
+        # Read straight into the tensor: there may be no memory for more.
+        self._file.readinto(_buffer(memory))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """All memory behind a tensor, as bytes."""
+    storage: Any = tensor.untyped_storage()
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return view.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _buffer(memory: Tensor) -> Any:
+    array: Any = memory.numpy()
+    return memoryview(array)
