@@ -71,6 +71,10 @@ class Stepping:
     """The type that autocast computes in; weights stay as they are."""
     clip_norm: float | None = None
     """The largest norm of the whole step's gradient."""
+    non_finite: Literal["stop", "skip", "ignore"] = "stop"
+    """What happens to a step whose loss or gradient is nan or infinite: the run stops with the
+    weights from before it; or the step is skipped and counted; or nobody looks. Overflows that the
+    loss scaling of fp16 answers to are always skipped."""
     compile: bool = False
     """Whether the model runs through `torch.compile`."""
     device: str | None = None
@@ -81,6 +85,7 @@ class Stepping:
             _one_of("loss_weight", self.loss_weight, ("samples", "tokens"))
         _one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
         _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
+        _one_of("non_finite", self.non_finite, ("stop", "skip", "ignore"))
         norm: object = self.clip_norm
         if norm is not None and (not isinstance(norm, (int, float)) or not norm > 0):
             raise TrainingError(
@@ -148,17 +153,26 @@ class Evaluation:
 class Checkpointing:
     """When checkpoints are written and how many of them are kept.
 
-    >>> Checkpointing("30m", keep=2).trigger
+    With `monitor` there is one more: that of the best evaluation so far, written when it is
+    measured.
+
+    >>> Checkpointing("30m", keep=2, monitor="validation/loss").trigger
     Every('30m')
 
     Raises:
-        TrainingError: `keep` is not at least 1.
+        TrainingError: `keep` is not at least 1, or there is no such mode.
     """
 
     every: TimeLike | Trigger = "1ep"
     keep: int = 3
+    """How many of the newest stay."""
+    monitor: str | None = None
+    """The metric whose best value's checkpoint stays, such as `"validation/loss"`."""
+    mode: Literal["min", "max"] = "min"
+    """Whether less or more of the metric is better."""
 
     def __post_init__(self) -> None:
+        _one_of("mode", self.mode, ("min", "max"))
         if type(self.keep) is not int or self.keep < 1:
             raise TrainingError(
                 cannot(
