@@ -1,0 +1,244 @@
+"""The largest size that fits, of those that are wanted; never one that was not tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, final
+
+from stretto.errors import FitError, cannot, shown
+
+Method = Literal["bisect", "halve"]
+
+
+class Trial(NamedTuple):
+    """A size that was tried."""
+
+    size: int
+    fits: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search has found.
+
+    >>> Found(12, 13, (Trial(8, True), Trial(16, False), Trial(12, True), Trial(13, False))).size
+    12
+    """
+
+    size: int
+    """The largest size that was tried and fits."""
+    too_large: int | None
+    """The smallest size that was tried and does not fit; None where all that were tried do."""
+    trials: tuple[Trial, ...]
+    """All sizes that were tried, in order."""
+
+    @property
+    def num_failures(self) -> int:
+        """How many of them did not fit."""
+        return sum(not trial.fits for trial in self.trials)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes that are wanted, in order: multiples of a number, or powers of two.
+
+    >>> [size for size in Sizes(minimum=5, maximum=40, multiple_of=8)]
+    [8, 16, 24, 32, 40]
+    >>> [size for size in Sizes(minimum=3, maximum=100, power_of_two=True)]
+    [4, 8, 16, 32, 64]
+
+    Raises:
+        FitError: there is no such size, or a bound is not a positive integer.
+    """
+
+    minimum: int = 1
+    maximum: int = 1 << 24
+    multiple_of: int = 1
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("minimum", "maximum", "multiple_of"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise FitError(
+                    cannot(
+                        f"look for a batch size with {name}={shown(value)}",
+                        why="it is not an integer of at least 1",
+                        instead="write a positive number of samples",
+                    )
+                )
+        if self.power_of_two and self.multiple_of & (self.multiple_of - 1):
+            raise FitError(
+                cannot(
+                    f"look for a power of two that is a multiple of {self.multiple_of}",
+                    why="there is none",
+                    instead="write a multiple_of that is a power of two, or power_of_two=False",
+                )
+            )
+        if self.at_most(self.maximum) is None:
+            raise FitError(
+                cannot(
+                    f"look for a batch size from {self.minimum} to {self.maximum}",
+                    why=f"there is no {self._kind} among them",
+                    instead="widen the bounds",
+                )
+            )
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self._size, range(self._first, self._index(self.maximum) + 1))
+
+    @property
+    def smallest(self) -> int:
+        """The smallest one."""
+        return self._size(self._first)
+
+    @property
+    def largest(self) -> int:
+        """The largest one."""
+        return self._size(self._index(self.maximum))
+
+    def at_most(self, size: int) -> int | None:
+        """Return the largest one that is at most `size`; None where all are larger."""
+        index = self._index(min(size, self.maximum))
+        return None if index < self._first else self._size(index)
+
+    def above(self, size: int) -> int | None:
+        """Return the smallest one that is larger than `size`; None where none is."""
+        index = max(self._index(size) + 1, self._first)
+        return None if index > self._index(self.maximum) else self._size(index)
+
+    def halfway(self, low: int, high: int) -> int:
+        """Return the one in the middle between two of them; the lower one of neighbours."""
+        return self._size((self._index(low) + self._index(high)) // 2)
+
+    @property
+    def _kind(self) -> str:
+        if self.multiple_of == 1:
+            return "power of two" if self.power_of_two else "integer"
+        return f"{'power of two that is a ' * self.power_of_two}multiple of {self.multiple_of}"
+
+    @property
+    def _first(self) -> int:
+        if self.power_of_two:
+            return (max(self.minimum, self.multiple_of) - 1).bit_length()
+        return -(-self.minimum // self.multiple_of)
+
+    def _size(self, index: int) -> int:
+        return 1 << index if self.power_of_two else index * self.multiple_of
+
+    def _index(self, size: int) -> int:
+        return size.bit_length() - 1 if self.power_of_two else size // self.multiple_of
+
+
+def search(
+    fits: Callable[[int], bool],
+    sizes: Sizes,
+    *,
+    method: Method = "bisect",
+    guess: int | None = None,
+    within: float = 0.0,
+) -> Found:
+    """Return the largest size that fits, as far as it was tried.
+
+    `bisect` doubles from the smallest size, or goes out from a guess in growing strides, until the
+    answer lies between a size that fits and one that does not; then it halves what lies between.
+    `halve` begins with the largest size, or the guess, and halves it until it fits: the fewest
+    trials, and an answer down to half of what there is.
+
+    Args:
+        fits: whether a size fits. If a size does, all smaller ones are taken to.
+        sizes: which ones are wanted.
+        method: how to look for it.
+        guess: where to begin.
+        within: stop when what lies between is at most this part of the answer.
+
+    >>> search(lambda size: size <= 100, Sizes(multiple_of=8))
+    Found(size=96, too_large=104, trials=(Trial(size=8, fits=True), ...))
+    >>> search(lambda size: size <= 100, Sizes(maximum=1000), method="halve").size
+    62
+
+    Raises:
+        FitError: not even the smallest fits.
+    """
+    tried = _Tried(fits)
+    begin = None if guess is None else sizes.at_most(guess)
+    if method == "halve":
+        low = _halve(tried, sizes, sizes.largest if begin is None else begin)
+    else:
+        low = _bisect(tried, sizes, begin, within)
+    if low is None:
+        raise FitError(
+            cannot(
+                f"find a batch size from {sizes.minimum} to {sizes.maximum}",
+                why=f"{sizes.smallest} does not fit",
+                instead="make the model or its samples smaller, or give it more memory",
+            )
+        )
+    return Found(low, tried.too_large, tuple(tried.trials))
+
+
+@final
+class _Tried:
+    """Asks once for each size, and remembers."""
+
+    def __init__(self, fits: Callable[[int], bool]) -> None:
+        self._fits = fits
+        self.trials: list[Trial] = []
+
+    def __call__(self, size: int) -> bool:
+        fits = self._fits(size)
+        self.trials.append(Trial(size, fits))
+        return fits
+
+    @property
+    def too_large(self) -> int | None:
+        return min((trial.size for trial in self.trials if not trial.fits), default=None)
+
+
+def _halve(fits: _Tried, sizes: Sizes, begin: int) -> int | None:
+    size = begin
+    while not fits(size):
+        if size == sizes.smallest:
+            return None
+        size = sizes.at_most(size // 2) or sizes.smallest
+    return size
+
+
+def _bisect(fits: _Tried, sizes: Sizes, begin: int | None, within: float) -> int | None:
+    low, high = _enclose(fits, sizes, begin)
+    while low is not None and high is not None and high - low > within * low:
+        middle = sizes.halfway(low, high)
+        if middle == low:
+            break
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _enclose(fits: _Tried, sizes: Sizes, begin: int | None) -> tuple[int | None, int | None]:
+    """A size that fits and one that does not; None where there is no such size."""
+    size = sizes.smallest if begin is None else begin
+    # From a guess the strides grow from its neighbour; without one, each doubles the size.
+    stride = size if begin is None else 0
+    if fits(size):
+        low = size
+        while True:
+            following = sizes.above(low)
+            if following is None:
+                return low, None
+            high = max(following, sizes.at_most(low + stride) or 0)
+            if not fits(high):
+                return low, high
+            low, stride = high, max(2 * stride, low // 16)
+    high = size
+    while high != sizes.smallest:
+        low = sizes.at_most(high - max(stride, 1)) or sizes.smallest
+        if fits(low):
+            return low, high
+        high, stride = low, max(2 * stride, low // 16)
+    return None, high
