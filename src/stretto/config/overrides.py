@@ -60,7 +60,9 @@ def parse_override(text: str) -> tuple[Path, Value]:
         raise _refused(text, "a part of its key is empty", "write for example 'optimizer.lr=1e-3'")
     if not rest.strip():
         raise _refused(
-            text, "it has no value", f"write a value, or '{key}=null' to go back to the default"
+            text,
+            "it has no value",
+            f"write a value, or {_short(key) + '=null'!r} to go back to the default",
         )
     if len(parts) > MAX_DEPTH:
         raise _refused(

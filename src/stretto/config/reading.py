@@ -18,7 +18,7 @@ import yaml
 
 from stretto.config.source import Path
 from stretto.config.yaml_errors import broken_yaml
-from stretto.errors import ConfigError, cannot
+from stretto.errors import ConfigError, cannot, shown
 
 Value: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
 """What a run file holds."""
@@ -156,7 +156,7 @@ class _Reader:
         tag = getattr(event, "tag", None)
         if tag is not None:
             raise self._refused(
-                f"the tag {tag!r} would make an object", "write the plain value", event
+                f"the tag {shown(tag)} would make an object", "write the plain value", event
             )
         value = self._untagged(event, path)
         if event.anchor is not None:
@@ -180,7 +180,7 @@ class _Reader:
             inner = (*path, key)
             if key in entries:
                 raise self._refused(
-                    f"the key {key!r} stands twice, first on line {self.lines[inner]}",
+                    f"the key {shown(key)} stands twice, first on line {self.lines[inner]}",
                     "keep one of them",
                     event,
                 )
@@ -190,7 +190,9 @@ class _Reader:
                 # In braces, '{0ep:8}' is the key '0ep:8' without a value.
                 first, _, second = key.partition(":")
                 raise self._refused(
-                    f"{key!r} has no value", f"write '{first}: {second}', with a space", event
+                    f"{shown(key)} has no value",
+                    f"write {shown(f'{first}: {second}')}, with a space",
+                    event,
                 )
             entries[key] = self._value(after, inner)
         return entries
