@@ -72,8 +72,13 @@ class FakeWorld:
         if id(real) in self._memo:
             known: Tensor = self._memo[id(real)]
             return known
+        is_known = real.numel() == 1 and not isinstance(real, nn.Parameter) and _has_value(real)
+        value = real.item() if is_known else None
         with self.mode, torch.no_grad():
-            fake = self._fake(real)
+            if value is None:
+                fake = self._unknown(real)
+            else:
+                fake = torch.tensor(value, dtype=real.dtype).reshape(real.shape)
         if isinstance(real, nn.Parameter):
             fake = nn.Parameter(fake, requires_grad=real.requires_grad)
         elif real.is_leaf and real.requires_grad:
@@ -93,9 +98,7 @@ class FakeWorld:
         for parameter in model.parameters():
             self.tensor(parameter)
 
-    def _fake(self, real: Tensor) -> Tensor:
-        if real.numel() == 1 and not isinstance(real, nn.Parameter) and _has_value(real):
-            return torch.tensor(real.item(), dtype=real.dtype).reshape(real.shape)
+    def _unknown(self, real: Tensor) -> Tensor:
         storage = real.untyped_storage()
         key = storage._cdata
         if key not in self._storages:

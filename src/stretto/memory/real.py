@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, final
+from unittest.mock import patch
 
 from torch import Tensor
 from torch._C._profiler import _EventType
@@ -127,11 +130,16 @@ class _Ledger:
             self._allocations[index] = self._allocations[index]._replace(category=category)
 
 
-def _profiled(device: str) -> profile:
+@contextlib.contextmanager
+def _profiled(device: str) -> Iterator[profile]:
     activities = [ProfilerActivity.CPU]
     if device == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    return profile(activities=activities, profile_memory=True, acc_events=True)
+    # torch 2.13 writes two lines to the standard error for each profile, as "USDT", which is the
+    # level above errors. The level is read when the first profile begins.
+    quiet = {"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "6")}
+    with patch.dict(os.environ, quiet), profile(activities=activities, profile_memory=True) as made:
+        yield made
 
 
 def _moments(profiler: profile, device: str) -> list[_Moment]:

@@ -179,7 +179,6 @@ def tensors_in(node: Any) -> list[Tensor]:
 def uncollected() -> Iterator[None]:
     """Keep Python from collecting garbage at a moment that chance decides."""
     was_enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
