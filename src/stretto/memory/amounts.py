@@ -1,0 +1,114 @@
+"""Amounts of memory as people write them: 80GiB, 512 MiB, and margins in bytes or percent."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import final
+
+from stretto.errors import ConfigError, cannot, shown
+
+UNITS: dict[str, int] = {
+    "B": 1,
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}B": 1000**power for power, letter in enumerate("kMGT", 1)},
+}
+"""Bytes in each unit: GiB is 1024^3, GB is 1000^3, as on a disk."""
+# Bounded, so that no text takes long.
+_NUMBER = re.compile(r"(\d{1,18}(?:_\d{3}){0,5}(?:\.\d{1,9})?) ?([A-Za-z]{1,3}|%)?")
+_SPELLINGS = {unit.lower(): unit for unit in UNITS}
+
+
+def parse_bytes(amount: str | int) -> int:
+    """Return a number of bytes.
+
+    >>> parse_bytes("80GiB"), parse_bytes("1.5 MB"), parse_bytes(512)
+    (85899345920, 1500000, 512)
+
+    Raises:
+        ConfigError: it is no such amount.
+    """
+    if isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0:
+        return amount
+    match = _NUMBER.fullmatch(amount.strip()) if isinstance(amount, str) else None
+    unit = _SPELLINGS.get((match[2] or "").lower()) if match else None
+    if match is None or unit is None:
+        why, instead = _advice(match)
+        raise ConfigError(cannot(f"read {shown(amount)} as memory", why=why, instead=instead))
+    return math.floor(Fraction(match[1].replace("_", "")) * UNITS[unit])
+
+
+def show_bytes(amount: int) -> str:
+    """Return a number of bytes as people say it, to three digits or more.
+
+    >>> show_bytes(85899345920), show_bytes(1536), show_bytes(999), show_bytes(-2**20)
+    ('80.0 GiB', '1.50 KiB', '999 B', '-1.00 MiB')
+    """
+    value, unit = abs(amount) / 1, "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        # What would be rounded up to 1024 is said in the next unit.
+        if value < 1023.5:
+            break
+        value, unit = abs(amount) / UNITS[larger], larger
+    sign = "-" if amount < 0 else ""
+    if unit == "B":
+        return f"{sign}{abs(amount)} B"
+    digits = max(0, 3 - len(str(int(value))))
+    return f"{sign}{value:.{digits}f} {unit}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Margin:
+    """Memory that is left free: a part of all there is, or a number of bytes.
+
+    >>> Margin.parse("5%").of(1000), Margin.parse("100B").of(1000)
+    (50, 100)
+    """
+
+    part: Fraction = Fraction(0)
+    bytes: int = 0
+
+    @classmethod
+    def parse(cls, text: str | int) -> Margin:
+        """Return the margin that a text such as `5%` or `512MiB` says, or a number of bytes.
+
+        Raises:
+            ConfigError: it says none, or 100 percent and more.
+        """
+        match = _NUMBER.fullmatch(text.strip()) if isinstance(text, str) else None
+        if match is None or match[2] != "%":
+            return cls(bytes=parse_bytes(text))
+        part = Fraction(match[1].replace("_", "")) / 100
+        if part >= 1:
+            raise ConfigError(
+                cannot(
+                    f"leave {shown(text)} of memory free",
+                    why="nothing would be left",
+                    instead="write for example 5%",
+                )
+            )
+        return cls(part=part)
+
+    def of(self, limit: int) -> int:
+        """Return the bytes that are left free of `limit` bytes."""
+        return self.bytes + math.ceil(self.part * limit)
+
+    def __str__(self) -> str:
+        return f"{float(self.part * 100):.3g}%" if self.part else show_bytes(self.bytes)
+
+
+def _advice(match: re.Match[str] | None) -> tuple[str, str]:
+    example = "write for example 80GiB, 512MiB or 1.5GB"
+    if match is None:
+        return "it is not a number and a unit", example
+    number, unit = match[1], match[2]
+    if unit is None:
+        return "it has no unit", f"write {number}GiB, or an integer for bytes"
+    if unit.upper() in {"K", "M", "G", "T"}:
+        letter = unit.upper()
+        meant = f"{number}{letter}iB or {number}{'k' if letter == 'K' else letter}B"
+        return f"{unit!r} may be 1000 or 1024", f"write {meant}"
+    return f"there is no unit {unit!r}", example

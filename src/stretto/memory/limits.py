@@ -1,0 +1,204 @@
+"""How much memory there is, and a guard that lets what exceeds it fail instead of the process."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stretto.errors import FitError, cannot
+from stretto.memory.amounts import show_bytes
+
+ROOT = Path("/")
+"""Where the system's files are."""
+
+
+class Room(NamedTuple):
+    """How much can still be allocated."""
+
+    bytes: int
+    source: str
+    """What sets the limit, for people."""
+
+    def __str__(self) -> str:
+        return f"{show_bytes(self.bytes)} ({self.source})"
+
+
+def room(device: torch.device, *, root: Path = ROOT) -> Room:
+    """Return how much this process can still allocate on a device.
+
+    On the CPU that is the least of what the machine has available, what each control group around
+    the process leaves, and its own limits on data and address space. What the process has freed
+    but not given back is not counted: call `release_memory` first.
+
+    Args:
+        device: where.
+        root: where the system's files are; another place in tests.
+
+    Raises:
+        FitError: there is no telling on this kind of device or system.
+    """
+    found = list(_host_rooms(root)) if device.type == "cpu" else list(_device_rooms(device))
+    if not found:
+        raise FitError(
+            cannot(
+                f"tell how much memory there is on '{device}'",
+                why="this system does not say",
+                instead="pass device_memory, for example '16GiB'",
+            )
+        )
+    least = min(found)
+    return least._replace(bytes=max(least.bytes, 0))
+
+
+def held_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Return the bytes of memory behind tensors on a device, each piece counted once.
+
+    >>> shared = torch.zeros(4)
+    >>> held_bytes([shared, shared[:2], torch.zeros(2, device="meta")], torch.device("cpu"))
+    16
+    """
+    pieces = {}
+    for tensor in tensors:
+        for leaf in _leaves(tensor):
+            if leaf.device.type == device.type and leaf.layout is torch.strided:
+                storage = leaf.untyped_storage()
+                pieces[storage.data_ptr()] = storage.nbytes()
+    return sum(pieces.values())
+
+
+@contextlib.contextmanager
+def guard(limit: int) -> Iterator[None]:
+    """Let an allocation fail that takes this process more than `limit` bytes beyond now.
+
+    Without a limit, Linux grants what it does not have and kills the process that uses it. With
+    one, the allocation raises an error. It is a soft limit on the data of this process
+    (`RLIMIT_DATA`), lifted again afterwards. On other systems nothing happens.
+
+    >>> with guard(64 * 2**20):
+    ...     _ = torch.ones(2**22)  # 16 MiB
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    used = _status(ROOT).get("VmData")
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    bounds = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
+    wanted = min([used + limit, *bounds]) if used is not None else soft
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _leaves(tensor: Tensor) -> Iterator[Tensor]:
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _leaves(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def _device_rooms(device: torch.device) -> Iterator[Room]:
+    module: Any = torch.get_device_module(device)
+    if device.type == "mps":
+        limit = int(module.recommended_max_memory())
+        yield Room(limit - int(module.current_allocated_memory()), "recommended for MPS")
+        return
+    if not hasattr(module, "mem_get_info"):
+        return
+    free, total = module.mem_get_info(device)
+    reserved, allocated = module.memory_reserved(device), module.memory_allocated(device)
+    yield Room(free + reserved - allocated, f"free on '{device}'")
+    if hasattr(module, "get_per_process_memory_fraction"):
+        part = module.get_per_process_memory_fraction(device)
+        if part < 1:
+            yield Room(int(part * total) - allocated, f"{part:.0%} of '{device}'")
+
+
+def _host_rooms(root: Path) -> Iterator[Room]:
+    available = _read_table(root / "proc/meminfo").get("MemAvailable")
+    if available is not None:
+        yield Room(available, "available on this machine")
+    yield from _group_rooms(root)
+    yield from _own_rooms(root)
+
+
+def _own_rooms(root: Path) -> Iterator[Room]:
+    if sys.platform == "win32":
+        return
+    import resource
+
+    status = _status(root)
+    for name, used in (("RLIMIT_DATA", "VmData"), ("RLIMIT_AS", "VmSize")):
+        limit, _ = resource.getrlimit(getattr(resource, name))
+        if limit != resource.RLIM_INFINITY and used in status:
+            yield Room(limit - status[used], f"{name} of this process")
+
+
+def _group_rooms(root: Path) -> Iterator[Room]:
+    """What each control group leaves, from that of this process to the outermost."""
+    for base, path, names in _groups(root):
+        places = [base / path, *(base / path).parents] if path else [base]
+        for place in places:
+            limit = _read_number(place / names[0])
+            usage = _read_number(place / names[1])
+            if limit is not None and usage is not None:
+                # Files that were read lie in memory too, until something else needs it.
+                cache = _read_table(place / "memory.stat").get(names[2], 0)
+                yield Room(limit - usage + cache, "limit of the control group")
+            if place == base:
+                break
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, str, tuple[str, str, str]]]:
+    second = ("memory.max", "memory.current", "inactive_file")
+    first = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    mount = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            base, names = mount, second
+        elif "memory" in controllers.split(","):
+            base, names = mount / "memory", first
+        else:
+            continue
+        # Inside a container the path may be that of the outside, which is not to be seen.
+        inner = path.strip("/")
+        yield base, inner if (base / inner).is_dir() else "", names
+
+
+def _read_number(path: Path) -> int | None:
+    text = _read(path).strip()
+    # "max" is no limit, and so is what the first version says: more than any machine has.
+    return int(text) if text.isdecimal() and int(text) < 1 << 60 else None
+
+
+def _status(root: Path) -> dict[str, int]:
+    return _read_table(root / "proc/self/status")
+
+
+def _read_table(path: Path) -> dict[str, int]:
+    """Lines of a name and a number, in bytes."""
+    table = {}
+    for line in _read(path).splitlines():
+        name, *rest = line.replace(":", " ").split()[:3] or [""]
+        if rest and rest[0].isdecimal():
+            table[name] = int(rest[0]) * (1024 if rest[1:] == ["kB"] else 1)
+    return table
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,86 @@
+"""Amounts of memory as text."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.errors import ConfigError
+from stretto.memory.amounts import UNITS, Margin, parse_bytes, show_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        ("80GiB", 80 * 2**30),
+        ("80gib", 80 * 2**30),
+        ("1.5 GB", 1_500_000_000),
+        ("1_000kB", 1_000_000),
+        (" 512 MiB ", 2**29),
+        ("0B", 0),
+        ("2TiB", 2**41),
+        (123, 123),
+        (0, 0),
+    ],
+)
+def test_amounts(text: str | int, amount: int) -> None:
+    assert parse_bytes(text) == amount
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("80G", "'G' may be 1000 or 1024; write 80GiB or 80GB"),
+        ("80k", "write 80KiB or 80kB"),
+        ("80", "it has no unit; write 80GiB, or an integer for bytes"),
+        ("", "not a number and a unit"),
+        ("lots", "not a number and a unit"),
+        ("-1GiB", "not a number and a unit"),
+        ("1e3GiB", "not a number and a unit"),
+        ("nanGiB", "not a number and a unit"),
+        ("9" * 10_000 + "GiB", "not a number and a unit"),
+        ("8 parsecs", "not a number and a unit"),
+        ("8XB", "there is no unit 'XB'"),
+        ("5%", "there is no unit '%'"),
+        (-1, "read -1 as memory"),
+        (True, "read True"),
+        (1.5, "read 1.5"),
+        (None, "read None"),
+    ],
+)
+def test_what_is_no_amount(text: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_bytes(text)  # type: ignore[arg-type]
+
+
+@given(st.text() | st.from_regex(r"[0-9._ ]{1,8}[a-zA-Z%]{0,4}", fullmatch=True))
+def test_any_text_fails_only_with_our_error(text: str) -> None:
+    for parse in (parse_bytes, Margin.parse):
+        with contextlib.suppress(ConfigError):
+            assert parse(text) is not None
+
+
+@given(st.integers(0, 10**9), st.sampled_from(sorted(UNITS)))
+def test_whole_amounts_are_exact(number: int, unit: str) -> None:
+    assert parse_bytes(f"{number}{unit}") == number * UNITS[unit]
+
+
+@given(st.integers(0, 2**50))
+def test_what_is_shown_is_near(amount: int) -> None:
+    text = show_bytes(amount)
+    assert len(text) <= len("1023 KiB")
+    assert abs(parse_bytes(text) - amount) <= 0.006 * amount
+
+
+def test_margins() -> None:
+    assert Margin.parse("10%").of(1_000) == 100
+    assert Margin.parse("2.5%").of(1_001) == 26  # rounded up
+    assert Margin.parse("1KiB").of(1_000_000) == 1024
+    assert Margin.parse(0).of(1_000) == 0
+    assert [str(Margin.parse(text)) for text in ("5%", "512MiB", 0)] == ["5%", "512 MiB", "0 B"]
+    for text in ("100%", "250%"):
+        with pytest.raises(ConfigError, match="nothing would be left"):
+            Margin.parse(text)

@@ -1,0 +1,195 @@
+"""How much memory there is, by fake systems and by real limits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.errors import FitError
+from stretto.memory import limits
+from stretto.memory.limits import held_bytes, room
+
+CPU = torch.device("cpu")
+GIB = 2**30
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits")
+
+
+def system(root: Path, files: dict[str, object]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    return root
+
+
+MEMINFO = "MemTotal:  32000000 kB\nMemAvailable:    8388608 kB"
+
+
+def test_what_the_machine_has(tmp_path: Path) -> None:
+    found = room(CPU, root=system(tmp_path, {"proc/meminfo": MEMINFO}))
+    assert found.bytes == 8 * GIB
+    assert str(found) == "8.00 GiB (available on this machine)"
+
+
+@pytest.mark.parametrize(
+    ("groups", "least"),
+    [
+        ({}, 8 * GIB),
+        ({"a/b/memory.max": 3 * GIB, "a/b/memory.current": GIB}, 2 * GIB),
+        # An outer group counts all inside it.
+        (
+            {
+                "a/memory.max": 2 * GIB,
+                "a/memory.current": GIB,
+                "a/b/memory.max": "max",
+                "a/b/memory.current": 5,
+            },
+            GIB,
+        ),
+        (
+            {
+                "a/b/memory.max": 2 * GIB,
+                "a/b/memory.current": GIB,
+                "a/b/memory.stat": f"anon 7\ninactive_file {GIB // 2}",
+            },
+            1.5 * GIB,
+        ),
+        ({"a/b/memory.max": GIB, "a/b/memory.current": 2 * GIB}, 0),
+        # Inside a container its own group is the root.
+        ({"memory.max": GIB, "memory.current": 0}, GIB),
+    ],
+)
+def test_control_groups(groups: dict[str, object], least: int, tmp_path: Path) -> None:
+    files = {f"sys/fs/cgroup/{name}": content for name, content in groups.items()}
+    known: dict[str, object] = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a/b"}
+    assert room(CPU, root=system(tmp_path, {**known, **files})).bytes == least
+
+
+def test_control_groups_of_the_first_version(tmp_path: Path) -> None:
+    base = "sys/fs/cgroup/memory"
+    root = system(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/job\n0::/",
+            f"{base}/memory.limit_in_bytes": 9223372036854771712,
+            f"{base}/memory.usage_in_bytes": GIB,
+            f"{base}/job/memory.limit_in_bytes": 3 * GIB,
+            f"{base}/job/memory.usage_in_bytes": 2 * GIB,
+            f"{base}/job/memory.stat": f"total_inactive_file {GIB // 4}",
+        },
+    )
+    assert room(CPU, root=root) == (1.25 * GIB, "limit of the control group")
+
+
+def test_a_system_that_says_nothing(tmp_path: Path) -> None:
+    with pytest.raises(FitError, match="pass device_memory"):
+        room(CPU, root=tmp_path)
+
+
+def test_what_tensors_hold() -> None:
+    flat = torch.zeros(100)
+    tensors = [flat[:10], flat[50:], torch.zeros(3, dtype=torch.int8), torch.empty(0)]
+    assert held_bytes(tensors, CPU) == 403
+    assert held_bytes([*tensors, torch.zeros(2).to_sparse()], CPU) == 403
+    assert held_bytes(tensors, torch.device("meta")) == 0
+
+
+def in_process(code: str) -> list[str]:
+    """Run code in a process of its own, and return what it printed."""
+    setup = """
+        import resource, torch
+        from stretto.memory import is_out_of_memory
+        from stretto.memory.limits import guard, room, held_bytes
+        from stretto.memory.release import attempt, release_memory
+        torch.set_num_threads(1)
+        cpu, MiB = torch.device("cpu"), 2**20
+        def limits():
+            return resource.getrlimit(resource.RLIMIT_DATA)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(setup) + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@linux_only
+@pytest.mark.slow
+def test_a_guard_makes_memory_run_out_for_real() -> None:
+    said = in_process("""
+        before = limits()
+        with guard(200 * MiB):
+            print(attempt(lambda: torch.ones(25 * MiB).sum().item()).result)  # 100 MiB
+            failed = attempt(lambda: torch.ones(75 * MiB))  # 300 MiB
+            print("DefaultCPUAllocator" in failed.out_of_memory)
+            # All came back, so what fits still does.
+            print(attempt(lambda: torch.ones(25 * MiB).sum().item()).result)
+            try:
+                bytearray(300 * MiB)
+            except MemoryError as error:
+                print(is_out_of_memory(error))
+        print(limits() == before)
+        print(torch.ones(75 * MiB).sum().item())
+    """)
+    assert said == ["26214400.0", "True", "26214400.0", "True", "True", "78643200.0"]
+
+
+@linux_only
+@pytest.mark.slow
+def test_what_memory_a_step_held_when_it_ran_out_comes_back() -> None:
+    said = in_process("""
+        model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+        def step(size):
+            model(torch.ones(size, 512)).sum().backward()
+        step(2)
+        with guard(300 * MiB):
+            for _ in range(2):
+                assert attempt(lambda: step(60_000)).out_of_memory
+                assert attempt(lambda: step(5_000)).out_of_memory is None
+        print(limits()[0] == -1)
+    """)
+    assert said == ["True"]
+
+
+@linux_only
+@pytest.mark.slow
+def test_the_room_under_a_real_limit_is_what_can_be_allocated() -> None:
+    said = in_process("""
+        for name in ("RLIMIT_DATA", "RLIMIT_AS"):
+            number = getattr(resource, name)
+            used = dict(line.split(":", 1) for line in open("/proc/self/status"))
+            key = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}[name]
+            now = int(used[key].split()[0]) * 1024
+            resource.setrlimit(number, (now + 500 * MiB, -1))
+            found = room(cpu)
+            assert name in found.source
+            print(abs(found.bytes - 500 * MiB) < 5 * MiB)
+            print(attempt(lambda: torch.ones((found.bytes - 10 * MiB) // 4)).out_of_memory)
+            print(attempt(lambda: torch.ones((found.bytes + 1 * MiB) // 4)).result)
+            resource.setrlimit(number, (-1, -1))
+    """)
+    assert said == ["True", "None", "None"] * 2
+
+
+@linux_only
+def test_a_guard_never_raises_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    calls = []
+    monkeypatch.setattr(limits, "_status", lambda root: {"VmData": 1000})
+    monkeypatch.setattr(resource, "getrlimit", lambda number: (5_000, 8_000))
+    monkeypatch.setattr(resource, "setrlimit", lambda number, value: calls.append(value))
+    with limits.guard(2_000):
+        pass
+    with limits.guard(9_000):
+        pass
+    assert calls == [(3_000, 8_000), (5_000, 8_000), (5_000, 8_000), (5_000, 8_000)]
