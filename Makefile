@@ -63,6 +63,8 @@ bench: $(VENV)/.develop  ## the shortest form of every benchmark
 	$(BIN)/python bench/schedules.py --quick
 	$(BIN)/python bench/plan.py --quick
 	$(BIN)/python bench/order.py --quick
+	$(BIN)/python bench/resume.py --quick
+	$(BIN)/python bench/saving.py --quick
 	$(BIN)/python bench/clock.py --quick
 	$(BIN)/python bench/step_cost.py --quick
 
