@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast, final
 
 import torch
@@ -66,7 +67,8 @@ class Ranks:
         if self.world_size == 1:
             return list(values)
         packed = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(packed, group=self._group)
+        with together():
+            dist.all_reduce(packed, group=self._group)
         return cast(list[float], packed.tolist())
 
     def gather(self, text: str) -> list[str]:
@@ -80,7 +82,8 @@ class Ranks:
         room = torch.zeros(max(lengths), dtype=torch.uint8)
         room[: payload.numel()] = payload
         gathered = [torch.empty_like(room) for _ in lengths]
-        dist.all_gather(gathered, room, group=self._group)
+        with together():
+            dist.all_gather(gathered, room, group=self._group)
         return [
             bytes(one[:length].tolist()).decode()
             for one, length in zip(gathered, lengths, strict=True)
@@ -110,7 +113,8 @@ class Ranks:
         if self.world_size > 1:
             for tensor in tensors:
                 if not is_spread(tensor):
-                    dist.broadcast(tensor, 0)
+                    with together():
+                        dist.broadcast(tensor, 0)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Return `model`, moved to the device; `fully_shard` has put one where it belongs.
@@ -127,6 +131,25 @@ class Ranks:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Say it plainly where the ranks cannot meet; the cause is told by the one that failed.
+
+    Raises:
+        TrainingError: another rank has ended.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise TrainingError(
+            cannot(
+                "go on with the other ranks",
+                why=f"one of them has ended ({str(error).splitlines()[0][:200]})",
+                instead="look for its own error, which came first",
+            )
+        ) from error
 
 
 def _leave_group() -> None:

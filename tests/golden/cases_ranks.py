@@ -1,0 +1,68 @@
+"""Runs on several ranks: models that are spread otherwise than they can be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from stretto.checkpoint import pack_optimizer, unpack_optimizer
+from stretto.training.fully_sharded import check_sharding
+from stretto.training.ranks import together
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+def spread(shard: Callable[[Two], Any], *, device: str = "cpu") -> None:
+    """One of four ranks (torch's fake group) has a model that `shard` has spread."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        model = Two()
+        shard(model)
+        check_sharding(model, world_size=4, device=torch.device(device))
+    finally:
+        dist.destroy_process_group()
+
+
+def over_some(model: Two) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    fully_shard(model, mesh=mesh["inner"])
+
+
+def lost() -> None:
+    with together():
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:416")
+
+
+def more_parameters() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.zeros(1, 2)).sum().backward()
+    optimizer.step()
+    other = torch.optim.Adam([nn.Parameter(torch.zeros(2, 2))])
+    unpack_optimizer(other, *pack_optimizer(optimizer))
+
+
+CASES: list[tuple[str, Callable[[], object]]] = [
+    ("ranks-lost", lost),
+    ("ranks-parts-sharded", lambda: spread(lambda model: fully_shard(model.body))),
+    (
+        "ranks-left-out",
+        lambda: spread(
+            lambda model: fully_shard(model, ignored_params=set(model.head.parameters()))
+        ),
+    ),
+    ("ranks-some", lambda: spread(over_some)),
+    ("ranks-device", lambda: spread(fully_shard, device="cuda")),
+    ("ranks-optimizer", more_parameters),
+]

@@ -1,0 +1,63 @@
+"""One rank of a run in which a rank fails, or waits for one that does."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+
+from stretto.training import Callback, Evaluation, Stepping, Trainer
+
+RANK = int(os.environ["RANK"])
+DATA = TensorDataset(torch.randn(40, 5, generator=torch.Generator().manual_seed(1)))
+
+
+def square(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(batch[0]).square().mean()
+    return loss
+
+
+def broken_metric(model: nn.Module, batch: Any) -> torch.Tensor:
+    if RANK == 1:
+        raise ValueError("a metric of rank 1 is broken")
+    return square(model, batch)
+
+
+class Break(Callback):
+    def on_batch_end(self, trainer: Trainer, step: Any) -> None:
+        if RANK == 1 and trainer.timer.batch == 3:
+            raise ValueError("a callback of rank 1 is broken")
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "metric": {"evaluate": Evaluation(DATA, "2ba", {"broken": broken_metric})},
+    "callback": {"callbacks": [Break()]},
+}
+
+
+def main(fault: str, parallel: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = nn.Linear(5, 1)
+    if parallel == "fsdp":
+        fully_shard(model)
+    Trainer(
+        model,
+        DATA,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=square,
+        max_duration="10ba",
+        batch_size=8,
+        stepping=Stepping(device="cpu"),
+        **FAULTS[fault],
+    ).fit()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,43 @@
+"""A rank that fails ends the job with its own error, whatever the others wait for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("distributed_faults.py")
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "parallel", "waits"),
+    [
+        # The other rank waits for the sum of measurements; for the sum of gradients.
+        (
+            "metric",
+            "ddp",
+            "cannot go on with the other ranks: one of them has ended",
+        ),
+        ("callback", "fsdp", "Traceback"),
+    ],
+)
+def test_a_rank_that_raises_ends_the_job(fault: str, parallel: str, waits: str) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", str(SCRIPT), fault, parallel),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"ValueError: a {fault} of rank 1 is broken" in done.stderr
+    assert waits in done.stderr
