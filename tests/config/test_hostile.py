@@ -72,6 +72,7 @@ def test_a_message_moves_no_cursor() -> None:
         (f"data: {{target: {escape.partition(':')[0]}}}\n", ()),
         (f"folder: [{escape.partition(':')[0]}]\n", ()),
         ("model: {a\n b:c}\n", ()),
+        (f"checkpoint: [{{{escape}}}]\n", ()),
         ("", ("\x1b[2J\r\n=1",)),
         ("", ("\x1b[2J\r\n=",)),
         ("", ("log.\x1b[2J\r\n=1",)),

@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
+from stretto.config.source import show_path
 from stretto.errors import ConfigError, TimeError, cannot
 from stretto.timing import Time, TimeUnit
 
@@ -207,7 +208,7 @@ def _plain(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_plain, value[:20]))}]"
     if isinstance(value, dict):
-        entries = (f"{key}: {_plain(item)}" for key, item in list(value.items())[:20])
+        entries = (f"{show_path((key,))}: {_plain(item)}" for key, item in list(value.items())[:20])
         return f"{{{', '.join(entries)}}}"
     return repr(value)
 
