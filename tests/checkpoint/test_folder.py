@@ -121,7 +121,7 @@ def test_a_manifest_cannot_point_outside(tmp_path: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["../outside"] = [0, ""]
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="outside is missing"):
+    with pytest.raises(CheckpointError, match="outside', which is not a file of a checkpoint"):
         read_checkpoint(path)
 
 

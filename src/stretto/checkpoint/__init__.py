@@ -1,29 +1,64 @@
 """Checkpoints on disk: whole or not there, verified when read, never unpickled."""
 
 from stretto.checkpoint.folder import (
-    Checkpoint,
     checkpoint_path,
     checkpoints,
+    keep,
     keep_newest,
-    read_checkpoint,
-    write_checkpoint,
+    latest_good,
 )
 from stretto.checkpoint.optimizer import pack_optimizer, unpack_optimizer
-from stretto.checkpoint.sharding import Part, Shard, Stored, is_sharded, shard_like, to_shard
+from stretto.checkpoint.reading import (
+    Checkpoint,
+    CheckpointReader,
+    open_checkpoint,
+    read_checkpoint,
+)
+from stretto.checkpoint.sharding import (
+    Part,
+    Shard,
+    Stored,
+    is_sharded,
+    is_spread,
+    shard_like,
+    to_shard,
+)
+from stretto.checkpoint.staging import HostCopies, Staged, Tensors
+from stretto.checkpoint.writing import (
+    abandon_checkpoint,
+    begin_checkpoint,
+    encode_records,
+    finish_checkpoint,
+    write_checkpoint,
+    write_part,
+)
 
 __all__ = [
     "Checkpoint",
+    "CheckpointReader",
+    "HostCopies",
     "Part",
     "Shard",
+    "Staged",
     "Stored",
+    "Tensors",
+    "abandon_checkpoint",
+    "begin_checkpoint",
     "checkpoint_path",
     "checkpoints",
+    "encode_records",
+    "finish_checkpoint",
     "is_sharded",
+    "is_spread",
+    "keep",
     "keep_newest",
+    "latest_good",
+    "open_checkpoint",
     "pack_optimizer",
     "read_checkpoint",
     "shard_like",
     "to_shard",
     "unpack_optimizer",
     "write_checkpoint",
+    "write_part",
 ]

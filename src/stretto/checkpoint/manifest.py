@@ -1,0 +1,235 @@
+"""The manifest of a checkpoint, and the only ways in which files of a checkpoint are opened.
+
+The manifest says which files there are, how long each is and what its SHA-256 is, and last what
+its own is. It has one spelling: a reader that would have written another text refuses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stretto.errors import CheckpointError, cannot, shown
+
+FORMAT = 2
+"""Version of the layout; raised when an older reader could not understand it."""
+MANIFEST = "manifest.json"
+RECORDS = "state.json"
+LONGEST_MANIFEST = 16 << 20
+"""Bytes; 100,000 files fit."""
+LONGEST_RECORDS = 128 << 20
+"""Bytes; parsed it takes at most about twenty times as much."""
+
+_MEMBER = re.compile(r"state\.json|(?P<group>[A-Za-z0-9_]+)(-(\d{5})-of-(\d{5}))?\.safetensors")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class Damage(Exception):  # noqa: N818  never leaves this floor
+    """A checkpoint is not what was written; becomes a `CheckpointError` where it leaves."""
+
+
+class Entry(NamedTuple):
+    """What the manifest says of a file."""
+
+    size: int
+    digest: str
+
+
+class Manifest(NamedTuple):
+    """What a checkpoint consists of."""
+
+    format: int
+    created: str | None
+    """When, in UTC; format 1 does not say."""
+    files: dict[str, Entry]
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn whatever goes wrong while a checkpoint is read into the error that users see."""
+    try:
+        yield
+    except Damage as damage:
+        why = str(damage)
+    except OSError as error:
+        why = error.strerror or str(error)
+    else:
+        return
+    raise CheckpointError(
+        cannot(f"read {path}", why=why, instead="resume from another checkpoint")
+    ) from None
+
+
+def group_of(file: str) -> str | None:
+    """Return the group whose tensors a file holds.
+
+    >>> group_of("model-00000-of-00002.safetensors"), group_of("state.json")
+    ('model', None)
+    """
+    found = _MEMBER.fullmatch(file)
+    return found["group"] if found else None
+
+
+def manifest_text(files: Mapping[str, tuple[int, str]], *, created: str) -> str:
+    """Return the manifest for files of these sizes and digests."""
+    return _seal(_spell({"format": FORMAT, "created": created, "files": _listed(files)}))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest of the checkpoint at `path`.
+
+    Raises:
+        Damage: it is not one of ours.
+        CheckpointError: no checkpoint is there, or one of a newer format.
+    """
+    if not _exists(path / MANIFEST):
+        raise CheckpointError(
+            cannot(
+                f"read {path}",
+                why="no finished checkpoint is there",
+                instead="pass the path of one, such as "
+                "runs/name/checkpoints/checkpoint-000000004096",
+            )
+        )
+    text = _decoded(read_member(path, MANIFEST, LONGEST_MANIFEST), MANIFEST)
+    document = parse_json(text, MANIFEST)
+    version = document.get("format") if isinstance(document, dict) else None
+    if type(version) is int and version > FORMAT:
+        raise CheckpointError(
+            cannot(
+                f"read {path}",
+                why=f"it has format {shown(version)} and this version knows up to {FORMAT}",
+                instead="install a newer stretto",
+            )
+        )
+    if type(version) is not int or version < 1 or not isinstance(document.get("files"), dict):
+        raise Damage("its manifest is not one of ours")
+    files = {name: _entry(name, value) for name, value in document["files"].items()}
+    created = document.get("created")
+    if version == 1:
+        expected = _spell({"format": 1, "files": _listed(files)})
+    else:
+        plain = {"format": version, "created": created, "files": _listed(files)}
+        expected = _seal(_spell(plain))
+    if text != expected or not isinstance(created, str | None) or RECORDS not in files:
+        raise Damage("its manifest is not what was written")
+    return Manifest(version, created, files)
+
+
+def check_member(path: Path, name: str, entry: Entry, *, content: bool = True) -> None:
+    """Check that a file is there with the right size, and with the right content if asked to.
+
+    Raises:
+        Damage: it is not.
+    """
+    descriptor = _open(path, name)
+    with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123  a descriptor, not a path
+        if os.fstat(descriptor).st_size != entry.size:
+            raise Damage(f"{name} is not as long as it was written")
+        if content and hashlib.file_digest(file, "sha256").hexdigest() != entry.digest:
+            raise Damage(f"{name} is not what was written")
+
+
+def read_member(path: Path, name: str, limit: int) -> bytes:
+    """Return the content of a file of at most `limit` bytes.
+
+    Raises:
+        Damage: it is missing, no regular file, or longer.
+    """
+    descriptor = _open(path, name)
+    with open(descriptor, "rb") as file:  # noqa: PTH123  a descriptor, not a path
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise Damage(f"{name} is longer than {limit} bytes")
+    return content
+
+
+def parse_json(text: str, name: str) -> Any:
+    """Return what a JSON text says; no key may be there twice.
+
+    Raises:
+        Damage: it is not JSON, or too deep.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise Damage(f"{name} is not JSON ({str(error)[:200]})") from None
+
+
+def _decoded(content: bytes, name: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise Damage(f"{name} is not text") from None
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Return what stands in `state.json`.
+
+    Raises:
+        Damage: it is not a JSON object.
+    """
+    text = _decoded(read_member(path, RECORDS, LONGEST_RECORDS), RECORDS)
+    document = parse_json(text, RECORDS)
+    if not isinstance(document, dict):
+        raise Damage(f"{RECORDS} is not a JSON object")
+    return document
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _entry(name: str, value: Any) -> Entry:
+    if not _MEMBER.fullmatch(name):
+        raise Damage(f"its manifest names {shown(name)}, which is not a file of a checkpoint")
+    match value:
+        case [int(size), str(digest)] if type(size) is int and size >= 0:
+            if _DIGEST.fullmatch(digest):
+                return Entry(size, digest)
+    raise Damage(f"its manifest does not say how long {name} is")
+
+
+def _listed(files: Mapping[str, tuple[int, str]]) -> dict[str, list[Any]]:
+    return {name: list(entry) for name, entry in files.items()}
+
+
+def _spell(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, indent=1)
+
+
+def _seal(text: str) -> str:
+    """Add the digest of a manifest to it."""
+    digest = hashlib.sha256(text.encode("ascii")).hexdigest()
+    return f'{text[:-2]},\n "digest": "{digest}"\n}}\n'
+
+
+def _exists(path: Path) -> bool:
+    return os.path.lexists(path)
+
+
+def _open(path: Path, name: str) -> int:
+    """Open a regular file that lies in the folder itself; nothing else is ever opened."""
+    try:
+        mode = (path / name).lstat().st_mode
+    except FileNotFoundError:
+        raise Damage(f"{name} is missing") from None
+    if not stat.S_ISREG(mode):
+        raise Damage(f"{name} is not a plain file")
+    # What has taken its place since is not followed, and does not block.
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    descriptor = os.open(path / name, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Damage(f"{name} is not a plain file")
+    return descriptor

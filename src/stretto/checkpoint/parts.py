@@ -1,0 +1,82 @@
+"""What each rank wrote of a checkpoint, and how the parts make a whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from stretto.checkpoint.tensor_file import Written
+from stretto.errors import CheckpointError, cannot
+
+
+class Slab(NamedTuple):
+    """One rank's part of a tensor that is spread over ranks, and the file it lies in."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    dim: int
+    offset: int
+    length: int
+    file: str
+
+
+class RankPart(NamedTuple):
+    """What one rank wrote."""
+
+    files: dict[str, Written]
+    aliases: Mapping[str, Mapping[str, str]]
+    slabs: dict[str, dict[str, Slab]]
+
+    def to_text(self) -> str:
+        """Return it as JSON, for the first rank."""
+        return json.dumps(self)
+
+    @staticmethod
+    def from_text(text: str) -> RankPart:
+        """Return what `to_text` wrote."""
+        files, aliases, slabs = json.loads(text)
+        return RankPart(
+            {name: Written(*written) for name, written in files.items()},
+            aliases,
+            {
+                group: {name: Slab(tuple(shape), *rest) for name, (shape, *rest) in named.items()}
+                for group, named in slabs.items()
+            },
+        )
+
+
+def merge(parts: Sequence[RankPart]) -> tuple[str, str]:
+    """Return the aliases and the shards of a whole checkpoint as JSON; parts are in rank order.
+
+    Raises:
+        CheckpointError: the parts of a tensor do not make a whole.
+    """
+    aliases = parts[0].aliases
+    shards: dict[str, dict[str, Any]] = {group: {} for group in aliases}
+    for group in aliases:
+        gathered: dict[str, list[Slab]] = {}
+        for part in parts:
+            for name, slab in part.slabs.get(group, {}).items():
+                gathered.setdefault(name, []).append(slab)
+        for name, slabs in gathered.items():
+            slabs.sort(key=lambda slab: slab.offset)
+            shape, dim, *_ = slabs[0]
+            ends = [slab.offset + slab.length for slab in slabs]
+            if (
+                any((slab.shape, slab.dim) != (shape, dim) for slab in slabs)
+                or [slab.offset for slab in slabs] != [0, *ends[:-1]]
+                or ends[-1] != shape[dim]
+                or name in aliases[group]
+            ):
+                raise CheckpointError(
+                    cannot(
+                        f"save {name!r} of {group}",
+                        why=f"the parts of the ranks do not make a tensor of shape {shape}",
+                        instead="save from every rank that has a part of it, all at the same step",
+                    )
+                )
+            pieces = [[slab.file, slab.offset] for slab in slabs]
+            shards[group][name] = {"shape": shape, "dim": dim, "pieces": pieces}
+    encode = json.JSONEncoder(separators=(",", ":")).encode
+    return encode(aliases), encode(shards)

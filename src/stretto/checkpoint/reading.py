@@ -1,0 +1,340 @@
+"""Reading a checkpoint: verified first, a part at a time, and never unpickled.
+
+Nothing is allocated that the files do not hold.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from stretto.checkpoint.manifest import (
+    RECORDS,
+    Damage,
+    Manifest,
+    check_member,
+    group_of,
+    read_document,
+    read_manifest,
+    reading,
+)
+from stretto.checkpoint.tensor_file import DTYPES
+from stretto.checkpoint.writing import ASIDE
+from stretto.errors import CheckpointError, cannot, shown
+
+
+class Checkpoint(NamedTuple):
+    """What is in a checkpoint."""
+
+    tensors: dict[str, dict[str, Tensor]]
+    """Tensors by group and name, on the CPU."""
+    records: dict[str, Any]
+    """Everything else, as JSON."""
+
+
+class Piece(NamedTuple):
+    """A part of a tensor, and the file it lies in."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class Place(NamedTuple):
+    """Where a tensor lies, and what it is like."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    dim: int
+    """The dimension along which it was cut."""
+    pieces: tuple[Piece, ...]
+    """One after the other; a single one if it was not cut."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@final
+class CheckpointReader:
+    """An open checkpoint, from which tensors are read one at a time, or in part.
+
+    >>> import tempfile, torch
+    >>> from stretto.checkpoint import checkpoint_path, write_checkpoint
+    >>> path = checkpoint_path(Path(tempfile.mkdtemp()), sample=4096)
+    >>> write_checkpoint(path, {"model": {"weight": torch.arange(6)}}, {"epoch": 1})
+    >>> reader = open_checkpoint(path)
+    >>> reader.records, reader.groups, reader.names("model")
+    ({'epoch': 1}, ('model',), ('weight',))
+    >>> reader.part("model", "weight", 0, 4, 2)
+    tensor([4, 5])
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, document: Mapping[str, Any]) -> None:
+        self._path = path
+        self.manifest = manifest
+        self.records: dict[str, Any] = _mapping(document, "records")
+        self._files: dict[str, Any] = {}
+        self._places: dict[str, dict[str, Place]] = {}
+        self._aliases: dict[str, dict[str, str]] = {}
+        shards = _mapping(document, "shards") if manifest.format > 1 else {}
+        for group, aliases in _mapping(document, "aliases").items():
+            places = self._index(group, _mapping(shards, group) if manifest.format > 1 else {})
+            self._places[group] = places
+            self._aliases[group] = _checked_aliases(group, aliases, places)
+        unknown = {group_of(name) for name in manifest.files} - {None, *self._places}
+        if unknown:
+            raise Damage(
+                f"{RECORDS} does not say what is in {', '.join(sorted(map(str, unknown)))}"
+            )
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups of tensors."""
+        return tuple(self._places)
+
+    def names(self, group: str) -> tuple[str, ...]:
+        """Return the names of the tensors of a group."""
+        return (*self._places.get(group, ()), *self._aliases.get(group, ()))
+
+    def shape(self, group: str, name: str) -> tuple[int, ...]:
+        """Return the shape of a whole tensor."""
+        return self._place(group, name).shape
+
+    def dtype(self, group: str, name: str) -> torch.dtype:
+        """Return the type of a tensor."""
+        return self._place(group, name).dtype
+
+    def original(self, group: str, name: str) -> str:
+        """Return the name under which the memory of a tensor is stored."""
+        return self._aliases.get(group, {}).get(name, name)
+
+    def tensor(self, group: str, name: str) -> Tensor:
+        """Return a whole tensor, in memory of its own.
+
+        Raises:
+            CheckpointError: there is none of that name, or its file cannot be read any more.
+        """
+        place = self._place(group, name)
+        if place.shape:
+            return self.part(group, name, place.dim, 0, place.shape[place.dim])
+        with reading(self._path), _library(place.pieces[0].file):
+            opened = self._open(place.pieces[0].file)
+            tensor: Tensor = opened.get_tensor(self.original(group, name))
+            return tensor.clone()
+
+    def part(self, group: str, name: str, dim: int, offset: int, length: int) -> Tensor:
+        """Return the indices `[offset, offset + length)` of dimension `dim` of a tensor.
+
+        Raises:
+            CheckpointError: there is no such part, or its file cannot be read any more.
+        """
+        place = self._place(group, name)
+        shape = list(place.shape)
+        if not (0 <= dim < len(shape) and 0 <= offset <= offset + length <= shape[dim]):
+            raise CheckpointError(
+                cannot(
+                    f"read {length} indices from {offset} of dimension {dim} of {shown(name)}",
+                    why=f"its shape is {place.shape}",
+                    instead="ask for a part of it",
+                )
+            )
+        shape[dim] = length
+        with reading(self._path), _library(self._path.name):
+            result = torch.empty(shape, dtype=place.dtype)
+        begin = offset if dim == place.dim else 0
+        for piece in place.pieces:
+            first = max(begin, piece.offset)
+            last = min(begin + shape[place.dim], piece.offset + piece.length)
+            if first >= last or not result.numel():
+                continue
+            index = [slice(None)] * len(shape)
+            index[dim] = slice(offset, offset + length)
+            index[place.dim] = slice(first - piece.offset, last - piece.offset)
+            with reading(self._path), _library(piece.file):
+                read = self._open(piece.file).get_slice(self.original(group, name))[tuple(index)]
+                result.narrow(place.dim, first - begin, last - first).copy_(read)
+        return result
+
+    def _place(self, group: str, name: str) -> Place:
+        try:
+            return self._places[group][self.original(group, name)]
+        except KeyError:
+            raise CheckpointError(
+                cannot(
+                    f"read {shown(name)} of {shown(group)} from {self._path}",
+                    why="there is no such tensor",
+                    instead="ask for one of names(group)",
+                )
+            ) from None
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            # The library maps a file into memory, so its size and kind are checked before.
+            check_member(self._path, file, self.manifest.files[file], content=False)
+            self._files[file] = safe_open(self._path / file, framework="pt", device="cpu")
+        return self._files[file]
+
+    def _index(self, group: str, shards: Mapping[str, Any]) -> dict[str, Place]:
+        """Find out where the tensors of a group lie."""
+        found: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+        files = [name for name in self.manifest.files if group_of(name) == group]
+        if not files:
+            raise Damage(f"the tensors of {shown(group)} are missing")
+        for file in files:
+            with _library(file):
+                opened = self._open(file)
+                for name in opened.keys():  # noqa: SIM118  not a mapping
+                    header = opened.get_slice(name)
+                    like = DTYPES[header.get_dtype()], tuple(header.get_shape())
+                    found.setdefault(name, {})[file] = like
+        if not found.keys() >= shards.keys():
+            raise Damage(f"a tensor of {group} is missing")
+        return {
+            name: _assembled(name, pieces, shards[name])
+            if name in shards
+            else _single(name, pieces)
+            for name, pieces in found.items()
+        }
+
+
+def open_checkpoint(path: Path, *, verify: bool = True) -> CheckpointReader:
+    """Open the checkpoint at `path`; nothing of its tensors is kept in memory.
+
+    Args:
+        path: its folder.
+        verify: read every file once and compare it with the manifest. Sizes, shapes and the
+            manifest itself are checked in any case.
+
+    >>> import tempfile
+    >>> from stretto.checkpoint import checkpoint_path, write_checkpoint
+    >>> path = checkpoint_path(Path(tempfile.mkdtemp()), sample=4096)
+    >>> write_checkpoint(path, {}, {"epoch": 1})
+    >>> open_checkpoint(path).records
+    {'epoch': 1}
+
+    Raises:
+        CheckpointError: it is not a checkpoint, is of a newer format, or is damaged.
+    """
+    with reading(path):
+        return open_or_damage(path, verify=verify)
+
+
+def open_or_damage(path: Path, *, verify: bool = True) -> CheckpointReader:
+    """Do the same for those who treat damage in another way than other errors.
+
+    Raises:
+        Damage: it is damaged.
+        OSError: it cannot be read.
+        CheckpointError: it is not a checkpoint, or is of a newer format.
+    """
+    path = find(path)
+    manifest = read_manifest(path)
+    for name, entry in manifest.files.items():
+        check_member(path, name, entry, content=verify)
+    return CheckpointReader(path, manifest, read_document(path))
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Return all that `write_checkpoint` stored at `path`, after verifying every byte.
+
+    Raises:
+        CheckpointError: it is not a checkpoint, is of a newer format, or is damaged.
+    """
+    reader = open_checkpoint(path)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for group in reader.groups:
+        named = tensors[group] = {}
+        for name in reader.names(group):  # aliases come last
+            original = reader.original(group, name)
+            named[name] = named[original] if original != name else reader.tensor(group, name)
+    return Checkpoint(tensors, reader.records)
+
+
+def find(path: Path) -> Path:
+    """Return where the checkpoint of this name lies: aside, if it was just being replaced."""
+    aside = path.with_name(path.name + ASIDE)
+    return aside if not os.path.lexists(path) and os.path.lexists(aside) else path
+
+
+@contextmanager
+def _library(file: str) -> Iterator[None]:
+    """Tell what the library makes of a file that is not as it should be."""
+    try:
+        yield
+    except (
+        SafetensorError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        why = " ".join(str(error).split())[:200]
+        raise Damage(f"{file} is not a file of tensors ({type(error).__name__}: {why})") from None
+
+
+def _mapping(document: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = document.get(key)
+    if not isinstance(found, dict):
+        raise Damage(f"{RECORDS} has no {shown(key)}")
+    return found
+
+
+def _checked_aliases(group: str, aliases: Any, places: Mapping[str, Place]) -> dict[str, str]:
+    if not isinstance(aliases, dict):
+        raise Damage(f"the names in {shown(group)} are not in order")
+    for name, original in aliases.items():
+        if not isinstance(original, str) or original not in places or name in places:
+            raise Damage(f"{shown(name)} of {shown(group)} stands for {shown(original)}")
+    return aliases
+
+
+Like = tuple[torch.dtype, tuple[int, ...]]
+
+
+def _single(name: str, pieces: Mapping[str, Like]) -> Place:
+    if len(pieces) != 1:
+        raise Damage(f"{shown(name)} is there {len(pieces)} times")
+    ((file, (dtype, shape)),) = pieces.items()
+    return Place(dtype, shape, 0, (Piece(file, 0, shape[0] if shape else 1),))
+
+
+def _assembled(name: str, pieces: Mapping[str, Like], shard: Any) -> Place:
+    """Check that the pieces of a tensor make a whole, without holes or overlaps."""
+    match shard:
+        case {"shape": [*shape], "dim": int(dim), "pieces": [*listed]}:
+            numbers = [dim, *shape]
+        case _:
+            raise Damage(f"{RECORDS} does not say how {shown(name)} was cut")
+    are_counts = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+    if not are_counts or dim >= len(shape) or len(listed) != len(pieces):
+        raise Damage(f"{RECORDS} does not say how {shown(name)} was cut")
+    placed: list[Piece] = []
+    end = 0
+    for entry in listed:
+        match entry:
+            case [str(file), int(offset)] if file in pieces and type(offset) is int:
+                dtype, part = pieces[file]
+            case _:
+                raise Damage(f"{RECORDS} does not say where the parts of {shown(name)} lie")
+        whole = [*part[:dim], shape[dim], *part[dim + 1 :]]
+        same = dtype == pieces[listed[0][0]][0] and len(part) == len(shape) and whole == shape
+        if not same or offset != end or file in {piece.file for piece in placed}:
+            raise Damage(f"the parts of {shown(name)} do not make a whole")
+        placed.append(Piece(file, offset, part[dim]))
+        end += part[dim]
+    if end != shape[dim] or not placed:
+        raise Damage(f"the parts of {shown(name)} do not make a whole")
+    return Place(dtype, tuple(shape), dim, tuple(placed))

@@ -1,0 +1,288 @@
+"""Writing a checkpoint, so that nobody ever sees part of one.
+
+The first rank makes a folder that ends in `.tmp`; every rank that has tensors writes them there;
+the first rank then writes the manifest and renames the folder. Each step ends on the disk before
+the next begins. Nothing here talks to another rank or warns, so all of it may run in a thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from stretto.checkpoint.manifest import (
+    LONGEST_RECORDS,
+    MANIFEST,
+    RECORDS,
+    manifest_text,
+)
+from stretto.checkpoint.parts import RankPart, Slab, merge
+from stretto.checkpoint.sharding import Shard
+from stretto.checkpoint.staging import HostCopies, Staged, Tensors
+from stretto.checkpoint.tensor_file import Written, write_tensors
+from stretto.errors import CheckpointError, cannot
+
+UNFINISHED = ".tmp"
+"""Ending of a folder that is being written, or deleted."""
+ASIDE = ".replaced"
+"""Ending of a checkpoint whose place another one is about to take."""
+_GROUP = re.compile(r"[A-Za-z0-9_]+")
+
+
+def write_checkpoint(path: Path, tensors: Tensors, records: Mapping[str, Any] | str) -> None:
+    """Write a checkpoint at `path` with one process, so that nobody ever sees part of it.
+
+    Args:
+        path: the folder to create; one that is there already is replaced once the new one is whole.
+        tensors: tensors by group (one safetensors file each) and name; tensors that share memory
+            are stored once.
+        records: what is not a tensor: what JSON can hold, or the text of `encode_records`.
+
+    >>> import tempfile, torch
+    >>> from stretto.checkpoint import checkpoint_path, read_checkpoint
+    >>> path = checkpoint_path(Path(tempfile.mkdtemp()), sample=4096)
+    >>> write_checkpoint(path, {"model": {"weight": torch.ones(2)}}, {"epoch": 1})
+    >>> read_checkpoint(path).records
+    {'epoch': 1}
+
+    Raises:
+        CheckpointError: it cannot be written, or the records are not JSON; what was there before
+            is still there.
+    """
+    text = records if isinstance(records, str) else encode_records(records)
+    staged = HostCopies().take(tensors)
+    begin_checkpoint(path)
+    try:
+        write_part(path, staged)
+        finish_checkpoint(path, text)
+    except BaseException:
+        abandon_checkpoint(path)
+        raise
+
+
+def encode_records(records: Mapping[str, Any]) -> str:
+    """Return records as the JSON text that a checkpoint keeps of them.
+
+    Encode them at once where what they are made of goes on changing while a thread writes.
+
+    >>> encode_records({"epoch": 1})
+    '{"epoch":1}'
+
+    Raises:
+        CheckpointError: they are not JSON, or much too long.
+    """
+    try:
+        text = json.dumps(dict(records), separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            cannot(
+                "save the state of the run",
+                why=f"it is not JSON ({error})",
+                instead="return numbers, texts, lists and dicts from state_dict()",
+            )
+        ) from error
+    if len(text) > LONGEST_RECORDS // 2:
+        raise CheckpointError(
+            cannot(
+                "save the state of the run",
+                why=f"it is {len(text):,} bytes long as JSON, apart from the tensors",
+                instead="keep large arrays as buffers of the model",
+            )
+        )
+    return text
+
+
+def begin_checkpoint(path: Path) -> None:
+    """Make the folder into which the parts of a checkpoint are written; the first rank does.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    with _writing(path):
+        remove(_unfinished(path))
+        made = [parent for parent in path.parents if not parent.exists()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for parent in made:
+            synchronize(parent.parent)
+        _unfinished(path).mkdir()
+
+
+def write_part(path: Path, staged: Staged, *, rank: int = 0, world_size: int = 1) -> None:
+    """Write what one rank has of a checkpoint that `begin_checkpoint` has begun.
+
+    What is not spread over ranks is taken from the first one.
+
+    Raises:
+        CheckpointError: it cannot be written, or the format cannot hold a tensor.
+    """
+    folder = _unfinished(path)
+    part = RankPart({}, staged.aliases, {})
+    with _writing(path):
+        for group, named in staged.tensors.items():
+            _check_group(group)
+            file = _file(group, rank, world_size)
+            own: dict[str, Tensor] = {}
+            slabs = part.slabs[group] = {}
+            for name, entry in named.items():
+                if isinstance(entry, Shard):
+                    length = entry.local.shape[entry.dim]
+                    # The first rank writes a part without any rows too: so its type is known.
+                    if length or rank == 0:
+                        own[name] = entry.local
+                        slabs[name] = Slab(entry.shape, entry.dim, entry.offset, length, file)
+                elif rank == 0:
+                    own[name] = entry
+            if own or rank == 0:
+                part.files[file] = write_tensors(folder / file, own)
+        _write(folder / _part_file(rank), part.to_text())
+
+
+def finish_checkpoint(
+    path: Path,
+    records: Mapping[str, Any] | str,
+    *,
+    world_size: int = 1,
+    clock: Callable[[], float] = time.time,
+) -> None:
+    """Make a checkpoint whole and put it in its place; the first rank does, when all have written.
+
+    Args:
+        path: where it goes; one that is there already is replaced.
+        records: what is not a tensor: what JSON can hold, or the text of `encode_records`.
+        world_size: number of ranks that wrote a part.
+        clock: seconds since 1970.
+
+    Raises:
+        CheckpointError: it cannot be written, or the parts do not make a whole; what was there
+            before is still there.
+    """
+    text = records if isinstance(records, str) else encode_records(records)
+    folder = _unfinished(path)
+    with _writing(path):
+        parts = []
+        for rank in range(world_size):
+            file = folder / _part_file(rank)
+            parts.append(RankPart.from_text(file.read_text()))
+            file.unlink()
+        aliases, shards = merge(parts)
+        document = f'{{"aliases":{aliases},\n"shards":{shards},\n"records":{text}}}\n'
+        files = {name: written for part in parts for name, written in part.files.items()}
+        files[RECORDS] = _write(folder / RECORDS, document)
+        for name, written in files.items():
+            if (folder / name).stat().st_size != written.size:
+                raise OSError(f"{name} was changed while it was written")
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(clock()))
+        _write(folder / MANIFEST, manifest_text(files, created=created))
+        synchronize(folder)
+        _put_in_place(folder, path)
+
+
+def abandon_checkpoint(path: Path) -> None:
+    """Remove what was written of a checkpoint that will not become whole."""
+    # What cannot be removed is in nobody's way: the next one of that name says so.
+    with suppress(OSError):
+        remove(_unfinished(path))
+
+
+def delete_checkpoint(path: Path) -> None:
+    """Remove a checkpoint so that nobody ever sees part of one.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    remove(_unfinished(path))
+    path.rename(_unfinished(path))
+    remove(_unfinished(path))
+
+
+def synchronize(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _put_in_place(folder: Path, path: Path) -> None:
+    aside = path.with_name(path.name + ASIDE)
+    is_replaced = os.path.lexists(path)
+    if is_replaced:
+        # A folder cannot take the place of another in one step. In between, readers find the one
+        # that was put aside.
+        remove(aside)
+        path.rename(aside)
+    try:
+        folder.rename(path)
+    except OSError:
+        if is_replaced:
+            aside.rename(path)
+        raise
+    synchronize(path.parent)
+    remove(aside)
+
+
+def _write(file: Path, text: str) -> Written:
+    """Write a small file and have it on the disk."""
+    content = text.encode("ascii")
+    with file.open("xb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+    return Written(len(content), hashlib.sha256(content).hexdigest())
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder, if it is there.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(path.name + UNFINISHED)
+
+
+def _part_file(rank: int) -> str:
+    return f"part-{rank:05d}.json"
+
+
+def _file(group: str, rank: int, world_size: int) -> str:
+    place = f"-{rank:05d}-of-{world_size:05d}" if world_size > 1 else ""
+    return f"{group}{place}.safetensors"
+
+
+def _check_group(group: str) -> None:
+    if not _GROUP.fullmatch(group):
+        raise CheckpointError(
+            cannot(
+                f"save the group of tensors {group!r}",
+                why="a file is named after it",
+                instead="use letters, digits and underscores",
+            )
+        )
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            cannot(f"write {path}", why=str(error), instead="make room or choose another folder")
+        ) from error
