@@ -149,6 +149,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-duration-alone", key("schedules", {"lr": {"duration": "5%", "cosine": {}}})),
     # overrides
     ("config-override-deep", file(GOOD, ".".join("a" * 31) + "=1")),
+    ("config-override-bytes", file(GOOD, "data.\udcff=1")),
     ("config-override-no-equals", file(GOOD, "max_duration")),
     ("config-override-no-value", file(GOOD, "max_duration=")),
     ("config-override-key", file(GOOD, "log..every=1ep")),

@@ -55,6 +55,8 @@ def parse_override(text: str) -> tuple[Path, Value]:
     key, equals, rest = text.partition("=")
     if not equals:
         raise _refused(text, "it has no '='", "write for example 'max_duration=1ep'")
+    if any("\ud800" <= character <= "\udfff" for character in key):
+        raise _refused(text, "its key is not UTF-8", "write it in UTF-8")
     parts = key.split(".")
     if not all(part.strip() == part and part for part in parts):
         raise _refused(text, "a part of its key is empty", "write for example 'optimizer.lr=1e-3'")
