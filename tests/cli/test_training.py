@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from stretto.config.files import read_run_file
+from stretto.errors import CheckpointError
 
 Stretto = Callable[..., Any]
 pytestmark = pytest.mark.usefixtures("project")
@@ -29,7 +30,7 @@ def test_trains_plans_and_reports(stretto: Stretto) -> None:
     assert ", entropy 3.2500" in said.out
     folder = Path("runs/run")
     assert {path.name for path in folder.iterdir()} == {
-        "run.yaml", "plan.json", "metrics.jsonl", "ledger.csv", "checkpoints",
+        "run.yaml", "plan.json", "metrics.jsonl", "ledger.csv", "checkpoints", "run.lock",
     }  # fmt: skip
     assert json.loads((folder / "plan.json").read_text())["num_batches"] == 11
     assert read_run_file(folder / "run.yaml").config.data.num_samples == 40
@@ -84,10 +85,37 @@ def test_goes_on_from_a_checkpoint(stretto: Stretto) -> None:
     assert "trained 2ep:" in said.out
     nothing = stretto("train", "run.yaml", "--folder", "b", "--resume", "latest")
     assert nothing.code == 2
-    assert "no finished checkpoint is there" in nothing.err or "holds no checkpoint" in nothing.err
+    assert "cannot resume from the latest checkpoint in b: it holds none" in nothing.err
+    assert not Path("b").exists()
     nowhere = stretto("train", "run.yaml", "--resume", "latest")
     assert nowhere.code == 2
     assert "it is not said which" in nowhere.err
+
+
+def test_auto_begins_or_goes_on_and_says_what_has_changed(stretto: Stretto) -> None:
+    run = ("train", "run.yaml", "--folder", "a", "--resume", "auto")
+    first = stretto(*run, "max_duration=1ep")
+    assert first.code == 0
+    assert "going on" not in first.out
+    second = stretto(*run, "max_duration=2ep", "batch_size=8", "micro_batch_size=2")
+    assert second.code == 0
+    assert "going on from a/checkpoints/checkpoint-000000000040, at 1ep" in second.out
+    assert "changed since: max_duration: 1ep -> 2ep\n" in second.out
+    assert "changed since: micro_batch_size: None -> 2\n" in second.out
+    assert "trained 2ep:" in second.out
+
+
+def test_a_run_whose_last_checkpoint_is_missing_does_not_end_well(
+    stretto: Stretto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise CheckpointError("cannot write it: no space left")
+
+    monkeypatch.setattr("stretto.training.saver.write_part", full)
+    with pytest.warns(RuntimeWarning, match="no space left; training goes on"):
+        said = stretto("train", "run.yaml", "max_duration=1ep")
+    assert said.code == 1
+    assert "NOT SAVED: the last checkpoint could not be written: cannot write it" in said.out
 
 
 def test_several_ranks_need_a_named_folder(

@@ -31,6 +31,7 @@ from stretto.training.algorithms import (
     SequenceLengthWarmup,
     StochasticDepth,
 )
+from stretto.training.lock import LOCK, locked
 
 DATA = TensorDataset(torch.zeros(20, 3))
 RUN = Horizon("10ba")
@@ -92,6 +93,12 @@ def averaged() -> dict[str, Any]:
 
 NEWER = json.dumps({"format": 99, "files": {"state.json": [0, ""]}})
 
+def in_use() -> None:
+    with locked(Path("run")):
+        Path("run", LOCK).write_text("process 7 on a.example\n")
+        trainer(folder="run").fit()
+
+
 CASES: list[tuple[str, Callable[[], object]]] = [
     ("training-model", lambda: trainer(model=nn.Linear)),
     ("training-optimizer", lambda: trainer(optimizer="adamw")),
@@ -122,7 +129,21 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("training-folder-of-checkpoints", lambda: trainer(checkpoint=Checkpointing())),
     ("training-folder-twice", twice),
     ("training-folder-is-a-file", in_a_file),
+    ("training-folder-in-use", in_use),
+    ("training-monitor", lambda: trainer(folder="a", checkpoint=Checkpointing(monitor="loss"))),
+    (
+        "training-monitor-other",
+        lambda: trainer(
+            folder="a",
+            evaluate=Evaluation(DATA),
+            checkpoint=Checkpointing(monitor="validation/accuracy"),
+        ),
+    ),
+    ("training-mode", lambda: Checkpointing(mode="best")),  # type: ignore[arg-type]
+    ("training-non-finite", lambda: Stepping(non_finite="raise")),  # type: ignore[arg-type]
+    ("training-spoiled", lambda: trainer(loss=lambda m, b: mean(m, b) * float("nan")).fit()),
     ("training-resume-without-folder", lambda: trainer().resume()),
+    ("training-resume-nothing", lambda: trainer(folder="no/such/folder").resume()),
     ("training-resume-run-folder", lambda: trainer().resume("runs/a")),
     ("training-resume-other-model", lambda: resumed(**wider())),
     ("training-resume-other-seed", lambda: resumed(loading=Loading(seed=2))),

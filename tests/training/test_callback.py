@@ -44,8 +44,8 @@ def test_every_event_happens_in_its_order(problem: Callable[..., Any], tmp_path:
     assert callback.seen == ["on_fit_start", *step, *step, *ends, "on_fit_end"]
 
 
-def test_who_does_not_listen_is_not_called() -> None:
-    events = Events([Callback(), Everything()])
+def test_who_does_not_listen_is_not_called(problem: Callable[..., Any]) -> None:
+    events = Events([Callback(), Everything()], problem().trainer())
     assert all(len(events.listeners(name)) == 1 for name in EVENTS)
 
 

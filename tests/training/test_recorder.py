@@ -102,7 +102,7 @@ def test_a_run_that_died_before_its_first_checkpoint_is_done_once_more(
     with pytest.raises(ZeroDivisionError):
         problem().trainer(callbacks=[FailAt(5)], **settings).fit()
     again = problem().trainer(**settings)
-    assert again.resume() is None
+    assert again.resume("auto") is None
     again.fit()
     assert samples(tmp_path) == [step.timestamp.sample for step in again.plan.batches()]
     assert [line["ba"] for line in metrics(tmp_path)] == list(range(2, 17, 2))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.errors import TrainingError
-from stretto.training import Callback, Checkpointing, Evaluation, Loading, Logging
+from stretto.errors import CheckpointError, TrainingError
+from stretto.training import Callback, Checkpointing, Evaluation, Loading, Logging, saver
 
 Make = Callable[..., Any]
 
@@ -28,7 +29,12 @@ class Watch(Callback):
         self.seen.append(("evaluation", trainer.timer.batch))
 
     def on_checkpoint(self, trainer: Any, path: Path) -> None:
-        self.seen.append(("checkpoint", trainer.timer.batch))
+        # Told when it is whole, which may be batches later.
+        self.seen.append(("checkpoint", -(-int(path.name[-12:]) // 8)))
+
+    @property
+    def in_order(self) -> list[tuple[str, int]]:
+        return sorted(self.seen, key=lambda one: one[1])
 
 
 def test_the_last_checkpoint_comes_after_the_last_line(problem: Make, tmp_path: Path) -> None:
@@ -42,7 +48,7 @@ def test_the_last_checkpoint_comes_after_the_last_line(problem: Make, tmp_path: 
         "evaluate": Evaluation(run.data, "9ba"),
     }
     run.trainer(callbacks=[watch], **settings).fit()
-    assert watch.seen == [
+    assert watch.in_order == [
         ("log", 5),
         ("checkpoint", 6),
         ("evaluation", 9),
@@ -82,10 +88,17 @@ def test_going_back_and_on_again_logs_and_saves_again(problem: Make, tmp_path: P
         callbacks=[watch],
     )
     trainer.fit()
-    once = list(watch.seen)
+    once = watch.in_order
     trainer.resume(tmp_path / "checkpoints" / "checkpoint-000000000016")
     trainer.fit()
-    assert watch.seen == [*once, ("log", 3), ("log", 4), ("checkpoint", 4)]
+    again = [("log", 3), ("log", 4), ("checkpoint", 4)]
+    assert watch.in_order == sorted([*once, *again], key=lambda one: one[1])
+    # What was saved the first time is set aside, not overwritten and not taken for the newest.
+    assert names(tmp_path) == [
+        "checkpoint-000000000016",
+        "checkpoint-000000000032",
+        "checkpoint-000000000032.old1",
+    ]
 
 
 def test_a_checkpoint_that_cannot_be_written_is_tried_again(problem: Make, tmp_path: Path) -> None:
@@ -104,12 +117,14 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again(problem: Make, tmp_p
     trainer = problem().trainer(
         folder=tmp_path, checkpoint=Checkpointing("20ba"), callbacks=[Unsaveable()]
     )
-    with pytest.warns(RuntimeWarning, match=r"its records are not JSON .*; training goes on"):
+    with pytest.warns(RuntimeWarning, match=r"it is not JSON .*; training goes on"):
         trainer.fit()
-    assert not (tmp_path / "checkpoints").exists()
+    assert names(tmp_path) == []
+    assert "it is not JSON" in str(trainer.unsaved)
     with pytest.raises(AssertionError):  # written now, so it is told
         trainer.fit()
     assert names(tmp_path) == ["checkpoint-000000000120"]
+    assert trainer.unsaved is None
 
 
 def test_the_latest_of_no_folder_is_refused(problem: Make) -> None:
@@ -155,3 +170,157 @@ def test_every_epoch_ends_once(problem: Make, last_batch: Any) -> None:
     )
     trainer.fit()
     assert epochs.count == trainer.timer.epoch == 5
+
+
+class Gate:
+    """Holds the writing of checkpoints until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open = threading.Event()
+        self.threads: set[str] = set()
+        write = saver.write_part
+
+        def held(*arguments: Any, **options: Any) -> None:
+            self.threads.add(threading.current_thread().name)
+            assert self.is_open.wait(60)
+            write(*arguments, **options)
+
+        monkeypatch.setattr(saver, "write_part", held)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    problem: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, then = Gate(monkeypatch), []
+
+    class Open(Callback):
+        def on_batch_end(self, trainer: Any, step: Any) -> None:
+            if trainer.timer.batch == 6:
+                assert not (tmp_path / "checkpoints" / "checkpoint-000000000032").exists()
+                gate.is_open.set()
+
+        def on_checkpoint(self, trainer: Any, path: Path) -> None:
+            then.append((path.name[-3:], trainer.timer.batch >= 6))
+
+    run = problem()
+    run.trainer(
+        folder=tmp_path, checkpoint=Checkpointing("4ba"), max_duration="8ba", callbacks=[Open()]
+    ).fit()
+    assert gate.threads == {"stretto-checkpoint"}
+    assert then == [("032", True), ("060", True)]
+
+
+def test_what_is_written_later_is_what_was_when_it_was_due(
+    problem: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+
+    class Open(Callback):
+        def on_fit_end(self, trainer: Any) -> None:
+            gate.is_open.set()
+
+    settings: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing("20sp")}
+    short = problem()
+    short.trainer(max_duration="3ba").fit()
+    with pytest.raises(ZeroDivisionError):
+        problem().trainer(callbacks=[Fail(5), Open()], **settings).fit()
+    resumed = problem()
+    assert resumed.trainer(**settings).resume().name == "checkpoint-000000000024"
+    assert torch.equal(resumed.weights(), short.weights())
+
+
+class Fail(Callback):
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_batch_end(self, trainer: Any, step: Any) -> None:
+        if trainer.timer.batch == self.batch:
+            raise ZeroDivisionError
+
+
+def test_a_full_disk_is_reported_and_training_goes_on(
+    problem: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+    import os
+
+    fsync, failures = os.fsync, []
+
+    def full(descriptor: int) -> None:
+        if len(failures) < 2 and threading.current_thread().name == "stretto-checkpoint":
+            failures.append(descriptor)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    trainer = problem().trainer(
+        folder=tmp_path, checkpoint=Checkpointing("2ba"), max_duration="8ba"
+    )
+    with pytest.warns(RuntimeWarning, match=r"No space left on device.*training goes on"):
+        trainer.fit()
+    assert names(tmp_path) == ["checkpoint-000000000048", "checkpoint-000000000060"]
+    assert trainer.unsaved is None
+
+
+def test_what_was_trained_before_samples_could_not_be_read_is_kept(
+    problem: Make, tmp_path: Path
+) -> None:
+    class Broken(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 60
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 30:
+                raise OSError(f"cannot read sample {index}")
+            return tuple(tensor[index] for tensor in plain.tensors)
+
+    run, whole = problem(), problem()
+    whole.trainer(max_duration="1ep", loading=Loading(shuffle=False)).fit()
+    plain, run.data = run.data, Broken()
+    settings: dict[str, Any] = {
+        "folder": tmp_path,
+        "checkpoint": Checkpointing(),
+        "max_duration": "1ep",
+        "loading": Loading(shuffle=False),
+    }
+    with pytest.raises(OSError, match="cannot read sample 30"):
+        run.trainer(**settings).fit()
+    assert names(tmp_path) == ["checkpoint-000000000024"]
+    run.data = plain
+    trainer = run.trainer(**settings)
+    trainer.resume("auto")
+    trainer.fit()
+    assert torch.equal(run.weights(), whole.weights())
+
+
+def test_a_damaged_checkpoint_is_renamed_and_the_one_before_it_used(
+    problem: Make, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing("2ba")}
+    problem().trainer(max_duration="4ba", **settings).fit()
+    weights = tmp_path / "checkpoints" / "checkpoint-000000000032" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    trainer = problem().trainer(max_duration="4ba", **settings)
+    with pytest.warns(RuntimeWarning, match="is not what was written"):
+        assert trainer.resume("auto").name == "checkpoint-000000000016"
+    assert names(tmp_path) == ["checkpoint-000000000016", "checkpoint-000000000032.bad"]
+    trainer.fit()
+    assert names(tmp_path)[-2:] == ["checkpoint-000000000032", "checkpoint-000000000032.bad"]
+
+
+def test_auto_begins_anew_and_latest_does_not(problem: Make, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"folder": tmp_path / "run", "checkpoint": Checkpointing()}
+    assert problem().trainer(**settings).resume("auto") is None
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(CheckpointError, match="it holds none; pass 'auto' to begin anew"):
+        problem().trainer(**settings).resume("latest")
+    trainer = problem().trainer(**settings)
+    trainer.resume("auto")
+    trainer.fit()
+    # The newest of another run, into a folder of its own.
+    other = problem().trainer(folder=tmp_path / "other", max_duration="3ep")
+    assert other.resume(tmp_path / "run").name == "checkpoint-000000000120"
+    other.fit()
+    assert other.timer.sample == 180

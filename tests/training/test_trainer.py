@@ -330,11 +330,6 @@ def test_dropout_is_the_same_after_a_resume(tmp_path: Path, problem: Make) -> No
     assert torch.equal(again.weights(), whole.weights())
 
 
-def test_latest_of_an_empty_folder_begins_anew(problem: Make, tmp_path: Path) -> None:
-    trainer = problem().trainer(folder=tmp_path, checkpoint=Checkpointing())
-    assert trainer.resume("latest") is None
-
-
 def test_another_models_checkpoint_is_refused(problem: Make, tmp_path: Path) -> None:
     problem().trainer(folder=tmp_path, checkpoint=Checkpointing()).fit()
     other = problem()

@@ -45,7 +45,7 @@ def train(arguments: Sequence[str], *, folder: Path | None, resume: str | None) 
             folder=folder,
             callbacks=[progress, results],
         )
-        found = None if resume is None else _resume(trainer, resume)
+        found = None if resume is None else trainer.resume(resume)
         if is_first:
             _keep(folder, run_file, trainer)
             for line in introduce(trainer, path, found):
@@ -54,6 +54,8 @@ def train(arguments: Sequence[str], *, folder: Path | None, resume: str | None) 
     if is_first:
         for line in summarise(trainer, results):
             console.print(line, markup=False, soft_wrap=True)
+    if trainer.unsaved is not None:
+        raise SystemExit(1)
     if trainer.stop_reason is not None:
         raise SystemExit(_exit_code(trainer.stop_reason))
 
@@ -128,6 +130,7 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
         yield f"run of {run}: {plan.num_batches:,} batches of {many} samples"
     if found is not None:
         yield f"going on from {found}, at {position(trainer)}"
+        yield from (f"changed since: {line}" for line in trainer.changes)
 
 
 def summarise(trainer: Trainer, results: Results) -> Iterator[str]:
@@ -142,7 +145,11 @@ def summarise(trainer: Trainer, results: Results) -> Iterator[str]:
         yield f"stopped at {position(trainer)} ({trainer.stop_reason}): {counts} in {took}"
     for name, metrics in results.metrics.items():
         yield f"{name}: {show_metrics(metrics)}"
+    if trainer.skipped_steps:
+        yield f"skipped steps: {trainer.skipped_steps:,} (a loss or gradient was not finite)"
     folder = shlex.quote(str(trainer.folder))
+    if trainer.unsaved is not None:
+        yield f"NOT SAVED: the last checkpoint could not be written: {trainer.unsaved}"
     yield f"everything is in {folder}"
     if trainer.stop_reason is not None:
         if results.checkpoint is None:
@@ -152,19 +159,6 @@ def summarise(trainer: Trainer, results: Results) -> Iterator[str]:
     if trainer.plan is not None:
         yield f"as planned?  stretto plan --against {folder}"
     yield f"to see it:  stretto report {folder} --plot {folder}/run.png"
-
-
-def _resume(trainer: Trainer, resume: str) -> Path | None:
-    found = trainer.resume(resume)
-    if found is None:
-        raise ConfigError(
-            cannot(
-                f"go on with {trainer.folder}",
-                why="it holds no checkpoint",
-                instead="leave out --resume to begin anew, in another folder",
-            )
-        )
-    return found
 
 
 def _keep(folder: Path, run_file: RunFile, trainer: Trainer) -> None:

@@ -20,6 +20,7 @@ from stretto.data import DataSpec
 from stretto.errors import ConfigError, cannot
 from stretto.training import (
     Callback,
+    Checkpointing,
     Evaluation,
     Loading,
     MetricLogger,
@@ -131,6 +132,16 @@ def make_loading(config: RunConfig, source: Source) -> Loading:
     )
 
 
+def make_checkpointing(config: RunConfig, run: Run) -> Checkpointing | None:
+    """Return when checkpoints are written and which are kept."""
+    section = config.checkpoint
+    if section is None:
+        return None
+    return Checkpointing(
+        run.triggers["checkpoint"], section.keep, monitor=section.monitor, mode=section.mode
+    )
+
+
 def make_stepping(config: RunConfig, run: Run, source: Source) -> Stepping:
     """Return how a step is computed."""
     section = config.stepping
@@ -143,6 +154,7 @@ def make_stepping(config: RunConfig, run: Run, source: Source) -> Stepping:
         loss_reduction=section.loss_reduction,
         precision=section.precision,
         clip_norm=section.clip_norm,
+        non_finite=section.non_finite,
         compile=section.compile,
         device=section.device,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationError, model_validator
 
@@ -131,6 +131,8 @@ class RunConfig(Section):
     """Where the run is kept; left out: a new folder in `runs`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of samples, and of all chance in building and training the model."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How several ranks share the model: each has all of it, or a part of each block (FSDP2)."""
     world_size: Count | None = None
     """How many ranks a plan is for; left out: one. Training has those that torchrun starts."""
     scale_schedule: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

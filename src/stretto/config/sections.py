@@ -136,6 +136,8 @@ class SteppingSection(Section):
     """The type that autocast computes in; weights stay as they are."""
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """The largest norm of the whole step's gradient."""
+    non_finite: Literal["stop", "skip", "ignore"] = "stop"
+    """What happens to a step whose loss or gradient is nan or infinite."""
     compile: bool = False
     """Whether the model runs through torch.compile."""
     loss_weight: LossWeight = "samples"
@@ -170,6 +172,10 @@ class Checkpoint(Section):
     """How often; there is always one at the end."""
     keep: Count = 3
     """How many of the newest are kept."""
+    monitor: str | None = None
+    """The metric whose best checkpoint is kept besides, such as `validation/loss`."""
+    mode: Literal["min", "max"] = "min"
+    """Whether less or more of that metric is better."""
 
 
 Logger: TypeAlias = Literal["tensorboard", "wandb", "mlflow"]

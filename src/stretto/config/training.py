@@ -13,6 +13,7 @@ from torch import nn
 from stretto.config.parts import (
     known_sizes,
     make_callbacks,
+    make_checkpointing,
     make_evaluation,
     make_loading,
     make_loggers,
@@ -27,7 +28,8 @@ from stretto.config.run import RunConfig
 from stretto.config.source import NO_SOURCE, Source
 from stretto.config.targets import call_target
 from stretto.errors import ConfigError, cannot
-from stretto.training import Callback, Checkpointing, Logging, Trainer
+from stretto.training import Callback, Logging, Trainer
+from stretto.training.sharding import shard_blocks
 
 
 def build_trainer(
@@ -59,6 +61,8 @@ def build_trainer(
     model = call_target(config.model, source=source, path=("model",))
     if not isinstance(model, nn.Module):
         raise wrong_kind("model", config.model.target, model, "a torch.nn.Module", source)
+    if config.parallel == "fsdp":
+        model = shard_blocks(model, device=config.stepping.device)
     optimizer = make_optimizer(config, model, source)
     trainer = Trainer(
         model,
@@ -72,9 +76,7 @@ def build_trainer(
         loading=make_loading(config, source),
         stepping=make_stepping(config, run, source),
         evaluate=[make_evaluation(config, one, run, source) for one in config.evaluations],
-        checkpoint=None
-        if config.checkpoint is None
-        else Checkpointing(run.triggers["checkpoint"], config.checkpoint.keep),
+        checkpoint=make_checkpointing(config, run),
         log=Logging(run.triggers["log"], config.log.flush, make_loggers(config)),
         callbacks=[*make_callbacks(config, source), *callbacks],
         folder=folder if folder is not None else config.folder,

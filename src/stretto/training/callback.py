@@ -68,11 +68,12 @@ class Callback:
 
 @final
 class Events:
-    """The listeners of each event: only those that do listen."""
+    """The listeners of each event of a run: only those that do listen."""
 
-    __slots__ = ("_listeners",)
+    __slots__ = ("_listeners", "_trainer")
 
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
+    def __init__(self, callbacks: Sequence[Callback], trainer: Trainer) -> None:
+        self._trainer = trainer
         self._listeners: dict[str, list[Callable[..., Any]]] = {
             name: [getattr(callback, name) for callback in callbacks if _overrides(callback, name)]
             for name in EVENTS
@@ -83,9 +84,9 @@ class Events:
         return self._listeners[event]
 
     def tell(self, event: str, *details: Any) -> None:
-        """Call every listener of `event`."""
+        """Call every listener of `event` with the trainer and the details."""
         for listener in self._listeners[event]:
-            listener(*details)
+            listener(self._trainer, *details)
 
 
 EVENTS = tuple(name for name in vars(Callback) if name.startswith(("on_", "transform_")))

@@ -11,6 +11,8 @@ from stretto.data import Step
 from stretto.errors import TrainingError, cannot
 from stretto.timing import Horizon, Timestamp
 from stretto.timing.timestamp import NANOSECONDS
+from stretto.training.finite import SkippedSteps
+from stretto.training.lock import unwritable
 from stretto.training.loggers import JsonLinesLogger, MetricLogger
 from stretto.training.ranks import Ranks
 from stretto.training.running_loss import RunningLoss
@@ -18,6 +20,7 @@ from stretto.training.stepper import MicroLoss
 
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.csv"
+FILES = (METRICS, LEDGER)
 _COLUMNS = ("batch", "epoch", "sample", "token", "size", "tokens", "micro_batches")
 
 
@@ -31,6 +34,7 @@ class Recorder:
         ranks: the processes of the run.
         horizon: the run, for fractions of it.
         values: reads the hyper-parameters that are scheduled.
+        skipped: the steps that were not applied.
     """
 
     def __init__(
@@ -41,16 +45,19 @@ class Recorder:
         ranks: Ranks,
         horizon: Horizon,
         values: Callable[[], Mapping[str, float]],
+        skipped: SkippedSteps,
     ) -> None:
         self.loss = RunningLoss()
         self._ranks = ranks
         self._horizon = horizon
         self._values = values
+        self._skipped = skipped
         self._folder = folder
         self._writes = ranks.is_first
         self._given = tuple(loggers) if self._writes else ()
         self._loggers: list[MetricLogger] = []
         self._goes_on = False
+        self._lengths: Mapping[str, int] = {}
         self._ledger: IO[str] | None = None
         self._rows: list[str] = []
         self._since = Timestamp()
@@ -58,6 +65,8 @@ class Recorder:
 
     def open(self, timestamp: Timestamp) -> None:
         """Open the files; what is logged first is measured from `timestamp` on.
+
+        Files of a run that goes on are cut back to where its checkpoint left them.
 
         Raises:
             TrainingError: the folder holds another run, or cannot be written to.
@@ -76,10 +85,11 @@ class Recorder:
             if not self._goes_on and ledger.exists() and ledger.stat().st_size:
                 raise _another_run(folder)
             folder.mkdir(parents=True, exist_ok=True)
+            self._cut(folder)
             self._loggers.append(JsonLinesLogger(folder / METRICS))
             self._ledger = ledger.open("a", encoding="utf-8")
         except OSError as error:
-            raise _unwritable(folder, error) from error
+            raise unwritable(folder, error) from error
         if self._ledger.tell() == 0:
             self._ledger.write(",".join((*_COLUMNS, *self._values())) + "\n")
         self._goes_on = True
@@ -111,6 +121,8 @@ class Recorder:
             **self._values(),
             "samples_per_second": (timestamp.sample - before.sample) / seconds,
         }
+        if self._skipped.count:
+            record["skipped_steps"] = self._skipped.count
         if timestamp.token:
             record["tokens_per_second"] = (timestamp.token - before.token) / seconds
         self.write(record)
@@ -161,37 +173,41 @@ class Recorder:
             logger.close()
         self._loggers = []
 
+    @property
+    def files(self) -> list[Path]:
+        """The files that this rank writes."""
+        return [self._folder / name for name in FILES] if self._folder and self._writes else []
+
     def state_dict(self) -> dict[str, Any]:
         """Return the sums since the last log, and how long the files are by now.
 
         Every rank must call it.
         """
         self.flush()
-        lengths = {}
-        if self._folder is not None and self._writes:
-            lengths = {name: (self._folder / name).stat().st_size for name in (METRICS, LEDGER)}
         return {
             "loss": self.loss.state_dict(self._ranks),
-            "files": lengths,
+            "files": {file.name: file.stat().st_size for file in self.files},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_own: bool) -> None:
-        """Continue from saved sums; files that are its own are cut back to where they were."""
+        """Continue from saved sums, and where files are its own, from where those were."""
         self.loss.load_state_dict(state["loss"], self._ranks)
         if is_own:
-            self._cut(state["files"])
+            self._goes_on = True
+            self._lengths = {name: int(state["files"][name]) for name in FILES}
 
     def start_over(self) -> None:
         """Empty the files: what a run left that had no checkpoint yet is done once more."""
-        self._cut(dict.fromkeys((METRICS, LEDGER), 0))
-
-    def _cut(self, lengths: Mapping[str, int]) -> None:
         self._goes_on = True
-        for name, length in lengths.items():
-            path = self._folder / name if self._folder is not None else None
-            if self._writes and path is not None and path.exists():
+        self._lengths = dict.fromkeys(FILES, 0)
+
+    def _cut(self, folder: Path) -> None:
+        for name, length in self._lengths.items():
+            path = folder / name
+            if path.exists():
                 with path.open("r+b") as file:
                     file.truncate(min(length, path.stat().st_size))
+        self._lengths = {}
 
 
 def _another_run(folder: Path) -> TrainingError:
@@ -200,15 +216,5 @@ def _another_run(folder: Path) -> TrainingError:
             f"begin a run in {folder}",
             why="it holds one already",
             instead="choose another folder, or call trainer.resume() first to go on with that one",
-        )
-    )
-
-
-def _unwritable(folder: Path, error: OSError) -> TrainingError:
-    return TrainingError(
-        cannot(
-            f"keep a run in {folder}",
-            why=(error.strerror or str(error)).lower(),
-            instead="choose a folder that can be written to",
         )
     )

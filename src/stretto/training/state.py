@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import random
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from stretto.checkpoint import Checkpoint, pack_optimizer, unpack_optimizer
+from stretto.checkpoint import (
+    CheckpointReader,
+    Part,
+    Stored,
+    Tensors,
+    is_sharded,
+    pack_optimizer,
+    shard_like,
+    to_shard,
+    unpack_optimizer,
+)
 from stretto.data import StepLoader
-from stretto.errors import CheckpointError, cannot
+from stretto.errors import CheckpointError, StrettoError, cannot
+from stretto.training.best import Best
 from stretto.training.callback import Callback
 from stretto.training.evaluate import Evaluator
+from stretto.training.finite import SkippedSteps
+from stretto.training.randomness import random_state, restore_random_state
 from stretto.training.ranks import Ranks
 from stretto.training.recorder import Recorder
+from stretto.training.setup import changes
 
 
 @final
@@ -35,6 +46,9 @@ class RunState:
         scaler: the loss scaler of fp16, or None.
         callbacks: listeners that may have state of their own.
         evaluators: know when they last measured.
+        skipped: the steps that were not applied.
+        best: the best evaluation so far.
+        setup: what the run is set up as.
         ranks: the processes of the run.
     """
 
@@ -45,9 +59,12 @@ class RunState:
         *,
         loader: StepLoader,
         recorder: Recorder,
-        scaler: torch.amp.GradScaler | None,
+        scaler: GradScaler | None,
         callbacks: Sequence[Callback],
         evaluators: Sequence[Evaluator],
+        skipped: SkippedSteps,
+        best: Best,
+        setup: Mapping[str, Any],
         ranks: Ranks,
     ) -> None:
         self._model = model
@@ -57,12 +74,22 @@ class RunState:
         self._scaler = scaler
         self._callbacks = callbacks
         self._evaluators = evaluators
+        self._skipped = skipped
+        self._best = best
+        self._setup = setup
         self._ranks = ranks
+        self.is_sharded = ranks.world_size > 1 and is_sharded(model)
+        """Whether every rank has tensors to write."""
 
-    def capture(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    @property
+    def files(self) -> list[Path]:
+        """The files of the run that a checkpoint refers to."""
+        return self._recorder.files
+
+    def capture(self) -> tuple[Tensors, dict[str, Any]]:
         """Return tensors by group and name, and the rest as JSON. Every rank must call it."""
-        tensors, record = pack_optimizer(self._optimizer)
-        everybody = self._ranks.gather(json.dumps(_random_state()))
+        packed, record = pack_optimizer(self._optimizer)
+        everybody = self._ranks.gather(json.dumps(random_state()))
         records = {
             "optimizer": record,
             "loader": self._loader.state_dict(),
@@ -74,25 +101,68 @@ class RunState:
             ],
             "evaluated": {one.name: one.measured_at for one in self._evaluators},
             "random": [json.loads(text) for text in everybody],
+            "skipped": self._skipped.state_dict(),
+            "best": self._best.state_dict(),
+            "setup": dict(self._setup),
         }
-        return {"model": self._model.state_dict(), "optimizer": tensors}, records
+        groups = {"model": self._model.state_dict(), "optimizer": packed}
+        tensors = {
+            group: {name: to_shard(tensor) for name, tensor in named.items()}
+            for group, named in groups.items()
+        }
+        return tensors, records
 
-    def restore(self, checkpoint: Checkpoint, path: Path, *, is_own: bool) -> None:
+    def restore(self, checkpoint: CheckpointReader, path: Path, *, is_own: bool) -> list[str]:
         """Put back what `capture` returned.
 
         A callback gets the state of the one of its type; of several, in their order.
 
         Args:
-            checkpoint: what was read.
-            path: where it was read, for messages.
+            checkpoint: an open one.
+            path: where it lies, for messages.
             is_own: whether it lies in this run's folder, whose files go on from there.
 
+        Returns:
+            What has changed since in the set-up of the run, a line each.
+
         Raises:
-            CheckpointError: it was captured from another model, optimizer or data.
+            CheckpointError: it was captured from another model, optimizer or data, or its records
+                are none of ours.
         """
-        tensors, records = checkpoint
         try:
-            self._model.load_state_dict(tensors["model"])
+            records = checkpoint.records
+            self._restore_model(checkpoint, path)
+            unpack_optimizer(
+                self._optimizer, _stored(checkpoint, "optimizer"), records["optimizer"]
+            )
+            self._restore_records(records, is_own=is_own)
+            return list(changes(records.get("setup", {}), self._setup))
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            if isinstance(error, StrettoError):
+                raise
+            raise CheckpointError(
+                cannot(
+                    f"resume from {path}",
+                    why=f"its records are not those of a run ({type(error).__name__}: {error})",
+                    instead="resume from another checkpoint",
+                )
+            ) from error
+
+    def _restore_model(self, checkpoint: CheckpointReader, path: Path) -> None:
+        own = self._model.state_dict()
+        state = {
+            name: shard_like(own[name], stored) if name in own else stored.read(None)
+            for name, stored in _stored(checkpoint, "model").items()
+        }
+        try:
+            self._model.load_state_dict(state)
         except RuntimeError as error:
             raise CheckpointError(
                 cannot(
@@ -101,7 +171,8 @@ class RunState:
                     instead="build the model that it was saved from, or choose a new folder",
                 )
             ) from None
-        unpack_optimizer(self._optimizer, tensors["optimizer"], records["optimizer"])
+
+    def _restore_records(self, records: Mapping[str, Any], *, is_own: bool) -> None:
         self._loader.load_state_dict(records["loader"])
         self._recorder.load_state_dict(records["recorder"], is_own=is_own)
         if self._scaler is not None and records["scaler"] is not None:
@@ -116,37 +187,24 @@ class RunState:
         for evaluator in self._evaluators:
             evaluator.measured_at = records["evaluated"].get(evaluator.name, -1)
         if self._ranks.rank < len(records["random"]):
-            _restore_random_state(records["random"][self._ranks.rank])
+            restore_random_state(records["random"][self._ranks.rank])
+        self._skipped.load_state_dict(records.get("skipped", {"count": 0, "in_a_row": 0}))
+        if is_own and "best" in records:
+            self._best.load_state_dict(records["best"])
 
 
-def _random_state() -> dict[str, Any]:
-    """The state of every generator that training may draw from, as JSON."""
-    version, numbers, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "torch": _text(torch.get_rng_state()),
-        "python": [version, list(numbers), gauss],
+def _stored(checkpoint: CheckpointReader, group: str) -> dict[str, Stored]:
+    """The tensors of a group, of which each rank reads what it needs."""
+
+    def reader(name: str) -> Callable[[Part | None], Tensor]:
+        def read(part: Part | None) -> Tensor:
+            if part is None:
+                return checkpoint.tensor(group, name)
+            return checkpoint.part(group, name, *part)
+
+        return read
+
+    return {
+        name: Stored(checkpoint.shape(group, name), reader(name))
+        for name in checkpoint.names(group)
     }
-    if torch.cuda.is_available():
-        state["cuda"] = _text(torch.cuda.get_rng_state())
-    if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state(legacy=True)
-        state["numpy"] = [name, keys.tolist(), *rest]
-    return state
-
-
-def _restore_random_state(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(_tensor(state["torch"]))
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(state["cuda"]))
-    if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(state["numpy"])
-
-
-def _text(state: Tensor) -> str:
-    return base64.b64encode(bytes(state.tolist())).decode("ascii")
-
-
-def _tensor(text: str) -> Tensor:
-    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)

@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 
 from stretto.data import MicroBatch, Step, count_target_tokens, move_batch
 from stretto.errors import TrainingError, cannot
+from stretto.training.finite import FiniteCheck
+from stretto.training.fully_sharded import is_fully_sharded, sync_gradients, zero_gradient
 from stretto.training.ranks import Ranks
 from stretto.training.settings import LossFunction, Stepping
 
@@ -42,6 +44,8 @@ class Gradient(NamedTuple):
     """Units of this rank, where they are summed over ranks; else 0."""
     tokens: int | None
     """Tokens of this rank, where the batches were changed on their way; else the loader knows."""
+    is_finite: bool
+    """Whether losses and gradient are finite on this rank; true where nobody looks."""
 
 
 @final
@@ -85,7 +89,11 @@ class Stepper:
         self.scaler = (
             torch.amp.GradScaler(ranks.device.type) if settings.precision == "fp16" else None
         )
+        # With loss scaling the gradient may overflow; the scaler sees to that.
+        watched = [] if self.scaler is not None else self._parameters
+        self._check = FiniteCheck(watched) if settings.non_finite != "ignore" else None
         self._moves = ranks.device.type != "cpu"
+        self._is_sharded = ranks.world_size > 1 and is_fully_sharded(model)
 
     def gradient(self, step: Step) -> Gradient:
         """Accumulate the gradient of `step`; it is complete but for `finish`.
@@ -93,7 +101,7 @@ class Stepper:
         Raises:
             TrainingError: the loss is no scalar, or there is no unit to learn from.
         """
-        micro_batches = [self._prepared(micro) for micro in step.micro_batches]
+        micro_batches = [self._transformed(micro) for micro in step.micro_batches]
         counts = self._counts(micro_batches)
         # The unit weights of all ranks are known only for samples, or where there is one rank.
         late = self.count is not None and self._ranks.world_size > 1
@@ -104,13 +112,15 @@ class Stepper:
         for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
             is_last = index == len(micro_batches) - 1
             with self._without_sync(is_last=is_last):
-                with self.autocast():
-                    loss = _scalar(self._loss(self._model, micro.batch))
+                with self.autocast(), self._muted(units):
+                    loss = _scalar(self._loss(self._model, self._moved(micro.batch)))
                 self._backward(loss, units, whole)
             if units:
                 factor = 1.0 if self._is_sum else float(units)
                 losses.append(MicroLoss(loss.detach(), factor, float(units)))
-        return Gradient(losses, sum(counts) if late else 0, self._tokens(micro_batches))
+        is_finite = self._check is None or self._check.passes(micro.loss for micro in losses)
+        own_units = sum(counts) if late else 0
+        return Gradient(losses, own_units, self._tokens(micro_batches), is_finite)
 
     def finish(self, step: Step, units: float) -> None:
         """Divide the gradient by the `units` of all ranks, where that had to wait for them.
@@ -125,21 +135,35 @@ class Stepper:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         torch._foreach_mul_(gradients, step.size / units)  # no public spelling of it
 
-    def update(self) -> None:
-        """Clip, step and clear the gradients."""
+    def update(self) -> bool:
+        """Clip, step and clear the gradients; return whether the weights have moved.
+
+        They have not where the gradient overflowed under loss scaling.
+        """
+        has_moved = True
         if self.scaler is not None:
-            if all(parameter.grad is None for parameter in self._parameters):
-                return  # all is frozen: the scaler refuses to step without a gradient
-            if self._clip_norm is not None:
-                self.scaler.unscale_(self._optimizer)
-                nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-            self.scaler.step(self._optimizer)
-            self.scaler.update()
+            has_moved = self._scaled_update(self.scaler)
         else:
             if self._clip_norm is not None:
                 nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
             self._optimizer.step()
+        self.clear()
+        return has_moved
+
+    def clear(self) -> None:
+        """Clear the gradients."""
         self._optimizer.zero_grad()
+
+    def _scaled_update(self, scaler: torch.amp.GradScaler) -> bool:
+        if all(parameter.grad is None for parameter in self._parameters):
+            return True  # all is frozen: the scaler refuses to step without a gradient
+        if self._clip_norm is not None:
+            scaler.unscale_(self._optimizer)
+            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+        scale = scaler.get_scale() if self._check is not None else 0.0
+        scaler.step(self._optimizer)
+        scaler.update()
+        return self._check is None or scaler.get_scale() >= scale
 
     def _tokens(self, micro_batches: Sequence[MicroBatch]) -> int | None:
         if not self._transforms or self._count_tokens is None:
@@ -157,8 +181,9 @@ class Stepper:
         if units == 0:
             if self._ranks.world_size == 1:
                 return
-            # Every rank must take part in the averaging; 0 * nan would spoil it.
-            loss = sum((p.sum() for p in self._averaged if p.requires_grad), loss.new_zeros(()))
+            # Every rank must take part in the averaging; 0 * nan would spoil it (see `_muted`).
+            if not self._is_sharded:
+                loss = sum((p.sum() for p in self._averaged if p.requires_grad), loss.new_zeros(()))
             weight = 0.0
         else:
             weight = (1 if self._is_sum else units) * self._ranks.world_size / whole
@@ -167,13 +192,17 @@ class Stepper:
         scaled = scaled if self.scaler is None else self.scaler.scale(scaled)
         scaled.backward()
 
-    def _prepared(self, micro: MicroBatch) -> MicroBatch:
-        if not self._moves and not self._transforms:
+    def _transformed(self, micro: MicroBatch) -> MicroBatch:
+        if not self._transforms:
             return micro
-        batch = move_batch(micro.batch, self._ranks.device) if self._moves else micro.batch
+        batch = self._moved(micro.batch)
         for transform in self._transforms:
             batch = transform(batch)
         return micro._replace(batch=batch)
+
+    def _moved(self, batch: Any) -> Any:
+        # One micro-batch at a time, so that no more of them lie on the device than are used.
+        return move_batch(batch, self._ranks.device) if self._moves else batch
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the model runs, in training as in evaluation."""
@@ -181,8 +210,14 @@ class Stepper:
             return _NOTHING
         return torch.autocast(self._ranks.device.type, dtype=self._dtype)
 
+    def _muted(self, units: int) -> AbstractContextManager[Any]:
+        """Where the model's own passes are what ranks meet in, one without units runs as well."""
+        return zero_gradient(self._model) if self._is_sharded and not units else _NOTHING
+
     def _without_sync(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        if is_last or self._ranks.world_size == 1:
+        if self._is_sharded:
+            sync_gradients(self._model, is_last=is_last)
+        if is_last or self._is_sharded or self._ranks.world_size == 1:
             return _NOTHING
         return self._model.no_sync()  # type: ignore[operator,no-any-return]
 

@@ -1,8 +1,9 @@
-"""`Trainer`: one readable loop on one exact clock."""
+"""`Trainer`: what a run is made of, and its start, resume and end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,19 +13,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stretto.checkpoint import read_checkpoint
-from stretto.data import DataSpec, Step
+from stretto.data import DataSpec
 from stretto.errors import PlanError
 from stretto.optim import Hyperparameters
 from stretto.planning import Plan
-from stretto.timing import Horizon, TimeLike, Timer, Timestamp
+from stretto.timing import Horizon, TimeLike, Timer
+from stretto.training.best import Best
 from stretto.training.callback import Callback, Events
 from stretto.training.checks import check_parts
 from stretto.training.evaluate import Evaluator
+from stretto.training.finite import SkippedSteps
 from stretto.training.interrupt import Interrupts
+from stretto.training.lock import locked
+from stretto.training.loop import Loop
 from stretto.training.preparation import make_loader, make_plan
 from stretto.training.ranks import Ranks
 from stretto.training.recorder import Recorder
+from stretto.training.resuming import find_checkpoint, open_verified, set_newer_aside
 from stretto.training.saver import Saver
 from stretto.training.settings import (
     Checkpointing,
@@ -34,8 +39,9 @@ from stretto.training.settings import (
     LossFunction,
     Stepping,
 )
+from stretto.training.setup import describe_setup
 from stretto.training.state import RunState
-from stretto.training.stepper import Gradient, Stepper
+from stretto.training.stepper import Stepper
 
 _EVALUATION_BATCH = 64
 """Samples of a forward pass in evaluation where no micro-batch size is set."""
@@ -108,10 +114,10 @@ class Trainer:
         evaluations = (evaluate,) if isinstance(evaluate, Evaluation) else evaluate or ()
         check_parts(model, optimizer, loss, evaluations=evaluations, callbacks=callbacks)
         self.folder = Path(folder) if folder is not None else None
-        self.stop_reason: str | None = None
-        self._all_stop = False
+        self.changes: tuple[str, ...] = ()
+        """What is set up otherwise than in the checkpoint that was resumed, a line each."""
         self._ranks = Ranks.from_environment(stepping.device)
-        self.model = model.to(self._ranks.device)
+        self.model = self._ranks.place(model)
         spec = DataSpec.of(train_data)
         if any(callback.changes_tokens for callback in callbacks):
             spec = replace(spec, tokens_vary=True)
@@ -126,42 +132,70 @@ class Trainer:
             make_plan, self.loader, self.hyperparameters, evaluations, checkpoint, log
         )
         self.plan, self._refusal = self._planned()
-        self._events = Events(callbacks)
-        self._stepper = Stepper(
+        events = Events(callbacks, self)
+        stepper = Stepper(
             self._ranks.wrap(cast(nn.Module, torch.compile(model)) if stepping.compile else model),
             optimizer,
             loss=loss,
             settings=stepping,
             ranks=self._ranks,
-            transforms=[partial(call, self) for call in self._events.listeners("transform_batch")],
+            transforms=[partial(call, self) for call in events.listeners("transform_batch")],
             # Where nobody changes them, the loader has counted what the data have.
             count_tokens=spec.count_tokens if spec.tokens_vary else None,
         )
-        self._evaluators = [self._evaluator(one, loss, stepping, loading) for one in evaluations]
-        self._recorder = Recorder(
+        skipped, best = SkippedSteps(), Best(checkpoint, evaluations)
+        evaluators = [self._evaluator(one, loss, stepping, loading, stepper) for one in evaluations]
+        recorder = Recorder(
             self.folder,
             log.loggers,
             ranks=self._ranks,
             horizon=self.horizon,
             values=self.hyperparameters.values,
+            skipped=skipped,
         )
-        self._log_is_due = log.trigger.bind(self.horizon)
-        self._flush_is_due = log.flush_trigger.bind(self.horizon)
         self._state = RunState(
             model,
             optimizer,
             loader=self.loader,
-            recorder=self._recorder,
-            scaler=self._stepper.scaler,
+            recorder=recorder,
+            scaler=stepper.scaler,
             callbacks=callbacks,
-            evaluators=self._evaluators,
+            evaluators=evaluators,
+            skipped=skipped,
+            best=best,
+            setup=describe_setup(
+                self.loader,
+                self.hyperparameters,
+                loading=loading,
+                stepping=stepping,
+                device=self._ranks.device.type,
+            ),
             ranks=self._ranks,
         )
-        self._saver = Saver(
-            checkpoint, self.folder, horizon=self.horizon, ranks=self._ranks, state=self._state
+        saver = Saver(
+            checkpoint,
+            self.folder,
+            horizon=self.horizon,
+            ranks=self._ranks,
+            state=self._state,
+            best=best,
         )
-        self._interrupts = Interrupts()
-        self._logged_at = -1
+        self._loop = Loop(
+            loader=self.loader,
+            hyperparameters=self.hyperparameters,
+            stepper=stepper,
+            recorder=recorder,
+            saver=saver,
+            evaluators=evaluators,
+            best=best,
+            skipped=skipped,
+            non_finite=stepping.non_finite,
+            events=events,
+            ranks=self._ranks,
+            interrupts=Interrupts(),
+            log_is_due=log.trigger.bind(self.horizon),
+            flush_is_due=log.flush_trigger.bind(self.horizon),
+        )
 
     @property
     def horizon(self) -> Horizon:
@@ -183,6 +217,21 @@ class Trainer:
         """Whether this process writes and prints for all."""
         return self._ranks.is_first
 
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run is to stop, or did, before its end; None: it did not."""
+        return self._loop.stop_reason
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were left out because something in them was not finite."""
+        return self._loop.skipped.count
+
+    @property
+    def unsaved(self) -> str | None:
+        """Why the last checkpoint could not be written; None where it could."""
+        return self._loop.saver.failure
+
     def get_elapsed_duration(self) -> float:
         """Return the fraction of the run that has passed, in [0, 1]."""
         return self.timer.get_elapsed_duration()
@@ -193,7 +242,7 @@ class Trainer:
         In `on_fit_start`: before the first batch. On several ranks one that asks is enough; they
         agree while they compute a batch, so what is asked after that holds for the next one.
         """
-        self.stop_reason = self.stop_reason or reason
+        self._loop.stop(reason)
 
     def fit(self) -> None:
         """Train until `max_duration` is reached, or the run is stopped.
@@ -202,44 +251,42 @@ class Trainer:
         that was stopped goes on where it is called again.
 
         Raises:
-            TrainingError: the folder holds another run, or cannot be written to.
+            TrainingError: the folder holds another run, a live one writes to it, or it cannot be
+                written to; or a loss or gradient is not finite (see `Stepping.non_finite`).
             PlanError: a stage that is still to come has fewer samples than there are ranks.
         """
         if self._refusal is not None:
             raise self._refusal
-        self.stop_reason = None
-        try:
-            self._recorder.open(self.timer.timestamp)
-            with self._interrupts:
-                self.model.train()
-                self.optimizer.zero_grad()  # a gradient from before is no part of the first batch
-                self._events.tell("on_fit_start", self)
-                try:
-                    self._run()
-                finally:
-                    self._events.tell("on_fit_end", self)
-        finally:
-            self._recorder.close()
+        loop, events = self._loop, self._loop.events
+        loop.stop_reason = None
+        with ExitStack() as held:
+            held.callback(loop.recorder.close)
+            held.callback(loop.saver.close)
+            self._open(held)
+            held.enter_context(loop.interrupts)
+            self.model.train()
+            self.optimizer.zero_grad()  # a gradient from before is no part of the first batch
+            events.tell("on_fit_start")
+            try:
+                loop.run()
+            finally:
+                events.tell("on_fit_end")
 
-    def _run(self) -> None:
-        self.timer.start()
-        before, step = self.timer.timestamp, None
-        for step in self._steps():
-            after = self._take(step)
-            self._after_batch(step, before, after)
-            before = after
-        self._end(step, before)
+    def _open(self, held: ExitStack) -> None:
+        """Take hold of the run folder, on the first rank; the others hear if that fails."""
+        recorder, at = self._loop.recorder, self.timer.timestamp
 
-    def _steps(self) -> Iterator[Step]:
-        """The steps of the loader, until the run is over or stopped."""
-        self._all_stop = bool(self._ranks.agree((self.stop_reason is not None,))[0])
-        while not self._is_stopped and (step := next(self.loader, None)) is not None:
-            yield step
+        def open_folder() -> str:
+            if self.folder is not None:
+                held.enter_context(locked(self.folder))
+            recorder.open(at)
+            if self.folder is not None:
+                set_newer_aside(self.folder, at.sample)
+            return ""
 
-    @property
-    def _is_stopped(self) -> bool:
-        # Of several ranks none may leave the loop alone, so only what they agreed on counts.
-        return self._all_stop if self._ranks.world_size > 1 else self.stop_reason is not None
+        self._ranks.from_first(open_folder)
+        if not self._ranks.is_first:
+            recorder.open(at)
 
     def evaluate(self) -> dict[str, float]:
         """Measure the model on every evaluation's data and return it by `name/metric`.
@@ -247,30 +294,39 @@ class Trainer:
         Called while `fit` runs it is also logged, as what is measured on time is.
         """
         record: dict[str, float] = {}
-        for evaluator in self._evaluators:
-            record |= self._evaluate(evaluator)
+        for evaluator in self._loop.evaluators:
+            record |= self._loop.evaluate(evaluator)
         return record
 
     def resume(self, path: str | Path = "latest") -> Path | None:
-        """Continue from a checkpoint: a path, or `"latest"` in the run folder.
+        """Continue from a checkpoint. Every rank must call it.
+
+        Of the run's own checkpoints the newest whole one is used; one that is damaged is renamed,
+        with a warning.
+
+        Args:
+            path: `"auto"`: the newest, or begin anew where there is none; `"latest"`: the newest;
+                else the path of a checkpoint, or of the folder of another run.
 
         Returns:
-            What was resumed from; None where `"latest"` finds nothing, and the run begins anew.
+            What was resumed from; None where `"auto"` finds nothing.
 
         Raises:
-            CheckpointError: the checkpoint is damaged or belongs to another run.
-            TrainingError: the latest is asked for, and the run has no folder.
+            CheckpointError: there is none, or it is damaged or belongs to another run.
+            TrainingError: the newest is asked for and the run has no folder, or another live run
+                writes to that.
         """
-        found = self._saver.latest() if str(path) == "latest" else Path(path)
+        found = find_checkpoint(path, self.folder, self._ranks)
         if found is None:
-            self._recorder.start_over()
+            self._loop.recorder.start_over()
             return None
-        is_own = self._saver.owns(found)
-        self._state.restore(read_checkpoint(found), found, is_own=is_own)
+        saver = self._loop.saver
+        is_own = saver.owns(found)
+        self.changes = tuple(self._state.restore(open_verified(found), found, is_own=is_own))
         self.plan = self._make_plan(resume_at=self.timer.timestamp)
         self._refusal = None
-        self._saver.saved_at = self.timer.sample if is_own else None
-        self._logged_at = -1
+        saver.saved_at = self.timer.sample if is_own else None
+        self._loop.logged_at = -1
         return found
 
     def _planned(self) -> tuple[Plan | None, PlanError | None]:
@@ -285,98 +341,21 @@ class Trainer:
                 raise
             return None, refusal
 
-    def _take(self, step: Step) -> Timestamp:
-        """Compute one step and move the clock."""
-        self.hyperparameters.apply(step.timestamp, step.batch_size)
-        self._events.tell("on_batch_start", self, step)
-        gradient = self._stepper.gradient(step)
-        tokens, seconds = self._agree(step, gradient)
-        self._events.tell("on_gradient", self, step)
-        self._stepper.update()
-        after = self.loader.finish(step, tokens=tokens, seconds=seconds)
-        self._recorder.batch(step, gradient.losses, after)
-        return after
-
-    def _agree(self, step: Step, gradient: Gradient) -> tuple[int | None, float | None]:
-        """Tell the other ranks what this one knows, in one sum; return their tokens and seconds."""
-        if self._interrupts.received is not None:
-            self.stop(f"received {self._interrupts.received}")
-        if self._ranks.world_size == 1:
-            return gradient.tokens, None
-        wants_stop = self.stop_reason is not None
-        seconds = self.timer.seconds_since_update() if self._ranks.is_first else 0.0
-        tokens = step.num_tokens if gradient.tokens is None else gradient.tokens
-        sums = self._ranks.agree((tokens, gradient.units, wants_stop, seconds))
-        self._stepper.finish(step, sums[1])
-        if sums[2]:
-            self.stop("another rank was told to stop")
-            self._all_stop = True
-        return int(sums[0]), sums[3]
-
-    def _after_batch(self, step: Step, before: Timestamp, after: Timestamp) -> None:
-        """Do everything that is due now."""
-        self._events.tell("on_batch_end", self, step)
-        if after.epoch != before.epoch:
-            self._end_epochs(before, after)
-        if self._log_is_due(before, after):
-            self._log(step)
-        for evaluator in self._evaluators:
-            if evaluator.is_due(before, after):
-                self._evaluate(evaluator)
-        # The last one comes after the last line of metrics (see `_end`).
-        if self._saver.is_due(before, after) and not self.horizon.is_done(after):
-            self._save()
-        if self._flush_is_due(before, after):
-            self._recorder.flush()
-
-    def _end_epochs(self, before: Timestamp, after: Timestamp) -> None:
-        for _ in range(after.epoch - before.epoch):
-            self._events.tell("on_epoch_end", self)
-
-    def _end(self, step: Step | None, before: Timestamp) -> None:
-        """Log, measure and save what the last batch left open."""
-        if not self._is_stopped:
-            self.stop_reason = None  # a wish that came too late for the ranks to agree on
-        self._end_epochs(before, self.timer.timestamp)
-        is_cut = self._is_stopped and not self.horizon.is_done(self.timer.timestamp)
-        if is_cut:
-            self._save()  # before the last line: a run that goes on writes that one whole
-        if step is not None and self._logged_at != self.timer.batch:
-            self._log(step)
-        if not self._is_stopped:
-            for evaluator in self._evaluators:
-                if evaluator.measured_at != self.timer.batch:
-                    self._evaluate(evaluator)
-        if not is_cut:
-            self._save()
-
-    def _log(self, step: Step) -> None:
-        self._logged_at = self.timer.batch
-        self._events.tell("on_log", self, self._recorder.log(step, self.timer.timestamp))
-
-    def _evaluate(self, evaluator: Evaluator) -> dict[str, float]:
-        evaluator.measured_at = self.timer.batch
-        metrics = self._recorder.paused(evaluator.measure)
-        named = {f"{evaluator.name}/{name}": value for name, value in metrics.items()}
-        self._recorder.write({**self._recorder.clock(self.timer.timestamp), **named})
-        self._events.tell("on_evaluation_end", self, evaluator.name, metrics)
-        return named
-
-    def _save(self) -> None:
-        path = self._recorder.paused(lambda: self._saver.save(self.timer.timestamp))
-        if path is not None:
-            self._events.tell("on_checkpoint", self, path)
-
     def _evaluator(
-        self, settings: Evaluation, loss: LossFunction, stepping: Stepping, loading: Loading
+        self,
+        settings: Evaluation,
+        loss: LossFunction,
+        stepping: Stepping,
+        loading: Loading,
+        stepper: Stepper,
     ) -> Evaluator:
         return Evaluator(
             settings,
             self.model,
             loss=loss,
             loss_is_sum=stepping.loss_reduction == "sum",
-            count=self._stepper.count,
-            autocast=self._stepper.autocast,
+            count=stepper.count,
+            autocast=stepper.autocast,
             batch_size=self.loader.micro_batch_size or _EVALUATION_BATCH,
             collate_fn=loading.collate_fn,
             ranks=self._ranks,

@@ -1,0 +1,75 @@
+"""The best evaluation so far, whose checkpoint is kept besides the newest ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from stretto.checkpoint import checkpoint_path
+from stretto.errors import TrainingError, cannot
+from stretto.training.settings import Checkpointing, Evaluation
+
+
+@final
+class Best:
+    """Watches one metric of one evaluation.
+
+    Args:
+        settings: names the metric, as `validation/loss`, and whether less or more of it is better.
+        evaluations: those that there are.
+
+    Raises:
+        TrainingError: none of them measures that metric.
+    """
+
+    def __init__(self, settings: Checkpointing | None, evaluations: Sequence[Evaluation]) -> None:
+        self._monitor = settings.monitor if settings is not None else None
+        self._sign = -1 if settings is not None and settings.mode == "max" else 1
+        self.value = math.inf * self._sign
+        self.sample: int | None = None
+        """The position at which it was measured; None before the first."""
+        self._kept: int | None = None
+        if self._monitor is not None:
+            names = [f"{one.name}/{name}" for one in evaluations for name in ("loss", *one.metrics)]
+            if self._monitor not in names:
+                raise _not_measured(self._monitor, names)
+
+    def is_beaten(self, metrics: Mapping[str, float], sample: int) -> bool:
+        """Take the metrics of an evaluation at position `sample`; return whether they are best."""
+        if self._monitor is None or self._monitor not in metrics:
+            return False
+        value = metrics[self._monitor]
+        if not value * self._sign < self.value * self._sign:  # nan is never better
+            return False
+        self.value, self.sample = value, sample
+        return True
+
+    def confirm(self, sample: int) -> None:
+        """Note that the checkpoint at `sample` is whole."""
+        if sample == self.sample:
+            self._kept = sample
+
+    def paths(self, folder: Path) -> list[Path]:
+        """Return the checkpoints that must stay: of the best, and of the last that was written."""
+        kept = {sample for sample in (self.sample, self._kept) if sample is not None}
+        return [checkpoint_path(folder, sample) for sample in sorted(kept)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is best so far."""
+        value = None if math.isinf(self.value) else self.value
+        return {"monitor": self._monitor, "value": value, "sample": self.sample}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was best, if that was the same metric."""
+        if state["monitor"] == self._monitor and state["value"] is not None:
+            self.value, self.sample = float(state["value"]), state["sample"]
+            self._kept = self.sample
+
+
+def _not_measured(monitor: str, names: Sequence[str]) -> TrainingError:
+    instead = f"write one of {', '.join(map(repr, names))}" if names else "pass evaluate=..."
+    return TrainingError(
+        cannot(f"monitor {monitor!r}", why="no evaluation measures it", instead=instead)
+    )

@@ -1,0 +1,66 @@
+"""One run in a folder at a time."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from stretto.errors import TrainingError, cannot
+
+LOCK = "run.lock"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a run folder; the system lets go of it when the process ends, however that comes.
+
+    On Windows, and on a file system without locks (some network ones), nothing is held.
+
+    Raises:
+        TrainingError: another live run holds it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    with file:
+        if os.name == "posix":
+            _hold(file, folder)
+        yield
+
+
+def _hold(file: IO[str], folder: Path) -> None:
+    import fcntl  # where there is one
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise TrainingError(
+            cannot(
+                f"train in {folder}",
+                why=f"another run is writing there ({file.read(200).strip() or 'unknown'})",
+                instead="wait until it ends, or choose another folder",
+            )
+        ) from None
+    except OSError:
+        return
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+
+
+def unwritable(folder: Path, error: OSError) -> TrainingError:
+    """Return the error for a run folder that cannot be written to."""
+    return TrainingError(
+        cannot(
+            f"keep a run in {folder}",
+            why=(error.strerror or str(error)).lower(),
+            instead="choose a folder that can be written to",
+        )
+    )

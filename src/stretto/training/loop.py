@@ -1,0 +1,216 @@
+"""The loop: one step after the other, and everything that is due between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, final
+
+from stretto.data import Step, StepLoader
+from stretto.optim import Hyperparameters
+from stretto.timing import BoundTrigger, Timer, Timestamp
+from stretto.training.best import Best
+from stretto.training.callback import Events
+from stretto.training.evaluate import Evaluator
+from stretto.training.finite import SkippedSteps, spoiled
+from stretto.training.interrupt import Interrupts
+from stretto.training.ranks import Ranks
+from stretto.training.recorder import Recorder
+from stretto.training.saver import Progress, Saver
+from stretto.training.stepper import Gradient, Stepper
+
+
+class Shared(NamedTuple):
+    """What all ranks know of a step."""
+
+    tokens: int | None
+    seconds: float | None
+    is_spoiled: bool
+    """Whether a loss or a gradient is not finite on one of them."""
+    saving: Progress
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Loop:
+    """Trains to the end of the run, or until it is stopped; made of the parts that do the work."""
+
+    loader: StepLoader
+    hyperparameters: Hyperparameters
+    stepper: Stepper
+    recorder: Recorder
+    saver: Saver
+    evaluators: Sequence[Evaluator]
+    best: Best
+    skipped: SkippedSteps
+    non_finite: Literal["stop", "skip", "ignore"]
+    events: Events
+    ranks: Ranks
+    interrupts: Interrupts
+    log_is_due: BoundTrigger
+    flush_is_due: BoundTrigger
+    stop_reason: str | None = None
+    """Why the run is to stop after this batch; None: it goes on."""
+    logged_at: int = -1
+    """The batch of the last line of metrics."""
+    _all_stop: bool = False
+
+    @property
+    def timer(self) -> Timer:
+        """The clock."""
+        return self.loader.timer
+
+    def stop(self, reason: str) -> None:
+        """End the run after this batch; the first reason counts."""
+        self.stop_reason = self.stop_reason or reason
+
+    def run(self) -> None:
+        """Train; the clock stands where the run starts or resumes."""
+        self.timer.start()
+        before, step = self.timer.timestamp, None
+        for step in self._steps():
+            after = self._take(step)
+            self._after_batch(step, before, after)
+            before = after
+        self._end(step, before)
+
+    def _steps(self) -> Iterator[Step]:
+        """The steps of the loader, until the run is over or stopped."""
+        self._all_stop = bool(self.ranks.agree((self.stop_reason is not None,))[0])
+        while not self._is_stopped:
+            try:
+                step = next(self.loader, None)
+            except Exception as error:
+                self._save_despite(error)
+                raise
+            if step is None:
+                return
+            yield step
+
+    @property
+    def _is_stopped(self) -> bool:
+        # Of several ranks none may leave the loop alone, so only what they agreed on counts.
+        return self._all_stop if self.ranks.world_size > 1 else self.stop_reason is not None
+
+    def _take(self, step: Step) -> Timestamp:
+        """Compute one step and move the clock."""
+        self.hyperparameters.apply(step.timestamp, step.batch_size)
+        self.events.tell("on_batch_start", step)
+        gradient = self.stepper.gradient(step)
+        shared = self._agree(step, gradient)
+        is_taken = not shared.is_spoiled and self._update(step)
+        if not is_taken:
+            self._leave_out(step, is_spoiled=shared.is_spoiled)
+        after = self.loader.finish(step, tokens=shared.tokens, seconds=shared.seconds)
+        self.recorder.batch(step, gradient.losses if is_taken else (), after)
+        if self.saver.is_busy:
+            self._announce(self.saver.advance(shared.saving))
+        return after
+
+    def _update(self, step: Step) -> bool:
+        self.events.tell("on_gradient", step)
+        has_moved = self.stepper.update()
+        if has_moved:
+            self.skipped.end_row()
+        return has_moved
+
+    def _leave_out(self, step: Step, *, is_spoiled: bool) -> None:
+        """Count a step whose weights did not move; or end the run, where that is wanted."""
+        if is_spoiled and self.non_finite == "stop":
+            raise spoiled(step.timestamp)
+        self.stepper.clear()
+        self.skipped.add(step.timestamp)
+
+    def _agree(self, step: Step, gradient: Gradient) -> Shared:
+        """Tell the other ranks what this one knows, in one sum, and return what all know."""
+        if self.interrupts.received is not None:
+            self.stop(f"received {self.interrupts.received}")
+        saving = self.saver.progress()
+        if self.ranks.world_size == 1:
+            return Shared(gradient.tokens, None, not gradient.is_finite, saving)
+        wants_stop = self.stop_reason is not None
+        seconds = self.timer.seconds_since_update() if self.ranks.is_first else 0.0
+        tokens = step.num_tokens if gradient.tokens is None else gradient.tokens
+        sums = self.ranks.agree(
+            (tokens, gradient.units, wants_stop, seconds, not gradient.is_finite, *saving)
+        )
+        self.stepper.finish(step, sums[1])
+        if sums[2]:
+            self.stop("another rank was told to stop")
+            self._all_stop = True
+        return Shared(int(sums[0]), sums[3], bool(sums[4]), Progress(*sums[5:]))
+
+    def _after_batch(self, step: Step, before: Timestamp, after: Timestamp) -> None:
+        """Do everything that is due now."""
+        self.events.tell("on_batch_end", step)
+        if after.epoch != before.epoch:
+            self._end_epochs(before, after)
+        if self.log_is_due(before, after):
+            self._log(step)
+        for evaluator in self.evaluators:
+            if evaluator.is_due(before, after):
+                self._measure(evaluator)
+        # The last one comes after the last line of metrics (see `_end`).
+        if self.saver.is_due(before, after) and not self.loader.horizon.is_done(after):
+            self._save()
+        if self.flush_is_due(before, after):
+            self.recorder.flush()
+
+    def _end_epochs(self, before: Timestamp, after: Timestamp) -> None:
+        for _ in range(after.epoch - before.epoch):
+            self.events.tell("on_epoch_end")
+
+    def _end(self, step: Step | None, before: Timestamp) -> None:
+        """Log, measure and save what the last batch left open."""
+        if not self._is_stopped:
+            self.stop_reason = None  # a wish that came too late for the ranks to agree on
+        self._end_epochs(before, self.timer.timestamp)
+        is_cut = self._is_stopped and not self.loader.horizon.is_done(self.timer.timestamp)
+        if is_cut:
+            self._save()  # before the last line: a run that goes on writes that one whole
+        if step is not None and self.logged_at != self.timer.batch:
+            self._log(step)
+        if not self._is_stopped:
+            for evaluator in self.evaluators:
+                if evaluator.measured_at != self.timer.batch:
+                    self._measure(evaluator)
+        if not is_cut:
+            self._save()
+        self._announce(self.recorder.paused(self.saver.wait))
+
+    def _log(self, step: Step) -> None:
+        self.logged_at = self.timer.batch
+        self.events.tell("on_log", self.recorder.log(step, self.timer.timestamp))
+
+    def evaluate(self, evaluator: Evaluator) -> dict[str, float]:
+        """Measure the model on one evaluation's data, and log what comes out."""
+        evaluator.measured_at = self.timer.batch
+        metrics = self.recorder.paused(evaluator.measure)
+        named = {f"{evaluator.name}/{name}": value for name, value in metrics.items()}
+        self.recorder.write({**self.recorder.clock(self.timer.timestamp), **named})
+        self.events.tell("on_evaluation_end", evaluator.name, metrics)
+        return named
+
+    def _measure(self, evaluator: Evaluator) -> None:
+        """Evaluate between two batches; keep what is best so far."""
+        metrics = self.evaluate(evaluator)
+        if self.best.is_beaten(metrics, self.timer.sample):
+            self._save()
+
+    def _save(self) -> None:
+        self._announce(self.recorder.paused(lambda: self.saver.begin(self.timer.timestamp)))
+
+    def _announce(self, path: Path | None) -> None:
+        if path is not None:
+            self.events.tell("on_checkpoint", path)
+
+    def _save_despite(self, error: Exception) -> None:
+        """Keep what was trained before samples could not be read; only one rank can do it alone."""
+        if self.ranks.world_size > 1 or not self.timer.batch:
+            return
+        try:
+            self._save()
+            self._announce(self.saver.wait())
+        except Exception as another:  # noqa: BLE001  the first one is what is raised
+            error.add_note(f"and no checkpoint could be written: {another}")

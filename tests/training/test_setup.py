@@ -1,0 +1,67 @@
+"""What has changed since a checkpoint was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.errors import CheckpointError
+from stretto.schedules import Cosine, Linear
+from stretto.training import Checkpointing, Loading, Stepping
+from stretto.training.setup import changes
+
+Make = Callable[..., Any]
+
+
+def test_only_what_differs_is_told() -> None:
+    saved = {"world_size": 1, "schedules": {"lr": "Cosine()", "momentum": "Linear()"}, "gone": 1}
+    present = {"world_size": 1, "schedules": {"lr": "Linear()", "betas": "Step()"}, "new": None}
+    assert list(changes(saved, present)) == [
+        "schedules.lr: Cosine() -> Linear()",
+        "schedules.momentum: Linear() -> None",
+        "schedules.betas: None -> Step()",
+    ]
+    assert list(changes(saved, saved)) == []
+    assert list(changes({}, {"torch": "2.13"})) == ["torch: None -> 2.13"]
+
+
+def test_a_resumed_run_says_what_it_does_otherwise(problem: Make, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing("2ba")}
+    problem().trainer(max_duration="4ba", schedules={"lr": Cosine()}, **settings).fit()
+    same = problem().trainer(max_duration="4ba", schedules={"lr": Cosine()}, **settings)
+    same.resume()
+    assert same.changes == ()
+    other = problem().trainer(
+        max_duration="4ba",
+        batch_size="0sp:8 20sp:12",
+        micro_batch_size=4,
+        schedules={"lr": Linear()},
+        loading=Loading(num_workers=1),
+        stepping=Stepping(clip_norm=1.0),
+        **settings,
+    )
+    other.resume()
+    names = [line.partition(":")[0] for line in other.changes]
+    assert names == ["batch_size", "micro_batch_size", "schedules.lr", "num_workers", "clip_norm"]
+    assert "micro_batch_size: None -> 4" in other.changes
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"loading": Loading(seed=1)}, "0 as the order's seed and this run has 1"),
+        ({"loading": Loading(shuffle=False)}, "True for shuffle and this run has False"),
+        ({"num_samples": 61}, "60 samples in the data set and this run has 61"),
+    ],
+)
+def test_what_cannot_change_is_refused(
+    problem: Make, tmp_path: Path, change: dict[str, Any], why: str
+) -> None:
+    settings: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing("2ba")}
+    problem().trainer(max_duration="4ba", **settings).fit()
+    run = problem(change.pop("num_samples", 60))
+    with pytest.raises(CheckpointError, match=why):
+        run.trainer(max_duration="4ba", **change, **settings).resume()
