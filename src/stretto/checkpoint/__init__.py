@@ -1,5 +1,6 @@
 """Checkpoints on disk: whole or not there, verified when read, never unpickled."""
 
+from stretto.checkpoint.description import Description, TensorGroup, describe
 from stretto.checkpoint.folder import (
     checkpoint_path,
     checkpoints,
@@ -36,16 +37,19 @@ from stretto.checkpoint.writing import (
 __all__ = [
     "Checkpoint",
     "CheckpointReader",
+    "Description",
     "HostCopies",
     "Part",
     "Shard",
     "Staged",
     "Stored",
+    "TensorGroup",
     "Tensors",
     "abandon_checkpoint",
     "begin_checkpoint",
     "checkpoint_path",
     "checkpoints",
+    "describe",
     "encode_records",
     "finish_checkpoint",
     "is_sharded",

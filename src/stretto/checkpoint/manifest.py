@@ -28,6 +28,7 @@ LONGEST_RECORDS = 128 << 20
 """Bytes; parsed it takes at most about twenty times as much."""
 
 _MEMBER = re.compile(r"state\.json|(?P<group>[A-Za-z0-9_]+)(-(\d{5})-of-(\d{5}))?\.safetensors")
+_CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -113,14 +114,15 @@ def read_manifest(path: Path) -> Manifest:
         raise Damage("its manifest is not one of ours")
     files = {name: _entry(name, value) for name, value in document["files"].items()}
     created = document.get("created")
+    is_dated = version == 1 or (isinstance(created, str) and bool(_CREATED.fullmatch(created)))
     if version == 1:
         expected = _spell({"format": 1, "files": _listed(files)})
     else:
         plain = {"format": version, "created": created, "files": _listed(files)}
         expected = _seal(_spell(plain))
-    if text != expected or not isinstance(created, str | None) or RECORDS not in files:
+    if text != expected or not is_dated or RECORDS not in files:
         raise Damage("its manifest is not what was written")
-    return Manifest(version, created, files)
+    return Manifest(version, created if version > 1 else None, files)
 
 
 def check_member(path: Path, name: str, entry: Entry, *, content: bool = True) -> None:

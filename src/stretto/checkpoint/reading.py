@@ -114,6 +114,10 @@ class CheckpointReader:
         """Return the type of a tensor."""
         return self._place(group, name).dtype
 
+    def places(self, group: str) -> tuple[Place, ...]:
+        """Return where the tensors of a group lie, each memory once."""
+        return tuple(self._places.get(group, {}).values())
+
     def original(self, group: str, name: str) -> str:
         """Return the name under which the memory of a tensor is stored."""
         return self._aliases.get(group, {}).get(name, name)

@@ -1,0 +1,176 @@
+"""What a checkpoint is, for people and for programs, without loading it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+from stretto.checkpoint.manifest import (
+    MANIFEST,
+    Damage,
+    Manifest,
+    check_member,
+    read_manifest,
+    reading,
+)
+from stretto.checkpoint.reading import CheckpointReader, find, open_or_damage
+from stretto.errors import StrettoError
+from stretto.timing import Horizon, Timestamp, TimeUnit
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """The tensors of one group."""
+
+    name: str
+    num_tensors: int
+    """Those that share memory count once."""
+    num_bytes: int
+    dtypes: Mapping[str, int]
+    """Number of tensors by type."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a checkpoint is; `str()` of it is what `stretto inspect` prints."""
+
+    path: str
+    damage: str | None
+    """What is wrong with it; None if it is whole."""
+    format: int | None
+    """Version of the layout; None if it cannot be told."""
+    created: str | None
+    """When it was written, in UTC; older formats do not say."""
+    position: Mapping[str, float]
+    """Where the run stands, by unit of time; only the units that are known."""
+    groups: tuple[TensorGroup, ...]
+    num_parameters: int
+    """Numbers in the group `model`, the model's buffers of floating-point type included."""
+    files: Mapping[str, int]
+    """Bytes of each file."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every byte is as it was written."""
+        return self.damage is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the same as a record that JSON keeps."""
+        return {"is_whole": self.is_whole, **asdict(self)}
+
+    def __str__(self) -> str:
+        rows = [
+            ("format", "" if self.format is None else str(self.format)),
+            ("written", self.created or ""),
+            ("position", "  ".join(f"{value:.15g}{unit}" for unit, value in self.position.items())),
+            ("parameters", f"{self.num_parameters:,}" if self.groups else ""),
+            *((group.name, _tensors(group)) for group in self.groups),
+            *((name, f"{size:,} bytes") for name, size in self.files.items()),
+        ]
+        told = [(name, text) for name, text in rows if text]
+        width = max((len(name) for name, _ in told), default=0)
+        head = f"{self.path}: {'whole' if self.is_whole else f'damaged: {self.damage}'}"
+        return "\n".join([head, *(f"  {name:<{width}}  {text}" for name, text in told)])
+
+
+def describe(path: Path) -> Description:
+    """Return what the checkpoint at `path` is; every byte is verified, no tensor is kept.
+
+    >>> import tempfile, torch
+    >>> from stretto.checkpoint import checkpoint_path, write_checkpoint
+    >>> path = checkpoint_path(Path(tempfile.mkdtemp()), sample=4096)
+    >>> write_checkpoint(path, {"model": {"weight": torch.ones(2, 3)}}, {})
+    >>> found = describe(path)
+    >>> found.is_whole, found.num_parameters, found.groups[0].dtypes
+    (True, 6, {'float32': 1})
+
+    Raises:
+        CheckpointError: no checkpoint is there, or one of a newer format, or it must not be read.
+    """
+    place = find(path)
+    with reading(path):
+        try:
+            manifest = read_manifest(place)
+        except Damage as damage:
+            return _described(path, str(damage))
+        wrong = []
+        for name, entry in manifest.files.items():
+            try:
+                check_member(place, name, entry)
+            except Damage as damage:
+                wrong.append(str(damage))
+        try:
+            reader = open_or_damage(place, verify=False)
+        except Damage as damage:
+            # What stands in a file that is damaged is no second piece of news.
+            return _described(path, "; ".join(wrong) or str(damage), manifest)
+    return _described(path, "; ".join(wrong) or None, manifest, reader)
+
+
+def _described(
+    path: Path,
+    damage: str | None,
+    manifest: Manifest | None = None,
+    reader: CheckpointReader | None = None,
+) -> Description:
+    place = find(path)
+    files = {name: entry.size for name, entry in manifest.files.items()} if manifest else {}
+    return Description(
+        path=str(path),
+        damage=damage,
+        format=manifest.format if manifest else None,
+        created=manifest.created if manifest else None,
+        position=_position(reader.records) if reader else {},
+        groups=tuple(_group(reader, name) for name in reader.groups) if reader else (),
+        num_parameters=_num_parameters(reader) if reader else 0,
+        files={MANIFEST: (place / MANIFEST).lstat().st_size, **files},
+    )
+
+
+def _group(reader: CheckpointReader, group: str) -> TensorGroup:
+    places = reader.places(group)
+    dtypes = Counter(str(place.dtype).removeprefix("torch.") for place in places)
+    num_bytes = sum(place.num_bytes for place in places)
+    return TensorGroup(group, len(places), num_bytes, dict(dtypes.most_common()))
+
+
+def _num_parameters(reader: CheckpointReader) -> int:
+    return sum(
+        place.num_bytes // place.dtype.itemsize
+        for place in reader.places("model")
+        if place.dtype.is_floating_point or place.dtype.is_complex
+    )
+
+
+def _position(records: Mapping[str, Any]) -> dict[str, float]:
+    """Where a run stands in every unit that its records tell."""
+    position: dict[str, float] = {}
+    try:
+        timestamp = Timestamp.from_state(records["loader"]["clock"])
+        samples = _num_samples(records["loader"].get("order"))
+        within = timestamp.sample_in_epoch / samples if samples else 0
+        position |= {"ep": timestamp.epoch + within, "ba": timestamp.batch, "sp": timestamp.sample}
+        if timestamp.token:
+            position["tok"] = timestamp.token
+        position["sec"] = timestamp.run_nanoseconds / 1e9
+        horizon = Horizon(records["setup"]["max_duration"], dataset_num_samples=samples)
+        position["dur"] = float(horizon.position(timestamp, TimeUnit.DURATION))
+    except (StrettoError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+        pass  # records of somebody else's, or of an older version: what is known is told
+    return position
+
+
+def _num_samples(order: Any) -> int | None:
+    found = order.get("num_samples") if isinstance(order, dict) else None
+    return found if type(found) is int and found > 0 else None
+
+
+def _tensors(group: TensorGroup) -> str:
+    types = ", ".join(f"{count} {dtype}" for dtype, count in group.dtypes.items())
+    size = f"{group.num_tensors:,} tensors, {group.num_bytes:,} bytes"
+    return f"{size} ({types})" if types else size
