@@ -60,6 +60,24 @@ def test_a_killed_run_lets_go(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
+def test_a_killed_run_lets_go_while_a_worker_of_it_lives(tmp_path: Path) -> None:
+    program = (
+        "import os, pathlib, signal, sys\n"
+        "from stretto.training.lock import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])):\n"
+        "    if os.fork() == 0:\n"
+        "        sys.stdin.read()\n"  # until the test is over
+        "        os._exit(0)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    run = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(run, stdin=subprocess.PIPE) as killed:
+        assert killed.wait(60) < 0
+        with locked(tmp_path):
+            pass
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -30,8 +31,22 @@ def locked(folder: Path) -> Iterator[None]:
         raise unwritable(folder, error) from error
     with file:
         if os.name == "posix":
+            _watch_forks()
             _hold(file, folder)
-        yield
+        _held.add(file)
+        try:
+            yield
+        finally:
+            _held.discard(file)
+
+
+_held: set[IO[str]] = set()
+
+
+@cache
+def _watch_forks() -> None:
+    """Let no child hold a folder: a loader's workers outlive a killed run for up to 5 s."""
+    os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])
 
 
 def _hold(file: IO[str], folder: Path) -> None:
