@@ -38,8 +38,9 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            metavar="latest|PATH",
-            help="Go on from a checkpoint: the newest one in the folder, or this one.",
+            metavar="auto|latest|PATH",
+            help="Go on from a checkpoint: the newest in the folder if there is one (auto), the "
+            "newest (latest), or this one.",
             show_default=False,
         ),
     ] = None,
@@ -107,6 +108,20 @@ def report(
     from stretto.cli.reporting import report as run
 
     run(folder, plot=plot, unit=unit)
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or the folder of a run.")
+    ],
+    *,
+    json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Say what a checkpoint is, when it was written, what is in it, and whether it is whole."""
+    from stretto.cli.inspecting import inspect as run
+
+    run(path, as_json=json)
 
 
 @app.command()

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Stretto = Callable[..., Any]
+pytestmark = pytest.mark.usefixtures("project")
+
+
+def test_says_what_a_checkpoint_is(stretto: Stretto) -> None:
+    stretto("train", "run.yaml", "--folder", "a")
+    said = stretto("inspect", "a/checkpoints/checkpoint-000000000040")
+    assert said.code == 0
+    for word in (": whole\n", " 1ep ", " 40sp ", "parameters ", "model ", "optimizer "):
+        assert word in said.out, said.out
+    records = json.loads(stretto("inspect", "a", "--json").out)
+    assert [record["position"]["sp"] for record in records] == [40, 80]
+    both = stretto("inspect", "a")
+    assert both.out.count("checkpoint-0000000000") == 2
+
+
+def test_says_what_is_wrong_with_one(stretto: Stretto) -> None:
+    stretto("train", "run.yaml", "--folder", "a", "max_duration=1ep")
+    weights = Path("a/checkpoints/checkpoint-000000000040/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    said = stretto("inspect", "a/checkpoints/checkpoint-000000000040")
+    assert said.code == 1
+    assert "model.safetensors" in said.out
+
+
+def test_what_is_no_checkpoint_is_told(stretto: Stretto) -> None:
+    said = stretto("inspect", "nothing")
+    assert said.code == 2
+    assert "no finished checkpoint is there" in said.err
+    stretto("train", "run.yaml", "--folder", "a", "max_duration=1ep", "checkpoint=null")
+    Path("a/checkpoints").mkdir()
+    none = stretto("inspect", "a")
+    assert none.code == 2
+    assert "the run has no checkpoint" in none.err
