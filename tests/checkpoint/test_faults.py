@@ -1,0 +1,108 @@
+"""Whatever happens while a checkpoint is written, the one before it is there, or the new one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stretto.checkpoint import (
+    checkpoint_path,
+    latest_good,
+    read_checkpoint,
+    write_checkpoint,
+)
+from stretto.errors import CheckpointError
+
+WORK = Path(__file__).with_name("faults.py")
+TENSORS = {"model": {"weight": torch.ones(3)}}
+
+
+def run(kind: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, str(WORK), kind, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_kill_between_any_two_file_operations_leaves_a_good_one(tmp_path: Path) -> None:
+    saving, replacing = map(int, run("kill", tmp_path / "runs").split()[1:])
+    assert saving > 20
+    assert replacing > 20
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_an_error_that_leaves_what_was_there(tmp_path: Path) -> None:
+    assert "File too large; make room or choose another folder" in run("full", tmp_path / "runs")
+
+
+class Failing:
+    """Stands in for a function of `os`, and fails at the n-th call."""
+
+    def __init__(self, function: Any, call: int, code: int) -> None:
+        self._function = function
+        self._left = call
+        self._code = code
+        self.has_failed = False
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            self.has_failed = True
+            raise OSError(self._code, os.strerror(self._code))
+        return self._function(*arguments, **options)
+
+
+@pytest.mark.parametrize("name", ["fsync", "rename", "mkdir", "open"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_an_error_of_the_system_leaves_what_was_there(
+    name: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint_path(tmp_path, 1)
+    write_checkpoint(path, TENSORS, {"value": 0})
+    last = 0
+    for call in range(1, 100):
+        failing = Failing(getattr(os, name), call, code)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, failing)
+            try:
+                write_checkpoint(path, TENSORS, {"value": call})
+            except CheckpointError as error:
+                assert failing.has_failed
+                assert os.strerror(code) in str(error)
+        if not failing.has_failed:
+            assert read_checkpoint(path).records == {"value": call}
+            break
+        # After the last rename the new one is in its place, and good.
+        value = read_checkpoint(path).records["value"]
+        assert value in {last, call}
+        last = value
+    else:
+        pytest.fail("it never ends")
+    assert latest_good(tmp_path) == path
+    assert call > 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only to the superuser")
+def test_a_read_only_folder_is_an_error_and_can_be_read(tmp_path: Path) -> None:
+    path = checkpoint_path(tmp_path, 1)
+    write_checkpoint(path, TENSORS, {})
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            write_checkpoint(checkpoint_path(tmp_path, 2), TENSORS, {})
+        assert latest_good(tmp_path) == path
+    finally:
+        tmp_path.chmod(0o700)
