@@ -3,6 +3,7 @@
 from stretto.memory.batches import resize_batch
 from stretto.memory.curve import MemoryCurve, Peak
 from stretto.memory.predict import Certainty, Prediction, predict
+from stretto.memory.probe import Probe, probe
 from stretto.memory.recognise import is_out_of_memory
 from stretto.memory.recording import Place
 from stretto.memory.step import TrainingStep
@@ -13,8 +14,10 @@ __all__ = [
     "Peak",
     "Place",
     "Prediction",
+    "Probe",
     "TrainingStep",
     "is_out_of_memory",
     "predict",
+    "probe",
     "resize_batch",
 ]

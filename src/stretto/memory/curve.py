@@ -18,7 +18,7 @@ MAXIMUM = 1 << 24
 class FittedAllocation(NamedTuple):
     """An allocation that each of several recordings has: its bytes at each of their sizes."""
 
-    bytes: tuple[int, ...]
+    bytes: tuple[int | Fraction, ...]
     place: Place
     category: Category
     source: str
@@ -51,7 +51,7 @@ class MemoryCurve:
     """The sizes that were recorded."""
     allocations: Sequence[FittedAllocation]
     events: Sequence[Event]
-    _moments: Sequence[tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    _moments: Sequence[tuple[int | Fraction, ...]] = field(init=False, repr=False, compare=False)
     _front: Sequence[tuple[Fraction, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ def largest(fits: Callable[[int], bool], *, maximum: int) -> int | None:
     return low
 
 
-def newton(sizes: Sequence[int], values: Sequence[int]) -> tuple[Fraction, ...]:
+def newton(sizes: Sequence[int], values: Sequence[int | Fraction]) -> tuple[Fraction, ...]:
     """Return the divided differences of `values` at `sizes`: Newton's form of the polynomial.
 
     >>> newton((2, 3), (20, 30))
@@ -149,8 +149,8 @@ def evaluate(sizes: Sequence[int], coefficients: Sequence[Fraction], size: int) 
 
 def _sums(
     allocations: Sequence[FittedAllocation], events: Iterable[Event], width: int
-) -> list[tuple[int, ...]]:
-    total = [0] * width
+) -> list[tuple[int | Fraction, ...]]:
+    total: list[int | Fraction] = [0] * width
     result = []
     for event in events:
         sign = -1 if event.is_free else 1

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
-from stretto.memory.curve import MAXIMUM, MemoryCurve, Peak
+import torch
+from torch import nn
+
+from stretto.data import move_batch
+from stretto.errors import FitError, StrettoError, cannot
+from stretto.memory.answers import Answers
+from stretto.memory.curve import MAXIMUM, MemoryCurve, Peak, largest
 from stretto.memory.fakes import FakeWorld
 from stretto.memory.fit import fit
-from stretto.memory.modules import ModuleWatch
-from stretto.memory.recording import Recording
+from stretto.memory.recording import Place, Recording
+from stretto.memory.rewind import RandomState
 from stretto.memory.step import TrainingStep
 from stretto.memory.trace import trace
 
@@ -20,43 +26,51 @@ SIZES = (2, 3)
 
 @final
 class Prediction:
-    """What a step will need, and how sure that is; made by `predict`.
+    """What a step will need, and how sure that is; made by `predict`."""
 
-    Attributes:
-        curve: bytes as a function of the size of the batch.
-        certainty: `exact`, or `upper bound` or `estimate` for the stated reason.
-        reason: why it is that sure and no surer.
-        num_steps: how many fake steps it took.
-    """
+    def __init__(self, runs: list[_Run], *, is_compiled: bool) -> None:
+        self._runs = runs
+        self._is_compiled = is_compiled
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-        self._verified: set[int] = set(SIZES)
-        self._recordings = [tracer.record(size) for size in SIZES]
-        self.curve: MemoryCurve = fit(self._recordings)
-        self.certainty: Certainty = "exact"
-        self.reason = "each allocation of a step on fake tensors is followed"
+    @property
+    def certainty(self) -> Certainty:
+        """How sure it is: `exact`, `upper bound` or `estimate`."""
+        return _judged(self._runs, is_compiled=self._is_compiled)[0]
+
+    @property
+    def reason(self) -> str:
+        """Why it is that sure and no surer."""
+        return _judged(self._runs, is_compiled=self._is_compiled)[1]
 
     @property
     def num_steps(self) -> int:
         """How many fake steps it took."""
-        return self._tracer.num_steps
+        return sum(run.num_steps for run in self._runs)
+
+    @property
+    def curve(self) -> MemoryCurve:
+        """Bytes as a function of the size; where values are read, by the way that needs more."""
+        size = max(max(run.curve.sizes) for run in self._runs)
+        return max((run.curve for run in self._runs), key=lambda curve: curve.peak(size))
 
     def peak(self, size: int) -> int:
         """Return the bytes that a batch of that size needs at once."""
-        return self.curve.peak(size)
+        return max(run.curve.peak(size) for run in self._runs)
 
     def at(self, size: int) -> Peak:
         """Return the moment of the peak, and what is allocated at it."""
-        return self.curve.at(size)
+        return max((run.curve.at(size) for run in self._runs), key=lambda peak: peak.bytes)
 
     def largest(self, limit: int, *, maximum: int = MAXIMUM) -> int | None:
         """Return the largest size, up to `maximum`, that needs at most `limit` bytes.
 
         Verified by a fake step of that size and one of the next. None: not even one sample fits.
+
+        Raises:
+            FitError: the step cannot be taken with as many samples.
         """
         while True:
-            size = self.curve.largest(limit, maximum=maximum)
+            size = largest(lambda size: self.peak(size) <= limit, maximum=maximum)
             if size is None or (self.verify(size) and self.verify(size + 1)):
                 return size
 
@@ -64,10 +78,57 @@ class Prediction:
         """Take a fake step of that size, and return whether the curve has said what it needs.
 
         Where it has not, the curve is mended by what was seen: it bends more than was thought.
+
+        Raises:
+            FitError: the step cannot be taken with as many samples.
         """
+        # Each is asked, so that each is mended.
+        verified = [run.verify(size) for run in self._runs]
+        return all(verified)
+
+
+@final
+class _Run:
+    """Fake steps of several sizes, with the same answers to what fakes cannot tell.
+
+    The first is taken twice: the optimizer makes its state in it, and every later step finds it.
+    """
+
+    def __init__(self, step: TrainingStep, make_batch: Callable[[int], Any], value: int) -> None:
+        self.answers = Answers(value)
+        self.num_steps = 0
+        self._device = "cuda" if step.device.type == "cuda" else "cpu"
+        self._world = FakeWorld(self._device)
+        self._make_batch = make_batch
+        try:
+            self._step = self._world.step(step)
+        except Exception as error:  # whatever a copy of a user's model may raise
+            raise _cannot_copy(error) from error
+        self.record(SIZES[0])
+        self._recordings = [self.record(size) for size in SIZES]
+        self._verified = set(SIZES)
+        self.curve = fit(self._recordings)
+
+    def record(self, size: int) -> Recording:
+        """Return the recording of a step with a batch of that size."""
+        self.num_steps += 1
+        state = RandomState.now()
+        try:
+            with self._world.entered(), torch.compiler.set_stance("force_eager"):
+                batch = move_batch(self._world.batch(self._make_batch(size)), self._device)
+                return trace(self._step, batch, size, answers=self.answers)
+        except StrettoError:
+            raise
+        except Exception as error:  # whatever a user's model may raise
+            raise _cannot_follow(size, error) from error
+        finally:
+            state.restore()
+
+    def verify(self, size: int) -> bool:
+        """Take a step of that size; where the curve was wrong, mend it and return False."""
         if size in self._verified or size < min(SIZES):
             return True
-        recording = self._tracer.record(size)
+        recording = self.record(size)
         self._verified.add(size)
         if recording.peak == self.curve.peak(size):
             return True
@@ -76,41 +137,14 @@ class Prediction:
         return False
 
 
-@final
-class Tracer:
-    """Takes fake steps of any size.
-
-    The first is taken twice: the optimizer makes its state in it, and every later step finds it.
-    """
-
-    def __init__(self, step: TrainingStep, make_batch: Callable[[int], Any]) -> None:
-        self._world = FakeWorld()
-        self._make_batch = make_batch
-        self._step = self._world.step(step)
-        self._is_warm = False
-        self.num_steps = 0
-
-    def record(self, size: int) -> Recording:
-        """Return the recording of a step with a batch of that size."""
-        if not self._is_warm:
-            self._is_warm = True
-            self.record(size)
-        self.num_steps += 1
-        watch = ModuleWatch()
-        with self._world.entered(), watch.watching(self._step.model):
-            batch = self._world.batch(self._make_batch(size))
-            return trace(self._step, batch, size, watch=watch)
-
-
 def predict(step: TrainingStep, make_batch: Callable[[int], Any]) -> Prediction:
     """Return what a training step needs for a batch of any size, without allocating it.
 
     The step is taken on fake tensors, with batches of 2 and 3 samples; every allocation is
     followed, and its bytes are a polynomial in the size. Neither the model nor the optimizer is
-    touched.
+    touched, and the model may be on the meta device.
 
-    >>> import torch
-    >>> model = torch.nn.Linear(1000, 10)
+    >>> model = nn.Linear(1000, 10)
     >>> step = TrainingStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).mean())
     >>> prediction = predict(step, lambda size: torch.ones(size, 1000))
     >>> prediction.largest(2**30), prediction.certainty
@@ -124,4 +158,81 @@ def predict(step: TrainingStep, make_batch: Callable[[int], Any]) -> Prediction:
     Raises:
         FitError: the step cannot be taken on fake tensors; the message says why.
     """
-    return Prediction(Tracer(step, make_batch))
+    runs: list[_Run] = []
+    failure: FitError | None = None
+    for value in (0, 1):
+        try:
+            runs.append(_Run(step, make_batch, value))
+        except FitError as error:
+            failure = error
+        if runs and not runs[0].answers.reads:
+            break  # nothing is read, so a second run would be the same
+    if not runs:
+        assert failure is not None
+        raise failure
+    return Prediction(runs, is_compiled=_is_compiled(step.model))
+
+
+def _judged(runs: list[_Run], *, is_compiled: bool) -> tuple[Certainty, str]:
+    """Return how sure the runs are, and why."""
+    scratch, reads, worst = (
+        _places([getattr(run.answers, what) for run in runs])
+        for what in ("scratch", "reads", "worst_cases")
+    )
+    # An optimizer reads values to scale or to skip its update; the larger run is the update.
+    reads = [place for place in reads if place.phase != "optimizer"]
+    doubts = []
+    if scratch:
+        doubts.append(f"kernels allocate for themselves in {_listed(scratch)}")
+    if reads:
+        doubts.append(f"values are read in {_listed(reads)}: it was taken with 0 and with 1")
+    if doubts:
+        return "estimate", "; ".join(doubts)
+    if is_compiled:
+        return "upper bound", "compiled modules were followed as if they were not"
+    if worst:
+        where = _listed(worst)
+        return "upper bound", f"shapes depend on values in {where}: they were taken as the largest"
+    return "exact", "every allocation of the step was followed on fake tensors"
+
+
+def _places(found: list[Mapping[str, Place]]) -> list[Place]:
+    return list(dict.fromkeys(place for one in found for place in one.values()))
+
+
+def _listed(places: list[Place]) -> str:
+    names = list(dict.fromkeys(place.module or f"the {place.phase}" for place in places))
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
+
+
+def _cannot_copy(error: Exception) -> FitError:
+    return FitError(
+        cannot(
+            "put fake tensors in the place of a model's",
+            why=f"it cannot be copied: {_told(error)}",
+            instead="probe with real steps, or give modules a __deepcopy__",
+        )
+    )
+
+
+def _cannot_follow(size: int, error: Exception) -> FitError:
+    return FitError(
+        cannot(
+            f"follow a step of {size} samples on fake tensors",
+            why=_told(error),
+            instead="probe with real steps",
+        )
+    )
+
+
+def _told(error: Exception) -> str:
+    """Return the first line of an error."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.data.containers import mapped
+from stretto.memory.answers import Answers
 from stretto.memory.modules import ModuleWatch
 from stretto.memory.recording import Allocation, Category, Event, Place, Recording
 from stretto.memory.step import TrainingStep
@@ -28,8 +29,9 @@ class StorageTrace(TorchDispatchMode):
     A storage is known by its address; it tells itself, through a weak reference, when it is gone.
     """
 
-    def __init__(self, watch: ModuleWatch) -> None:
+    def __init__(self, watch: ModuleWatch, answers: Answers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._answers = answers
         self._watch = watch
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._phase = "before"
@@ -50,7 +52,7 @@ class StorageTrace(TorchDispatchMode):
                 for item in argument:
                     if isinstance(item, Tensor):
                         self._find(item, "other")
-        result = func(*args, **(kwargs or {}))
+        result = self._answers.call(func, args, kwargs or {}, self._place)
         if isinstance(result, Tensor):
             self._see(result, func)
         elif isinstance(result, (tuple, list)):
@@ -105,7 +107,7 @@ class StorageTrace(TorchDispatchMode):
             if self._bytes[known[0]] == storage.nbytes():
                 return
             self._free(storage._cdata)  # its memory was replaced, by resize_ or set_
-        place = self._place()
+        place = self._place
         index = self._add(storage, place, str(func))
         self._events.append(Event(index, is_free=False, place=place))
 
@@ -120,8 +122,9 @@ class StorageTrace(TorchDispatchMode):
     def _free(self, key: int) -> None:
         known = self._live.pop(key, None)
         if known is not None:
-            self._events.append(Event(known[0], is_free=True, place=self._place()))
+            self._events.append(Event(known[0], is_free=True, place=self._place))
 
+    @property
     def _place(self) -> Place:
         return Place(self._phase, self._watch.path())
 
@@ -138,9 +141,10 @@ def in_order(events: Iterable[Event]) -> list[Event]:
     return result
 
 
-def trace(step: TrainingStep, batch: Any, size: int, *, watch: ModuleWatch) -> Recording:
+def trace(step: TrainingStep, batch: Any, size: int, *, answers: Answers) -> Recording:
     """Take `step`, which is fake, and return what it allocates and frees."""
-    seen = StorageTrace(watch)
+    watch = ModuleWatch()
+    seen = StorageTrace(watch, answers)
     parameters = step.parameters
 
     def enter(phase: str) -> None:
@@ -152,7 +156,7 @@ def trace(step: TrainingStep, batch: Any, size: int, *, watch: ModuleWatch) -> R
     seen.find(step.model.buffers(), "buffers")
     seen.find(state_tensors(step), "optimizer")
     seen.find(tensors_in(batch), "batch")
-    with uncollected(), seen:
+    with watch.watching(step.model), uncollected(), seen:
         step.run(batch, enter=enter)
         seen.name(state_tensors(step), "optimizer")
     return seen.recording(size)

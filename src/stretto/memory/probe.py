@@ -1,0 +1,137 @@
+"""The memory of a step, known from a few real steps that are tiny."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+from typing import Any, final
+
+from torch import nn
+
+from stretto.memory.curve import MAXIMUM, MemoryCurve, Peak
+from stretto.memory.fit import fit
+from stretto.memory.predict import SIZES, Certainty
+from stretto.memory.real import record_step
+from stretto.memory.sandbox import sandbox
+from stretto.memory.step import TrainingStep
+
+CALIBRATION_SHARE = 8
+"""The real step that checks a probe has about this part of the size that is found."""
+
+NOISE = Fraction(1, 10)
+"""How far from a straight line an allocation may be; see `fit`."""
+
+
+@final
+class Probe:
+    """What a step will need, from what tiny ones needed; made by `probe`."""
+
+    def __init__(
+        self, step: TrainingStep, make_batch: Callable[[int], Any], also: Iterable[object]
+    ) -> None:
+        self._step = step
+        self._make_batch = make_batch
+        self._also = [*also, *([step.loss] if isinstance(step.loss, nn.Module) else [])]
+        self._largest_seen = max(SIZES)
+        self.num_steps = 0
+        """How many real steps it took."""
+        self.num_samples = 0
+        """How many samples they had."""
+        self._recordings = self._record(SIZES)
+        self.curve: MemoryCurve = fit(self._recordings, noise=NOISE)
+        """Bytes as a function of the size."""
+
+    @property
+    def certainty(self) -> Certainty:
+        """How sure it is: an `estimate`, until a larger step has been taken: `calibrated`."""
+        return "calibrated" if self._largest_seen > max(SIZES) else "estimate"
+
+    @property
+    def reason(self) -> str:
+        """Why it is that sure and no surer."""
+        return f"the allocations of real steps of up to {self._largest_seen} samples were followed"
+
+    def peak(self, size: int) -> int:
+        """Return the bytes that a batch of that size needs at once."""
+        return self.curve.peak(size)
+
+    def at(self, size: int) -> Peak:
+        """Return the moment of the peak, and what is allocated at it."""
+        return self.curve.at(size)
+
+    def largest(self, limit: int, *, maximum: int = MAXIMUM) -> int | None:
+        """Return the largest size, up to `maximum`, that needs at most `limit` bytes.
+
+        Calibrated once, by a step of about an eighth of it. None: not even one sample fits.
+
+        Raises:
+            FitError: the larger step has too little in common with the tiny ones.
+        """
+        size = self.curve.largest(limit, maximum=maximum)
+        if size is not None and size // CALIBRATION_SHARE > self._largest_seen:
+            self.calibrate(size // CALIBRATION_SHARE)
+            size = self.curve.largest(limit, maximum=maximum)
+        return size
+
+    def calibrate(self, size: int) -> bool:
+        """Take a real step of that size, and return whether the curve has said what it needs.
+
+        Where it has not, the curve is mended by what was seen.
+
+        Raises:
+            FitError: the step has too little in common with the tiny ones.
+        """
+        (recording,) = self._record((size,))
+        self._largest_seen = max(size, self._largest_seen)
+        if recording.peak == self.curve.peak(size):
+            return True
+        self._recordings.append(recording)
+        self.curve = fit(self._recordings, noise=NOISE)
+        return False
+
+    def _record(self, sizes: Iterable[int]) -> list[Any]:
+        """Take steps that leave no trace; the first makes the optimizer's state."""
+        recordings = []
+        with sandbox(self._step.model, self._step.optimizer, also=self._also):
+            self._take(SIZES[0])
+            for size in sizes:
+                # Kernels that see a size for the first time may prepare themselves for it.
+                self._take(size)
+                batch = self._make_batch(size)
+                recordings.append(record_step(self._step, batch, size))
+                self._count(size)
+                del batch
+        return recordings
+
+    def _take(self, size: int) -> None:
+        self._step.run(self._make_batch(size))
+        self._count(size)
+
+    def _count(self, size: int) -> None:
+        self.num_steps += 1
+        self.num_samples += size * self._step.accumulation
+
+
+def probe(
+    step: TrainingStep, make_batch: Callable[[int], Any], *, also: Iterable[object] = ()
+) -> Probe:
+    """Return what a training step needs for a batch of any size, from real steps of 2 and 3.
+
+    The events are the allocator's own, so the scratch of kernels, compiled modules, and whatever
+    depends on values are seen. The steps leave no trace.
+
+    >>> model = nn.Linear(1000, 10)
+    >>> step = TrainingStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).mean())
+    >>> found = probe(step, lambda size: torch.ones(size, 1000))
+    >>> found.peak(100) > 100 * 4 * 1000, found.certainty
+    (True, 'estimate')
+
+    Args:
+        step: what is trained, and how.
+        make_batch: returns a micro-batch of as many samples as it is told, on the model's device.
+        also: what else to put back after the steps; see `sandbox`.
+
+    Raises:
+        FitError: the steps do not allocate alike.
+    """
+    return Probe(step, make_batch, also)
