@@ -17,6 +17,7 @@ from stretto import errors
 from stretto.checkpoint.sharding import is_spread
 from stretto.errors import StrettoError, TrainingError, cannot
 from stretto.training.fully_sharded import check_sharding, is_fully_sharded
+from stretto.training.rendezvous import join_group
 
 
 @final
@@ -52,7 +53,7 @@ class Ranks:
             torch.cuda.set_device(found)
         launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
         if launched and not dist.is_initialized():
-            dist.init_process_group("nccl" if found.type == "cuda" else "gloo")
+            join_group("nccl" if found.type == "cuda" else "gloo")
             # To the end of the process: evaluations and other runs may follow the first one.
             atexit.register(_leave_group)
         return cls(found)
@@ -124,6 +125,18 @@ class Ranks:
         """
         check_sharding(model, world_size=self.world_size, device=self.device)
         return model if is_fully_sharded(model) else model.to(self.device)
+
+    def average(self, parameters: Sequence[Tensor]) -> None:
+        """Average gradients over ranks; a rank that has none for a parameter adds nothing."""
+        if self.world_size == 1:
+            return
+        has_any = self.agree([p.grad is not None for p in parameters])
+        for parameter, has in zip(parameters, has_any, strict=True):
+            if has:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.world_size
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return `model` with gradients averaged over ranks; a fully sharded one does it itself."""
