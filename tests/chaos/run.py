@@ -41,7 +41,6 @@ from stretto.training import (
 
 NUM_SAMPLES = 389
 """A prime: nothing divides it, so epochs end inside batches."""
-RESUME = "latest"
 
 AUDITED = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"}
 
@@ -267,7 +266,7 @@ def main() -> None:
     trainer = make_trainer(arguments.seed, arguments.epochs, folder / "run", witness)
     print("ready", flush=True)  # from here on it may be killed at any moment
     operations = FileOperations(folder / "run", arguments.die_at, power_cut=arguments.power_cut)
-    found = trainer.resume(RESUME)
+    found = trainer.resume("auto")
     os.write(2, f"resumed from {found.name if found else 'nothing'}\n".encode())
     trainer.fit()
     write_end(folder, trainer, witness, seed=arguments.seed, operations=operations.count)
