@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, final
 
 from stretto.batching import (
@@ -107,7 +108,7 @@ class StepLoader(Iterator[Step]):
         self.timer = Timer(self.horizon, clock=clock)
         bound = self.policy.bind(run)
         self._is_planned = isinstance(self.horizon.batch_sizes, PlannedSizes)
-        reading = Reading(
+        self._reading = Reading(
             spec,
             Workers(
                 num_workers=num_workers,
@@ -121,10 +122,9 @@ class StepLoader(Iterator[Step]):
             is_keyed=keyed_randomness,
             chunk_size=chunk_size,
         )
-        self._source: Source = make_source(reading, self.horizon, is_planned=self._is_planned)
-        self._tokens = TokenCounter(
-            spec, self._source, is_needed=_reads(run, bound.units, TimeUnit.TOKEN)
-        )
+        self._needs_tokens = _reads(run, bound.units, TimeUnit.TOKEN)
+        self._source: Source = make_source(self._reading, self.horizon, is_planned=self._is_planned)
+        self._tokens = TokenCounter(spec, self._source, is_needed=self._needs_tokens)
         # Where only the clock can tell when the run is over, it is asked before each step.
         self._asks_clock = self.horizon.end_sample is None and run.max_duration.unit != "ba"
         self._reads_seconds = _reads(run, bound.units, TimeUnit.SECOND)
@@ -146,6 +146,11 @@ class StepLoader(Iterator[Step]):
     def micro_batch_size(self) -> int | None:
         """The most samples of one micro-batch; None: a rank's whole share."""
         return self._part.micro_batch_size
+
+    @property
+    def spec(self) -> DataSpec:
+        """The data."""
+        return self._reading.spec
 
     @property
     def is_planned(self) -> bool:
@@ -230,6 +235,35 @@ class StepLoader(Iterator[Step]):
             timer.update(samples=draw.size, tokens=tokens, seconds=seconds)
         self._decisions.state, self._decisions.signals = plan.state, signals
         return timer.timestamp
+
+    def set_micro_batch_size(self, size: int | None) -> None:
+        """Cut the batches that come from here on into micro-batches of at most `size` samples.
+
+        The batches themselves, and the samples in them, stay what they are.
+
+        >>> loader = StepLoader([1, 2, 3, 4], 4, max_duration="1ep", shuffle=False)
+        >>> loader.set_micro_batch_size(3)
+        >>> [micro.batch.tolist() for micro in next(loader)]
+        [[1, 2], [3, 4]]
+
+        Raises:
+            DataError: the data are an iterable, or a step is open.
+            BatchSizeError: it is not a size.
+        """
+        if not self.spec.is_map_style or self._pending is not None:
+            is_open = self._pending is not None
+            raise DataError(
+                cannot(
+                    f"change the micro-batch size to {size}",
+                    why="a step is open" if is_open else "the data are an iterable",
+                    instead="call finish() first" if is_open else "pass it when the loader is made",
+                )
+            )
+        self._part = part_of(self._part.rank, self._part.world_size, size)
+        self._reading = replace(self._reading, part=self._part)
+        self.close()
+        self._source = make_source(self._reading, self.horizon, is_planned=self._is_planned)
+        self._tokens = TokenCounter(self._reading.spec, self._source, is_needed=self._needs_tokens)
 
     def close(self) -> None:
         """Stop the workers. Iterating again goes on from where the clock stands."""

@@ -128,12 +128,19 @@ class Loop:
             self.stop(f"received {self.interrupts.received}")
         saving = self.saver.progress()
         if self.ranks.world_size == 1:
-            return Shared(gradient.tokens, None, not gradient.is_finite, saving)
+            return Shared(gradient.tokens, None, not self.stepper.is_finite(gradient), saving)
         wants_stop = self.stop_reason is not None
         seconds = self.timer.seconds_since_update() if self.ranks.is_first else 0.0
         tokens = step.num_tokens if gradient.tokens is None else gradient.tokens
         sums = self.ranks.agree(
-            (tokens, gradient.units, wants_stop, seconds, not gradient.is_finite, *saving)
+            (
+                tokens,
+                gradient.units,
+                wants_stop,
+                seconds,
+                not self.stepper.is_finite(gradient),
+                *saving,
+            )
         )
         self.stepper.finish(step, sums[1])
         if sums[2]:

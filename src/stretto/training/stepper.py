@@ -23,6 +23,7 @@ from stretto.errors import TrainingError, cannot
 from stretto.training.finite import FiniteCheck
 from stretto.training.fully_sharded import is_fully_sharded, sync_gradients, zero_gradient
 from stretto.training.ranks import Ranks
+from stretto.training.safety_net import SafetyNet
 from stretto.training.settings import LossFunction, Stepping
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,8 +45,6 @@ class Gradient(NamedTuple):
     """Units of this rank, where they are summed over ranks; else 0."""
     tokens: int | None
     """Tokens of this rank, where the batches were changed on their way; else the loader knows."""
-    is_finite: bool
-    """Whether losses and gradient are finite on this rank; true where nobody looks."""
 
 
 @final
@@ -86,6 +85,8 @@ class Stepper:
         self._averaged = list(model.parameters())
         self._clip_norm = settings.clip_norm
         self._dtype = _DTYPES.get(settings.precision)
+        self.net: SafetyNet | None = None
+        """What is done where memory runs out; None: nothing."""
         self.scaler = (
             torch.amp.GradScaler(ranks.device.type) if settings.precision == "fp16" else None
         )
@@ -101,7 +102,19 @@ class Stepper:
         Raises:
             TrainingError: the loss is no scalar, or there is no unit to learn from.
         """
-        micro_batches = [self._transformed(micro) for micro in step.micro_batches]
+        if self.net is None:
+            return self._gradient(step, step.micro_batches, averages=True)
+        return self.net.take(
+            step,
+            compute=lambda pieces, averages: self._gradient(step, pieces, averages=averages),
+            clear=self.clear,
+            average=lambda: self._ranks.average(self._averaged),
+        )
+
+    def _gradient(
+        self, step: Step, micro_batches: Sequence[MicroBatch], *, averages: bool
+    ) -> Gradient:
+        micro_batches = [self._transformed(micro) for micro in micro_batches]
         counts = self._counts(micro_batches)
         # The unit weights of all ranks are known only for samples, or where there is one rank.
         late = self.count is not None and self._ranks.world_size > 1
@@ -110,7 +123,7 @@ class Stepper:
             raise _nothing_to_learn(step)
         losses = []
         for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
-            is_last = index == len(micro_batches) - 1
+            is_last = averages and index == len(micro_batches) - 1
             with self._without_sync(is_last=is_last):
                 with self.autocast(), self._muted(units):
                     loss = _scalar(self._loss(self._model, self._moved(micro.batch)))
@@ -118,9 +131,12 @@ class Stepper:
             if units:
                 factor = 1.0 if self._is_sum else float(units)
                 losses.append(MicroLoss(loss.detach(), factor, float(units)))
-        is_finite = self._check is None or self._check.passes(micro.loss for micro in losses)
         own_units = sum(counts) if late else 0
-        return Gradient(losses, own_units, self._tokens(micro_batches), is_finite)
+        return Gradient(losses, own_units, self._tokens(micro_batches))
+
+    def is_finite(self, gradient: Gradient) -> bool:
+        """Return whether losses and gradient are finite on this rank; true where nobody looks."""
+        return self._check is None or self._check.passes(micro.loss for micro in gradient.losses)
 
     def finish(self, step: Step, units: float) -> None:
         """Divide the gradient by the `units` of all ranks, where that had to wait for them.
