@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from stretto.training import Callback, Checkpointing, Evaluation, Stepping, Trainer
+from stretto.training import Callback, Checkpointing, Evaluation, Logging, Stepping, Trainer
 
 RANK = int(os.environ["RANK"])
 DATA = TensorDataset(torch.randn(40, 5, generator=torch.Generator().manual_seed(1)).double())
@@ -89,6 +89,39 @@ def statistics() -> dict[str, float]:
         return {"measured": measured, "expected": square(model, DATA.tensors).item()}
 
 
+class Clock(Callback):
+    """Sees at which batches something was due by the clock on the wall."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[str, int]] = []
+
+    def on_log(self, trainer: Trainer, record: Any) -> None:
+        self.batches.append(("log", trainer.timer.batch))
+
+    def on_evaluation_end(self, trainer: Trainer, name: str, metrics: Any) -> None:
+        self.batches.append((name, trainer.timer.batch))
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        self.batches.append((path.name, trainer.timer.batch))
+
+
+def wall_clock(folder: Path) -> list[tuple[str, int]]:
+    """Each rank has a clock of its own; what is due, and the end, must come on all at once."""
+    model = nn.Linear(5, 1).double()
+    clock = Clock()
+    trainer(
+        model,
+        model.parameters(),
+        max_duration="0.3s",
+        log=Logging("0.01s"),
+        evaluate=Evaluation(DATA, "0.05s"),
+        checkpoint=Checkpointing("0.1s"),
+        callbacks=[clock],
+        folder=folder,
+    ).fit()
+    return clock.batches
+
+
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     report = {
@@ -97,6 +130,7 @@ def main(out: Path) -> None:
         "dummies": dummies(),
         "unwritable": unwritable(out / "run"),
         "statistics": statistics(),
+        "wall clock": wall_clock(out / "clock"),
     }
     (out / f"rank{RANK}.json").write_text(json.dumps(report))
 

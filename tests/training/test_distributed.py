@@ -122,5 +122,8 @@ def test_two_ranks_at_the_edges(tmp_path: Path) -> None:
 
     assert first["unwritable"] == {"batch": 10, "warnings": 3}
     assert second["unwritable"] == {"batch": 10, "warnings": 0}
+    assert first["wall clock"] == second["wall clock"]
+    assert {"log", "validation"} < {what for what, _ in first["wall clock"]}
+
     for rank in (first, second):
         assert rank["statistics"]["measured"] == pytest.approx(first["statistics"]["expected"])

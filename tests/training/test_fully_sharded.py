@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from stretto.training.fully_sharded import is_fully_sharded, zero_gradient
 
@@ -106,6 +108,22 @@ class TestTwoRanks:
         assert "cannot train this Net: parts of it are spread over ranks" in refusals["parts"]
         assert "the gradient of 'scale.weight', which fully_shard left out" in refusals["left out"]
         assert "spread over 1 ranks" in refusals["half"]
+
+
+@pytest.mark.parametrize("name", ["samples", "tokens", "clipped"])
+def test_one_rank_trains_like_a_plain_model(name: str) -> None:
+    """A process group of one: the program is the same wherever it runs."""
+    expected = edges.train(edges.model(), **edges.RUNS[name])
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        found = edges.train(edges.sharded(edges.model()), **edges.RUNS[name])
+    finally:
+        dist.destroy_process_group()
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    for key, weight in found["weights"].items():
+        assert torch.allclose(
+            torch.tensor(weight), torch.tensor(expected["weights"][key]), rtol=0, atol=1e-12
+        )
 
 
 def test_a_gradient_of_nan_does_not_get_in() -> None:
