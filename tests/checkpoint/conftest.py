@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: one to tamper with, and how to seal what was tampered with."""
+"""What the tests of checkpoints share: one to tamper with, and how to seal it again."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from stretto.checkpoint import HostCopies, Shard, begin_checkpoint, finish_checkpoint, write_part
 from stretto.checkpoint.manifest import manifest_text
@@ -26,6 +27,7 @@ def _sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     begin_checkpoint(path)
     for rank in range(2):
         half = Shard(whole[2 * rank : 2 * rank + 2], shape=(4, 3), dim=0, offset=2 * rank)
+        model: dict[str, Tensor | Shard]
         model = {"weight": half, "tied": half, "count": torch.tensor(7)}
         staged = HostCopies().take({"model": model, "optimizer": {}})
         write_part(path, staged, rank=rank, world_size=2)

@@ -1,9 +1,9 @@
 """Faults that need a process of their own: killed between file operations, and a real full disk.
 
-`python faults.py kill FOLDER` does the same work again and again, each time in a fork that is killed
-before its n-th file operation, for every n there is. After each kill it looks at what is left and
-goes on from there. `python faults.py full FOLDER` saves more than the process may write. What is
-wrong is printed; the exit status is 0 if nothing is.
+`python faults.py kill FOLDER` does the same work again and again, each time in a fork that is
+killed before its n-th file operation, for every n there is. After each kill it looks at what is
+left and goes on from there. `python faults.py full FOLDER` saves more than the process may write.
+What is wrong is printed; the exit status is 0 if nothing is.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class Killer:
     def _synchronize(self, file: int) -> None:
         self._before()
         self._fsync(file)
-        self._written.discard(os.readlink(f"/proc/self/fd/{file}"))
+        self._written.discard(str(Path(f"/proc/self/fd/{file}").readlink()))
 
     def _before(self) -> None:
         self._die_at -= 1
         if self._die_at == 0:
-            for name in self._written:
-                if os.path.exists(name):
-                    os.truncate(name, os.path.getsize(name) // 2)
+            for file in map(Path, self._written):
+                if file.exists():
+                    os.truncate(file, file.stat().st_size // 2)
             os._exit(KILLED)
 
 

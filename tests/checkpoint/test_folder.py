@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,9 @@ import torch
 from stretto.checkpoint import (
     checkpoint_path,
     checkpoints,
-    keep_newest,
+    describe,
+    keep,
+    latest_good,
     read_checkpoint,
     write_checkpoint,
 )
@@ -66,63 +68,116 @@ def test_nothing_unfinished_is_listed(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "nowhere") == []
 
 
-def test_only_the_newest_stay(tmp_path: Path) -> None:
-    for sample in range(5):
-        write_checkpoint(checkpoint_path(tmp_path, sample), {}, {})
-    keep_newest(tmp_path, 2)
-    assert [int(path.name[-12:]) for path in checkpoints(tmp_path)] == [3, 4]
+def write_some(folder: Path, *samples: int) -> list[Path]:
+    paths = [checkpoint_path(folder, sample) for sample in samples]
+    for path in paths:
+        write_checkpoint(path, {"model": {"w": torch.ones(2)}}, {"path": path.name})
+    return paths
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "grow", "remove", "link"])
-def test_every_damage_is_recognised(tmp_path: Path, name: str, damage: str) -> None:
-    path = tmp_path / "a"
-    write_checkpoint(path, TENSORS, RECORDS)
-    file = path / name
-    content = bytearray(file.read_bytes())
-    if damage == "flip":
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
-    elif damage == "cut":
-        file.write_bytes(content[:-1])
-    elif damage == "grow":
-        file.write_bytes(bytes(content) + b" ")
-    elif damage == "remove":
-        file.unlink()
-    else:
-        other = tmp_path / "other"
-        file.rename(other)
-        file.symlink_to(other)
-    with pytest.raises(CheckpointError, match=r"cannot read .*; resume from another checkpoint"):
-        read_checkpoint(path)
+def names(folder: Path) -> list[str]:
+    return sorted(path.name.removeprefix("checkpoint-").lstrip("0") for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("manifest", ["", "[]", "{}", "null", '{"format": 1, "files": []}', "{"])
-def test_a_manifest_that_is_not_ours_is_refused(tmp_path: Path, manifest: str) -> None:
-    path = tmp_path / "a"
-    write_checkpoint(path, TENSORS, RECORDS)
-    (path / "manifest.json").write_text(manifest)
-    with pytest.raises(CheckpointError, match="manifest"):
-        read_checkpoint(path)
+def damage(path: Path) -> None:
+    content = bytearray((path / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (path / "model.safetensors").write_bytes(content)
 
 
-def test_a_newer_format_is_said_to_be_newer(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    write_checkpoint(path, TENSORS, RECORDS)
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+def test_only_the_newest_stay_and_those_asked_for(tmp_path: Path) -> None:
+    paths = write_some(tmp_path, 1, 2, 3, 4, 5)
+    keep(tmp_path, 2, also=[paths[1]])
+    assert names(tmp_path) == ["2", "4", "5"]
+    keep(tmp_path, 1)
+    assert names(tmp_path) == ["5"]
+
+
+def test_nothing_is_deleted_while_the_newest_is_not_there(tmp_path: Path) -> None:
+    paths = write_some(tmp_path, 1, 2, 3)
+    (paths[-1] / "model.safetensors").unlink()
+    keep(tmp_path, 1)
+    assert names(tmp_path) == ["1", "2", "3"]
+
+
+def test_what_killed_processes_left_behind_goes_and_nothing_else(tmp_path: Path) -> None:
+    write_some(tmp_path, 1, 2)
+    left = ["1.tmp", "2.tmp", "2.replaced"]
+    others = ["3.tmp", "3.replaced", "2.bad", "2.old1", "2.tmp2"]
+    for name in (*left, *others):
+        number, _, ending = name.partition(".")
+        (tmp_path / f"checkpoint-{int(number):012d}.{ending}").mkdir()
+    keep(tmp_path, 2)
+    assert names(tmp_path) == sorted(["1", "2", *others])
+
+
+def test_positions_beyond_twelve_digits_are_in_order(tmp_path: Path) -> None:
+    write_some(tmp_path, 10**12, 10**12 - 1)
+    assert [int(path.name[11:]) for path in checkpoints(tmp_path)] == [10**12 - 1, 10**12]
+
+
+def test_links_to_checkpoints_are_not_listed(tmp_path: Path) -> None:
+    (one,) = write_some(tmp_path / "a", 1)
+    (tmp_path / "b").mkdir()
+    checkpoint_path(tmp_path / "b", 2).symlink_to(one)
+    assert checkpoints(tmp_path / "b") == []
+
+
+def test_the_newest_good_one_is_found_and_bad_ones_are_set_aside(tmp_path: Path) -> None:
+    paths = write_some(tmp_path, 1, 2, 3)
+    damage(paths[1])
+    (paths[2] / "state.json").unlink()
+    with pytest.warns(RuntimeWarning) as told:
+        assert latest_good(tmp_path) == paths[0]
+    set_aside = "{0} is damaged and was renamed to {0.name}.bad: {1}; {2} is used instead"
+    assert [str(warning.message) for warning in told] == [
+        set_aside.format(paths[2], "state.json is missing", paths[0].name),
+        set_aside.format(paths[1], "model.safetensors is not what was written", paths[0].name),
+    ]
+    assert names(tmp_path) == ["1", "2.bad", "3.bad"]
+    assert latest_good(tmp_path) == paths[0]  # and says nothing any more
+
+
+def test_where_all_are_bad_there_is_none(tmp_path: Path) -> None:
+    assert latest_good(tmp_path / "none") is None
+    for number in (1, 2):
+        damage(*write_some(tmp_path, 1))
+        with pytest.warns(RuntimeWarning, match="there is no good one"):
+            assert latest_good(tmp_path) is None
+        assert len(names(tmp_path)) == number
+    assert names(tmp_path) == ["1.bad", "1.bad2"]
+
+
+def test_one_that_cannot_be_renamed_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = write_some(tmp_path, 1, 2)
+    damage(paths[1])
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.warns(RuntimeWarning, match=r"cannot be renamed \(Permission denied\)"):
+        assert latest_good(tmp_path) == paths[0]
+
+
+def test_one_of_a_newer_format_is_not_passed_over(tmp_path: Path) -> None:
+    paths = write_some(tmp_path, 1, 2)
+    (paths[1] / "manifest.json").write_text('{"format": 99}')
     with pytest.raises(CheckpointError, match="install a newer stretto"):
-        read_checkpoint(path)
+        latest_good(tmp_path)
+    assert names(tmp_path) == ["1", "2"]
 
 
-def test_a_manifest_cannot_point_outside(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    write_checkpoint(path, TENSORS, RECORDS)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["../outside"] = [0, ""]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="outside', which is not a file of a checkpoint"):
-        read_checkpoint(path)
+def test_one_that_was_being_replaced_is_still_there(tmp_path: Path) -> None:
+    paths = write_some(tmp_path, 1, 2)
+    paths[1].rename(paths[1].with_name(paths[1].name + ".replaced"))
+    assert checkpoints(tmp_path) == paths
+    assert read_checkpoint(paths[1]).records == {"path": paths[1].name}
+    assert describe(paths[1]).is_whole
+    assert latest_good(tmp_path) == paths[1]
+    assert names(tmp_path) == ["1", "2"]
 
 
 def test_what_was_there_before_survives_a_write_that_fails(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Description:
         rows = [
             ("format", "" if self.format is None else str(self.format)),
             ("written", self.created or ""),
-            ("position", "  ".join(f"{value:.15g}{unit}" for unit, value in self.position.items())),
+            ("position", "  ".join(_amount(*pair) for pair in self.position.items())),
             ("parameters", f"{self.num_parameters:,}" if self.groups else ""),
             *((group.name, _tensors(group)) for group in self.groups),
             *((name, f"{size:,} bytes") for name, size in self.files.items()),
@@ -136,7 +136,8 @@ def _group(reader: CheckpointReader, group: str) -> TensorGroup:
     places = reader.places(group)
     dtypes = Counter(str(place.dtype).removeprefix("torch.") for place in places)
     num_bytes = sum(place.num_bytes for place in places)
-    return TensorGroup(group, len(places), num_bytes, dict(dtypes.most_common()))
+    ordered = sorted(dtypes.items(), key=lambda pair: (-pair[1], pair[0]))
+    return TensorGroup(group, len(places), num_bytes, dict(ordered))
 
 
 def _num_parameters(reader: CheckpointReader) -> int:
@@ -168,6 +169,11 @@ def _position(records: Mapping[str, Any]) -> dict[str, float]:
 def _num_samples(order: Any) -> int | None:
     found = order.get("num_samples") if isinstance(order, dict) else None
     return found if type(found) is int and found > 0 else None
+
+
+def _amount(unit: str, value: float) -> str:
+    # A count may be too large to be a float.
+    return f"{value if isinstance(value, int) else f'{value:.15g}'}{unit}"
 
 
 def _tensors(group: TensorGroup) -> str:

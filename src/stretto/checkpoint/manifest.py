@@ -147,10 +147,10 @@ def read_member(path: Path, name: str, limit: int) -> bytes:
     """
     descriptor = _open(path, name)
     with open(descriptor, "rb") as file:  # noqa: PTH123  a descriptor, not a path
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise Damage(f"{name} is longer than {limit} bytes")
-    return content
+        size = os.fstat(descriptor).st_size  # so much is allocated at once
+        if size > limit:
+            raise Damage(f"{name} is longer than {limit} bytes")
+        return file.read(size)
 
 
 def parse_json(text: str, name: str) -> Any:

@@ -285,7 +285,8 @@ def _library(file: str) -> Iterator[None]:
         TypeError,
         ValueError,
     ) as error:
-        why = " ".join(str(error).split())[:200]
+        # It may name a tensor, and a name may hold anything.
+        why = "".join(c if c.isprintable() else " " for c in str(error)[:200])
         raise Damage(f"{file} is not a file of tensors ({type(error).__name__}: {why})") from None
 
 

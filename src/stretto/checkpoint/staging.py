@@ -55,7 +55,7 @@ class HostCopies:
             first: dict[Hashable, str] = {}
             aliases[group] = {}
             for name, entry in named.items():
-                local = entry.local if isinstance(entry, Shard) else entry
+                local = (entry.local if isinstance(entry, Shard) else entry).detach()
                 memory = _memory(local, group, name)
                 place = (memory, *entry[1:]) if isinstance(entry, Shard) else (memory,)
                 original = first.setdefault(place, name) if local.numel() else name
