@@ -106,6 +106,7 @@ _FACE = {
         "TensorBoardLogger",
         "Trainer",
         "WandbLogger",
+        "shard_blocks",
     ),
 }
 _HOME = {name: module for module, names in _FACE.items() for name in names}

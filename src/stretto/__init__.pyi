@@ -82,6 +82,7 @@ from stretto.training import Stepping as Stepping
 from stretto.training import TensorBoardLogger as TensorBoardLogger
 from stretto.training import Trainer as Trainer
 from stretto.training import WandbLogger as WandbLogger
+from stretto.training import shard_blocks as shard_blocks
 
 _FACE: dict[str, tuple[str, ...]]
 _HOME: dict[str, str]
@@ -169,5 +170,6 @@ __all__ = [
     "plan",
     "rampup",
     "sample_seed",
+    "shard_blocks",
     "split",
 ]

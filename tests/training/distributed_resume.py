@@ -11,12 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from stretto.checkpoint import pack_optimizer
-from stretto.training import Callback, Checkpointing, Evaluation, Logging, Stepping, Trainer
-from stretto.training.ranks import Ranks
+from stretto.training import (
+    Callback,
+    Checkpointing,
+    Evaluation,
+    Logging,
+    Stepping,
+    Trainer,
+    shard_blocks,
+)
 
 RANK = int(os.environ.get("RANK", "0"))
 IS_FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -27,10 +33,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = nn.Linear(5, 7), nn.Linear(7, 1)
+        self.body, self.head = nn.ModuleList([nn.Linear(5, 7)]), nn.Linear(7, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(inputs).tanh())
+        out: Tensor = self.head(self.body[0](inputs).tanh())
         return out
 
 
@@ -99,9 +105,7 @@ def train(
     torch.manual_seed(2)
     model = Net().double()
     if parallel == "fsdp":
-        Ranks.from_environment("cpu")
-        fully_shard(model.body)
-        fully_shard(model)
+        shard_blocks(model, device="cpu")
     watch = Watch(stop=stop, kill=kill)
     trainer = Trainer(
         model,

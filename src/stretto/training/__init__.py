@@ -9,6 +9,7 @@ from stretto.training.loggers import (
     WandbLogger,
 )
 from stretto.training.settings import Checkpointing, Evaluation, Loading, Logging, Stepping
+from stretto.training.sharding import shard_blocks
 from stretto.training.trainer import Trainer
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "TensorBoardLogger",
     "Trainer",
     "WandbLogger",
+    "shard_blocks",
 ]
