@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.batching import NO_SIGNALS, IncreaseFunction, SizeFunction
+from stretto.batching import (
+    NO_SIGNALS,
+    AtMost,
+    IncreaseFunction,
+    PeriodSizes,
+    SizeFunction,
+    awaits_maximum,
+    with_maximum,
+)
 from stretto.errors import BatchSizeError, ConversionError
 from stretto.planning import walk
 from stretto.timing import Horizon, LastBatch, Time, Timestamp
@@ -105,10 +113,23 @@ def test_wrong_increments_name_the_call(increment: object) -> None:
 def test_the_start_must_fit() -> None:
     with pytest.raises(BatchSizeError, match="above max_batch_size=64"):
         IncreaseFunction(by_epoch, 65, 64)
-    with pytest.raises(BatchSizeError, match="'auto' as max_batch_size"):
-        IncreaseFunction(by_epoch, 8, "auto")  # type: ignore[arg-type]
+    with pytest.raises(BatchSizeError, match="'most' as max_batch_size"):
+        IncreaseFunction(by_epoch, 8, "most")  # type: ignore[arg-type]
     with pytest.raises(BatchSizeError, match="it is not a function"):
         IncreaseFunction(8, 8, 64)  # type: ignore[arg-type]
+
+
+def test_the_largest_size_may_be_found_later() -> None:
+    policy = AtMost(PeriodSizes([("rest", IncreaseFunction(by_epoch, 8, "auto"))]), 100)
+    assert awaits_maximum(policy)
+    with pytest.raises(BatchSizeError, match="found when a Trainer begins; write a number"):
+        policy.bind(Horizon("9ep", dataset_num_samples=10))
+    found = with_maximum(policy, 64)
+    assert found == AtMost(PeriodSizes([("rest", IncreaseFunction(by_epoch, 8, 64))]), 100)
+    assert not awaits_maximum(found)
+    assert with_maximum(found, 1) is found
+    with pytest.raises(BatchSizeError, match="above max_batch_size=4"):
+        with_maximum(policy, 4)
 
 
 def test_a_function_is_asked_before_every_batch() -> None:

@@ -135,7 +135,6 @@ def test_several_ranks_need_a_named_folder(
         ("run.yaml model=null", "cannot train: there is no 'model'"),
         ("run.yaml data.num_samples=7", "(data in run.yaml, line 3)"),
         ("run.yaml world_size=2", "torchrun --nproc-per-node 2"),
-        ("run.yaml micro_batch_size=auto", "is not part of this version"),
         ("run.yaml schedules.lr.cosine.warmup=5ep", "schedules.lr"),
         ("run.yaml --folder run.yaml", "cannot keep the run in run.yaml"),
     ],

@@ -116,7 +116,7 @@ def test_thousands_of_mistakes_are_counted() -> None:
         ("max_duration", "0ep", "not longer than 0"),
         ("max_duration", True, "cannot read true as a time: it is not a text"),
         ("max_duration", ["2ep"], r"cannot read \['2ep'\] as a time"),
-        ("micro_batch_size", "auto", "is not part of this version"),
+        ("micro_batch_size", "all", "write a number such as 8, or auto"),
         ("micro_batch_size", 0, "it is less than 1"),
         ("batch_size", True, "it is not a whole number"),
         ("batch_size", 8.0, "it is not a whole number"),

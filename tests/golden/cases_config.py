@@ -118,7 +118,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-precision", key("stepping", {"precision": "int4"})),
     ("config-shuffle-on", key("loading", {"shuffle": "on"})),
     ("config-num-workers", key("loading", {"num_workers": 1.5})),
-    ("config-micro-batch-auto", key("micro_batch_size", "auto")),
+    ("config-micro-batch-text", key("micro_batch_size", "all")),
     ("config-target-dot", key("model", {"target": "my.models.Model"})),
     ("config-target-number", key("model", {"target": 3})),
     ("config-evaluate-every", key("evaluate", {"every": "0ep"})),

@@ -3,7 +3,7 @@
 from stretto.batching.fixed import Fixed, Steps, StepsLike
 from stretto.batching.functions import SizeFunction
 from stretto.batching.hysteresis import Hysteresis
-from stretto.batching.increase import IncreaseFunction
+from stretto.batching.increase import IncreaseFunction, awaits_maximum, with_maximum
 from stretto.batching.parse import PolicyLike, as_policy
 from stretto.batching.periods import PeriodSizes
 from stretto.batching.policy import (
@@ -59,8 +59,10 @@ __all__ = [
     "StepsLike",
     "TimedPolicy",
     "as_policy",
+    "awaits_maximum",
     "checked_size",
     "checked_state",
     "rampup",
     "split",
+    "with_maximum",
 ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias, cast, final
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, TypeAlias, cast, final
 
 from stretto.batching.functions import check_callable, name_of
 from stretto.batching.policy import (
@@ -43,7 +43,8 @@ class IncreaseFunction(BatchSizePolicy):
     Args:
         function: gives the increment; 0 or None for none. It must be pure.
         start: the size that the first call sees.
-        max_batch_size: the largest size that an increment may lead to.
+        max_batch_size: the largest size that an increment may lead to; `"auto"`: what fits into
+            memory in a single pass on each rank, which a `Trainer` finds before the run.
 
     Raises:
         BatchSizeError: a size is not an integer of at least 1, `start` is above
@@ -52,11 +53,13 @@ class IncreaseFunction(BatchSizePolicy):
 
     function: IncreaseCallable
     start: int
-    max_batch_size: int
+    max_batch_size: int | Literal["auto"]
 
     def __post_init__(self) -> None:
         check_callable(self.function, "(epoch, current_batch_size) -> increment")
         object.__setattr__(self, "start", checked_size(self.start))
+        if self.max_batch_size == "auto":
+            return
         largest = checked_size(self.max_batch_size, "max_batch_size")
         object.__setattr__(self, "max_batch_size", largest)
         if self.start > largest:
@@ -69,8 +72,20 @@ class IncreaseFunction(BatchSizePolicy):
             )
 
     def bind(self, horizon: Horizon) -> BoundPolicy:
-        """Return the policy on the epochs of one run."""
-        return BoundIncrease(self, horizon.axis(TimeUnit.EPOCH))
+        """Return the policy on the epochs of one run.
+
+        Raises:
+            BatchSizeError: the largest size is still to be found.
+        """
+        if self.max_batch_size == "auto":
+            raise BatchSizeError(
+                cannot(
+                    "say the batch sizes of a run with max_batch_size='auto'",
+                    why="the largest one is found when a Trainer begins",
+                    instead="write a number, such as what 'stretto find-batch-size' answers",
+                )
+            )
+        return BoundIncrease(self, self.max_batch_size, horizon.axis(TimeUnit.EPOCH))
 
     def scaled(self, ratio: Number) -> IncreaseFunction:
         """Return the policy itself: it goes by epochs, whose length does not change."""
@@ -82,7 +97,7 @@ class IncreaseFunction(BatchSizePolicy):
         return ()
 
     def __repr__(self) -> str:
-        return f"IncreaseFunction({name_of(self.function)}, {self.start}, {self.max_batch_size})"
+        return f"IncreaseFunction({name_of(self.function)}, {self.start}, {self.max_batch_size!r})"
 
 
 @final
@@ -91,6 +106,7 @@ class BoundIncrease(BoundPolicy):
     """An increase function on one run; remembers the size and how many epochs were asked about."""
 
     policy: IncreaseFunction
+    max_batch_size: int
     epochs: Axis
 
     @property
@@ -138,4 +154,51 @@ class BoundIncrease(BoundPolicy):
                     where=f"{name_of(self.policy.function)}({epoch}, {size})",
                 )
             )
-        return size + increment if size + increment <= self.policy.max_batch_size else size
+        return size + increment if size + increment <= self.max_batch_size else size
+
+
+def awaits_maximum(policy: BatchSizePolicy) -> bool:
+    """Return whether a policy, or one inside it, has `max_batch_size="auto"`.
+
+    >>> awaits_maximum(IncreaseFunction(lambda epoch, size: 8, 8, "auto"))
+    True
+    """
+    if isinstance(policy, IncreaseFunction):
+        return policy.max_batch_size == "auto"
+    return any(awaits_maximum(inner) for inner in _inside(policy))
+
+
+def with_maximum(policy: BatchSizePolicy, size: int) -> BatchSizePolicy:
+    """Return a policy with `size` in the place of each `max_batch_size="auto"`.
+
+    >>> with_maximum(IncreaseFunction(max, 8, "auto"), 64)
+    IncreaseFunction(max, 8, 64)
+
+    Raises:
+        BatchSizeError: it starts with a larger size.
+    """
+    if not awaits_maximum(policy):
+        return policy
+    if isinstance(policy, IncreaseFunction):
+        return replace(policy, max_batch_size=size)
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, BatchSizePolicy):
+            return with_maximum(value, size)
+        if isinstance(value, tuple):
+            return tuple(changed(item) for item in value)
+        return value
+
+    values = {one.name: changed(getattr(policy, one.name)) for one in fields(cast(Any, policy))}
+    return cast(BatchSizePolicy, replace(cast(Any, policy), **values))
+
+
+def _inside(value: Any) -> Iterator[BatchSizePolicy]:
+    """The policies that a policy is made of, at any depth of tuples."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = tuple(getattr(value, one.name) for one in fields(value))
+    for item in value if isinstance(value, tuple) else ():
+        if isinstance(item, BatchSizePolicy):
+            yield item
+        else:
+            yield from _inside(item)

@@ -34,8 +34,13 @@ def plan(
         )
     add_working_folder()
     config, source = read_arguments(arguments, folder=against)
-    # A run's own file says no number of ranks, so that it may go on with another one.
-    ranks = None if against is None or config.world_size else _ranks_of(against)
+    ranks = None
+    if against is not None:
+        # A run's own file says no number of ranks, so that it may go on with another one.
+        ranks = None if config.world_size else _kept(against, "world_size")
+        if config.micro_batch_size == "auto":
+            found = {"micro_batch_size": _kept(against, "micro_batch_size")}
+            config = config.model_copy(update=found)
     planned = build_plan(config, source=source, world_size=ranks)
     if plot is not None:
         from stretto.report.plan_picture import draw_plan
@@ -52,13 +57,13 @@ def plan(
         typer.echo(planned.table())
 
 
-def _ranks_of(folder: Path) -> int | None:
-    """How many ranks the run in `folder` was planned for, if it has kept its plan."""
+def _kept(folder: Path, name: str) -> int | None:
+    """A number in the plan that the run in `folder` has kept, if there is one."""
     try:
-        ranks = json.loads((folder / PLAN).read_text("utf-8"))["world_size"]
+        number = json.loads((folder / PLAN).read_text("utf-8"))[name]
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return ranks if type(ranks) is int and ranks > 0 else None
+    return number if type(number) is int and number > 0 else None
 
 
 def _compare(planned: Plan, folder: Path) -> None:

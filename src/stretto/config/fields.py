@@ -15,6 +15,7 @@ from pydantic import (
     GetPydanticSchema,
     PlainSerializer,
     SerializerFunctionWrapHandler,
+    Tag,
     WithJsonSchema,
     model_serializer,
     model_validator,
@@ -236,6 +237,14 @@ RunLength: TypeAlias = Annotated[Time, *_time(read_run_length, ["2ep", "2Btok", 
 
 Count: TypeAlias = Annotated[int, Field(ge=1, strict=True)]
 """A whole number of at least 1."""
+CountOrAuto: TypeAlias = Annotated[
+    Annotated[Count, Tag("<count>")] | Annotated[Literal["auto"], Tag("<auto>")],
+    shape_of(
+        lambda value: "<count>" if not isinstance(value, str) else {"auto": "<auto>"}.get(value),
+        "write a number such as 8, or auto",
+    ),
+]
+"""A whole number of at least 1, or `auto`."""
 Natural: TypeAlias = Annotated[int, Field(ge=0, strict=True)]
 """A whole number of at least 0."""
 Number: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False)]

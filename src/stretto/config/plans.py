@@ -84,7 +84,7 @@ def plan_of(
             run.horizon,
             run.policy,
             world_size=world_size,
-            micro_batch_size=config.micro_batch_size,
+            micro_batch_size=planned_micro_batch_size(config),
             schedules=effective(config, run),
             base=base_values(config, source=source),
             rule=run.rule,
@@ -114,7 +114,7 @@ def build_run(
     Raises:
         ConfigError: something cannot be built; the message says where it stands.
     """
-    building = Building(world_size, config.micro_batch_size, source)
+    building = Building(world_size, planned_micro_batch_size(config), source)
     ratio = Fraction(repr(config.scale_schedule or 1))
     with source.at("max_duration"):
         horizon = Horizon(
@@ -139,6 +139,11 @@ def build_run(
         {name: path for name, (path, _) in intervals.items()},
         None if rule is None else rule.build(building, ("learning_rate_rule",)),
     )
+
+
+def planned_micro_batch_size(config: RunConfig) -> int | None:
+    """Return the micro-batch size of a plan; None where only training finds it."""
+    return None if config.micro_batch_size == "auto" else config.micro_batch_size
 
 
 def effective(config: RunConfig, run: Run) -> dict[str, Schedule]:

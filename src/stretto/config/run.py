@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationErro
 from stretto.config.batch_sizes import BatchSize
 from stretto.config.fields import (
     Count,
+    CountOrAuto,
     RunLength,
     Section,
     Target,
@@ -31,18 +32,6 @@ from stretto.config.sections import (
 from stretto.config.source import NO_SOURCE, Source
 from stretto.errors import ConfigError, cannot
 from stretto.timing import LastBatch
-
-
-def _micro_batch_size(value: Any) -> Any:
-    if value == "auto":
-        raise ConfigError(
-            cannot(
-                "use 'auto' as a micro-batch size",
-                why="finding the largest one that fits is not part of this version",
-                instead="write a number, or leave the key out for the whole share of a rank",
-            )
-        )
-    return value
 
 
 def _schedule_key(name: str) -> str:
@@ -109,8 +98,9 @@ class RunConfig(Section):
     """What multiplies each hyper-parameter, by its name: `lr`, `weight_decay`, `lr@group`."""
     batch_size: Annotated[BatchSize, AfterValidator(_top_level), Field(examples=[64])]
     """Samples of one optimizer step, over all ranks."""
-    micro_batch_size: Annotated[Count, BeforeValidator(_micro_batch_size)] | None = None
-    """Most samples of one forward and backward pass on one rank; left out: all its share."""
+    micro_batch_size: CountOrAuto | None = None
+    """Most samples of one forward and backward pass on one rank; `auto`: as many as fit into
+    memory; left out: all its share."""
     learning_rate_rule: Rule | None = None
     """How the learning rate answers to the batch size; left out: not at all."""
     last_batch: LastBatch = "keep"

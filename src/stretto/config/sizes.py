@@ -26,6 +26,7 @@ from stretto.config.building import CHECKING, Building
 from stretto.config.fields import (
     TIME_PATTERN,
     Count,
+    CountOrAuto,
     Length,
     Number,
     Section,
@@ -254,8 +255,9 @@ class IncreasedSizes(Sizes):
     """The function."""
     start: Count
     """The size that its first call sees."""
-    max_batch_size: Count
-    """An increment that leads beyond this is not applied."""
+    max_batch_size: CountOrAuto
+    """An increment that leads beyond this is not applied; `auto`: beyond what fits into memory in
+    a single pass on each rank."""
 
     def _sizes(self, building: Building, path: Path) -> BatchSizePolicy:
         function = building.function(self.increase, (*path, "increase"))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from stretto.batching import awaits_maximum, with_maximum
 from stretto.config.parts import (
     known_sizes,
     make_callbacks,
@@ -23,13 +25,16 @@ from stretto.config.parts import (
     make_stepping,
     wrong_kind,
 )
-from stretto.config.plans import build_run, check_pieces
+from stretto.config.plans import Run, build_run, check_pieces
 from stretto.config.run import RunConfig
 from stretto.config.source import NO_SOURCE, Source
 from stretto.config.targets import call_target
 from stretto.errors import ConfigError, cannot
 from stretto.training import Callback, Logging, Trainer
 from stretto.training.sharding import shard_blocks
+
+_NO_LIMIT = 2**31
+"""Stands for a largest batch size that only training finds."""
 
 
 def build_trainer(
@@ -55,7 +60,7 @@ def build_trainer(
     world_size = _world_size(config, source)
     spec = make_spec(config, source=source)
     run = build_run(config, known_sizes(spec), source=source, world_size=world_size)
-    check_pieces(run, source)
+    check_pieces(_with_some_maximum(run), source)
     seed_everything(config.seed)
     assert config.model is not None, "checked above"
     model = call_target(config.model, source=source, path=("model",))
@@ -84,6 +89,13 @@ def build_trainer(
     # From here on chance differs between ranks, as their samples do.
     torch.manual_seed(config.seed + int(os.environ.get("RANK", "0")))
     return trainer
+
+
+def _with_some_maximum(run: Run) -> Run:
+    """The run with a largest batch size that is still to be found, so that it can be checked."""
+    if not awaits_maximum(run.policy):
+        return run
+    return replace(run, policy=with_maximum(run.policy, _NO_LIMIT))
 
 
 def seed_everything(seed: int) -> None:

@@ -236,6 +236,16 @@ class StepLoader(Iterator[Step]):
         self._decisions.state, self._decisions.signals = plan.state, signals
         return timer.timestamp
 
+    def example_batch(self, count: int) -> Any:
+        """Return a batch of `count` samples, or all there are, from all over a map-style data set.
+
+        Nothing is counted, and chance is left alone.
+
+        >>> StepLoader(range(100), 4, max_duration="1ep").example_batch(4).tolist()
+        [0, 25, 50, 75]
+        """
+        return self._source.example_batch(count)
+
     def set_micro_batch_size(self, size: int | None) -> None:
         """Cut the batches that come from here on into micro-batches of at most `size` samples.
 

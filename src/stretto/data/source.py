@@ -13,6 +13,7 @@ from stretto.data.feed import Feed, Part
 from stretto.data.fetch import Fetch
 from stretto.data.iterable_feed import IterableFeed
 from stretto.data.map_feeds import ChunkFeed, DirectFeed, MapSource, PlannedFeed
+from stretto.data.randomness import kept_generators
 from stretto.data.spec import DataSpec, is_one_shot
 from stretto.data.workers import Workers, batched
 from stretto.errors import DataError, cannot
@@ -53,6 +54,14 @@ class Source:
     def order(self) -> SampleOrder | None:
         """The order of samples, where it is ours."""
         return None if self.map_source is None else self.map_source.order
+
+    def example_batch(self, count: int) -> Any:
+        """Return a batch of samples from all over a map-style data set."""
+        assert self.map_source is not None, "an iterable has no samples to look at"
+        num_samples = self.map_source.order.num_samples
+        count = min(count, num_samples)
+        with kept_generators():
+            return self.map_source.fetch([i * num_samples // count for i in range(count)])
 
     def state_dict(self, timestamp: Timestamp) -> dict[str, Any] | None:
         """Return where an iterable stands; a map-style data set needs only the clock."""

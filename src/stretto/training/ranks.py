@@ -72,6 +72,10 @@ class Ranks:
             dist.all_reduce(packed, group=self._group)
         return cast(list[float], packed.tolist())
 
+    def least(self, value: int) -> int:
+        """Return the least value that a rank has."""
+        return min(int(text) for text in self.gather(str(value)))
+
     def gather(self, text: str) -> list[str]:
         """Return the texts of all ranks, in their order, on every rank."""
         if self.world_size == 1:

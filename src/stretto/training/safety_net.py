@@ -50,7 +50,8 @@ class SafetyNet:
         self._rewind = Rewind(model)
         self._spec = spec
         self._ranks = ranks
-        self._largest = size
+        self.largest = size
+        """What it grows back to."""
         self._quiet = 0
         self._patience = QUIET_STEPS
         self._careful = _CAREFUL_STEPS
@@ -107,7 +108,7 @@ class SafetyNet:
     def state_dict(self) -> dict[str, int]:
         """Return the size in force, and what decides when it grows again."""
         return {
-            "largest": self._largest,
+            "largest": self.largest,
             "size": self.size,
             "quiet": self._quiet,
             "patience": self._patience,
@@ -116,7 +117,7 @@ class SafetyNet:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the size that was in force."""
-        self._largest, self.size = int(state["largest"]), int(state["size"])
+        self.largest, self.size = int(state["largest"]), int(state["size"])
         self._quiet, self._patience = int(state["quiet"]), int(state["patience"])
         self.splits = int(state["splits"])
         self._careful, self._most_seen = _CAREFUL_STEPS, 0
@@ -143,11 +144,11 @@ class SafetyNet:
         """Note a step in which all went well."""
         self._most_seen = max(self._most_seen, step.size)
         self._careful = max(0, self._careful - 1)
-        if self.size == self._largest:
+        if self.size == self.largest:
             return
         self._quiet += 1
         if self._quiet >= self._patience:
-            self.size = min(2 * self.size, self._largest)
+            self.size = min(2 * self.size, self.largest)
             self._quiet, self._careful = 0, _CAREFUL_STEPS
             # If that is too early, the next try comes later.
             self._patience = min(2 * self._patience, _MOST_QUIET_STEPS)

@@ -24,6 +24,7 @@ def describe_setup(
     loading: Loading,
     stepping: Stepping,
     device: str,
+    finds_micro_batch_size: bool,
 ) -> dict[str, Any]:
     """Return the set-up of a run by name, as JSON.
 
@@ -33,12 +34,13 @@ def describe_setup(
         loading: how samples are fetched.
         stepping: how a step is computed.
         device: the type of device.
+        finds_micro_batch_size: whether that is whatever fits.
     """
     schedules = {name: _text(value) for name, value in hyperparameters.schedules.items()}
     return {
         "max_duration": str(loader.horizon.max_duration),
         "batch_size": _text(loader.policy),
-        "micro_batch_size": loader.micro_batch_size,
+        "micro_batch_size": "auto" if finds_micro_batch_size else loader.micro_batch_size,
         "world_size": loader.world_size,
         "schedules": schedules,
         "learning_rate_rule": _text(hyperparameters.rule),

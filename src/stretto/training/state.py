@@ -31,6 +31,7 @@ from stretto.training.finite import SkippedSteps
 from stretto.training.randomness import random_state, restore_random_state
 from stretto.training.ranks import Ranks
 from stretto.training.recorder import Recorder
+from stretto.training.safety_net import SafetyNet
 from stretto.training.setup import changes
 
 
@@ -48,6 +49,7 @@ class RunState:
         evaluators: know when they last measured.
         skipped: the steps that were not applied.
         best: the best evaluation so far.
+        net: has found a micro-batch size, or None.
         setup: what the run is set up as.
         ranks: the processes of the run.
     """
@@ -64,6 +66,7 @@ class RunState:
         evaluators: Sequence[Evaluator],
         skipped: SkippedSteps,
         best: Best,
+        net: SafetyNet | None,
         setup: Mapping[str, Any],
         ranks: Ranks,
     ) -> None:
@@ -76,6 +79,7 @@ class RunState:
         self._evaluators = evaluators
         self._skipped = skipped
         self._best = best
+        self._net = net
         self._setup = setup
         self._ranks = ranks
         self.is_sharded = ranks.world_size > 1 and is_sharded(model)
@@ -103,6 +107,7 @@ class RunState:
             "random": [json.loads(text) for text in everybody],
             "skipped": self._skipped.state_dict(),
             "best": self._best.state_dict(),
+            "net": None if self._net is None else self._net.state_dict(),
             "setup": dict(self._setup),
         }
         groups = {"model": self._model.state_dict(), "optimizer": packed}
@@ -173,6 +178,9 @@ class RunState:
             ) from None
 
     def _restore_records(self, records: Mapping[str, Any], *, is_own: bool) -> None:
+        if self._net is not None and (net := records.get("net")) is not None:
+            self._net.load_state_dict(net)
+            self._loader.set_micro_batch_size(self._net.largest)
         self._loader.load_state_dict(records["loader"])
         self._recorder.load_state_dict(records["recorder"], is_own=is_own)
         if self._scaler is not None and records["scaler"] is not None:

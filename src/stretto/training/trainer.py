@@ -7,12 +7,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, final
+from typing import TYPE_CHECKING, Any, Literal, cast, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from stretto.batching import as_policy
 from stretto.data import DataSpec
 from stretto.errors import PlanError
 from stretto.optim import Hyperparameters
@@ -23,6 +24,7 @@ from stretto.training.callback import Callback, Events
 from stretto.training.checks import check_parts
 from stretto.training.evaluate import Evaluator
 from stretto.training.finite import SkippedSteps
+from stretto.training.fitting import find_fitting, largest_share, with_found_maximum
 from stretto.training.interrupt import Interrupts
 from stretto.training.lock import locked
 from stretto.training.loop import Loop
@@ -30,6 +32,7 @@ from stretto.training.preparation import make_loader, make_plan
 from stretto.training.ranks import Ranks
 from stretto.training.recorder import Recorder
 from stretto.training.resuming import find_checkpoint, open_verified, set_newer_aside
+from stretto.training.safety_net import SafetyNet
 from stretto.training.saver import Saver
 from stretto.training.settings import (
     Checkpointing,
@@ -42,6 +45,9 @@ from stretto.training.settings import (
 from stretto.training.setup import describe_setup
 from stretto.training.state import RunState
 from stretto.training.stepper import Stepper
+
+if TYPE_CHECKING:
+    from stretto.memory import Answer
 
 _EVALUATION_BATCH = 64
 """Samples of a forward pass in evaluation where no micro-batch size is set."""
@@ -76,7 +82,9 @@ class Trainer:
         max_duration: how long to train, in any unit but `dur`.
         batch_size: samples of one optimizer step over all ranks: a number, a text such as
             `"0tok:768 250Btok:1536"`, a function, or a policy.
-        micro_batch_size: samples of one forward pass on one rank; None: the whole share.
+        micro_batch_size: the most samples of one forward pass on one rank; None: the whole share;
+            `"auto"`: as many as fit into memory, found before the run and made smaller in it
+            where memory runs out nevertheless.
         schedules: by hyper-parameter (`"lr"`, `"weight_decay"`, `"lr@group"`), a schedule or
             several that multiply.
         loading: how samples are ordered and fetched.
@@ -101,7 +109,7 @@ class Trainer:
         loss: LossFunction,
         max_duration: TimeLike,
         batch_size: Any,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | Literal["auto"] | None = None,
         schedules: Mapping[str, Any] | None = None,
         loading: Loading = Loading(),  # noqa: B008  a frozen value
         stepping: Stepping = Stepping(),  # noqa: B008
@@ -121,10 +129,18 @@ class Trainer:
         spec = DataSpec.of(train_data)
         if any(callback.changes_tokens for callback in callbacks):
             spec = replace(spec, tokens_vary=True)
-        self.loader = make_loader(
-            spec, batch_size, max_duration, micro_batch_size, loading=loading, ranks=self._ranks
-        )
         self.optimizer = optimizer
+        find = partial(
+            find_fitting, self.model, optimizer, loss=loss, stepping=stepping, ranks=self._ranks
+        )
+        self.loader = make_loader(
+            spec,
+            with_found_maximum(as_policy(batch_size), spec, find, self._ranks),
+            max_duration,
+            None if micro_batch_size == "auto" else micro_batch_size,
+            loading=loading,
+            ranks=self._ranks,
+        )
         self.hyperparameters = Hyperparameters(
             optimizer, schedules or {}, self.horizon, rule=stepping.learning_rate_rule
         )
@@ -132,6 +148,13 @@ class Trainer:
             make_plan, self.loader, self.hyperparameters, evaluations, checkpoint, log
         )
         self.plan, self._refusal = self._planned()
+        self.fitting: Answer | None = None
+        """How the micro-batch size was found; None where it was given."""
+        if micro_batch_size == "auto":
+            most = largest_share(self.plan, self.loader)
+            self.fitting = find(loader=self.loader, most=most, accumulates=True)
+            self.loader.set_micro_batch_size(self.fitting.size)
+            self.plan, self._refusal = self._planned()
         events = Events(callbacks, self)
         stepper = Stepper(
             self._ranks.wrap(cast(nn.Module, torch.compile(model)) if stepping.compile else model),
@@ -143,6 +166,8 @@ class Trainer:
             # Where nobody changes them, the loader has counted what the data have.
             count_tokens=spec.count_tokens if spec.tokens_vary else None,
         )
+        if self.fitting is not None:
+            stepper.net = SafetyNet(self.model, spec, self._ranks, size=self.fitting.size)
         skipped, best = SkippedSteps(), Best(checkpoint, evaluations)
         evaluators = [self._evaluator(one, loss, stepping, loading, stepper) for one in evaluations]
         recorder = Recorder(
@@ -163,12 +188,14 @@ class Trainer:
             evaluators=evaluators,
             skipped=skipped,
             best=best,
+            net=stepper.net,
             setup=describe_setup(
                 self.loader,
                 self.hyperparameters,
                 loading=loading,
                 stepping=stepping,
                 device=self._ranks.device.type,
+                finds_micro_batch_size=stepper.net is not None,
             ),
             ranks=self._ranks,
         )

@@ -1,0 +1,147 @@
+"""How much of a batch a rank takes at once, found before the run: as much as fits into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from stretto.batching import BatchSizePolicy, awaits_maximum, with_maximum
+from stretto.data import DataSpec, StepLoader
+from stretto.errors import FitError, TrainingError, cannot
+from stretto.planning import Plan
+from stretto.training.fully_sharded import is_fully_sharded
+from stretto.training.ranks import Ranks
+from stretto.training.settings import LossFunction, Stepping
+
+if TYPE_CHECKING:
+    from stretto.memory import Answer
+
+MARGIN = "3%"
+"""What stays free."""
+EXAMPLES = 32
+"""Samples that are looked at for the longest one."""
+
+
+def find_fitting(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    loss: LossFunction,
+    stepping: Stepping,
+    loader: StepLoader,
+    ranks: Ranks,
+    most: int,
+    accumulates: bool,
+) -> Answer:
+    """Return the most samples that a rank can take at once, at most `most`; the same on all ranks.
+
+    The longest of a few samples from all over the data set stands for all of them.
+
+    Args:
+        model: the model itself, on its device.
+        optimizer: its optimizer.
+        loss: the loss function.
+        stepping: how a step is computed.
+        loader: has the data.
+        ranks: the processes of the run.
+        most: more are never needed.
+        accumulates: whether a step may have several micro-batches.
+
+    Raises:
+        TrainingError: the data are an iterable, or the model is spread over ranks.
+        FitError: not even one sample fits.
+    """
+    from stretto.memory import TrainingStep, find_batch_size  # for who asks for it
+
+    _check(model, loader)
+    examples = loader.example_batch(EXAMPLES)
+    step = TrainingStep(
+        model,
+        optimizer,
+        loss,
+        precision=stepping.precision,
+        clip_norm=stepping.clip_norm,
+        accumulation=2 if accumulates else 1,
+        loss_reduction=stepping.loss_reduction,
+    )
+
+    def find(method: Literal["predict", "auto"]) -> Answer:
+        return find_batch_size(
+            step,
+            examples,
+            method=method,
+            margin=_margin(model, ranks),
+            maximum=most,
+            agree_minimum=ranks.least if ranks.world_size > 1 else None,
+        )
+
+    try:
+        answer = find("predict")
+    except FitError:
+        return find("auto")  # which probes what fake tensors cannot follow
+    is_sure = answer.certainty in ("exact", "upper bound")
+    # The first real step verifies it; where memory is short, more is tried before.
+    return answer if is_sure and answer.size == most else find("auto")
+
+
+def with_found_maximum(
+    policy: BatchSizePolicy, spec: DataSpec, find: Callable[..., Answer], ranks: Ranks
+) -> BatchSizePolicy:
+    """Return a policy whose largest size is what the ranks can take in a single pass each.
+
+    Args:
+        policy: one that may await its largest size.
+        spec: the data.
+        find: `find_fitting`, but for the loader and what is wanted of it.
+        ranks: the processes of the run.
+
+    Raises:
+        TrainingError: the data are an iterable, or the model is spread over ranks.
+        FitError: not even one sample fits.
+    """
+    if not awaits_maximum(policy):
+        return policy
+    loader = StepLoader(spec, 1, max_duration="1ba", rank=0, world_size=1)
+    most = max(1, (loader.horizon.dataset_num_samples or 1) // ranks.world_size)
+    answer = find(loader=loader, most=most, accumulates=False)
+    return with_maximum(policy, answer.size * ranks.world_size)
+
+
+def largest_share(plan: Plan | None, loader: StepLoader) -> int:
+    """Return the most samples that a rank ever has of one batch, as far as that is known."""
+    if plan is not None and plan.stages:
+        return max(-(-stage.size // loader.world_size) for stage in plan.stages)
+    num_samples = loader.horizon.dataset_num_samples
+    return max(1, (num_samples or 2**20) // loader.world_size)
+
+
+def _check(model: nn.Module, loader: StepLoader) -> None:
+    if not loader.spec.is_map_style:
+        raise TrainingError(
+            cannot(
+                "find a batch size that fits",
+                why="the data are an iterable, of which no sample can be looked at beforehand",
+                instead="write a number, such as what 'stretto find-batch-size' answers",
+            )
+        )
+    if is_fully_sharded(model):
+        raise TrainingError(
+            cannot(
+                "find a batch size that fits",
+                why="the model is spread over ranks, and each needs memory for what it gathers",
+                instead="write a number",
+            )
+        )
+
+
+def _margin(model: nn.Module, ranks: Ranks) -> str | int:
+    """What stays free: a few percent, and what averaging gradients keeps a copy of them in."""
+    from stretto.memory.limits import room
+
+    if ranks.world_size == 1:
+        return MARGIN
+    copies = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return copies + room(ranks.device).bytes * 3 // 100

@@ -1,0 +1,107 @@
+"""Checkpoints that cannot be written, and those that cannot be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stretto.checkpoint import (
+    HostCopies,
+    Shard,
+    begin_checkpoint,
+    encode_records,
+    finish_checkpoint,
+    open_checkpoint,
+    write_checkpoint,
+    write_part,
+)
+
+PATH = Path("checkpoint-000000000008")
+WEIGHT = torch.ones(2, 3)
+
+
+def write(tensors: Any, records: Any = None) -> None:
+    write_checkpoint(PATH, tensors, {} if records is None else records)
+
+
+def written() -> Path:
+    write({"model": {"weight": WEIGHT}})
+    return PATH
+
+
+def read(name: str, change: Callable[[bytes], bytes]) -> None:
+    """Read a checkpoint of which one file has changed."""
+    file = written() / name
+    file.write_bytes(change(file.read_bytes()))
+    open_checkpoint(PATH)
+
+
+def without(name: str) -> None:
+    (written() / name).unlink()
+    open_checkpoint(PATH)
+
+
+def linked() -> None:
+    file = written() / "state.json"
+    file.rename("elsewhere")
+    file.symlink_to(Path("elsewhere").absolute())
+    open_checkpoint(PATH)
+
+
+def with_manifest(document: Any) -> None:
+    PATH.mkdir()
+    (PATH / "manifest.json").write_text(json.dumps(document))
+    open_checkpoint(PATH)
+
+
+def in_the_way() -> None:
+    Path("file").write_text("")
+    write_checkpoint(Path("file/checkpoint"), {}, {})
+
+
+def apart() -> None:
+    """Two ranks, between whose parts there is a hole."""
+    begin_checkpoint(PATH)
+    for rank, offset in enumerate((0, 3)):
+        shard = Shard(WEIGHT, (5, 3), 0, offset)
+        staged = HostCopies().take({"model": {"weight": shard}})
+        write_part(PATH, staged, rank=rank, world_size=2)
+    finish_checkpoint(PATH, {}, world_size=2)
+
+
+CASES: list[tuple[str, Callable[[], object]]] = [
+    ("checkpoint-not-one", lambda: open_checkpoint(Path("runs/a"))),
+    ("checkpoint-newer", lambda: with_manifest({"format": 9})),
+    ("checkpoint-manifest-not-ours", lambda: with_manifest({"format": "2"})),
+    (
+        "checkpoint-manifest-outside",
+        lambda: with_manifest({"format": 2, "files": {"../model.safetensors": [1, "0" * 64]}}),
+    ),
+    ("checkpoint-manifest-size", lambda: with_manifest({"format": 2, "files": {"state.json": 3}})),
+    ("checkpoint-manifest-cut", lambda: read("manifest.json", lambda text: text[:-9])),
+    (
+        "checkpoint-manifest-changed",
+        lambda: read("manifest.json", lambda text: text.replace(b'"format": 2', b'"format": 1')),
+    ),
+    ("checkpoint-file-missing", lambda: without("state.json")),
+    ("checkpoint-file-linked", linked),
+    ("checkpoint-file-cut", lambda: read("model.safetensors", lambda text: text[:-1])),
+    (
+        "checkpoint-file-flipped",
+        lambda: read("model.safetensors", lambda text: text[:-1] + b"\1"),
+    ),
+    ("checkpoint-no-tensor", lambda: open_checkpoint(written()).tensor("model", "bias")),
+    ("checkpoint-no-part", lambda: open_checkpoint(written()).part("model", "weight", 0, 1, 2)),
+    ("checkpoint-folder", in_the_way),
+    ("checkpoint-group", lambda: write({"my model": {}})),
+    ("checkpoint-sparse", lambda: write({"model": {"weight": WEIGHT.to_sparse()}})),
+    ("checkpoint-type", lambda: write({"model": {"weight": WEIGHT.to(torch.complex128)}})),
+    ("checkpoint-name", lambda: write({"model": {"__metadata__": WEIGHT}})),
+    ("checkpoint-parts", apart),
+    ("checkpoint-records", lambda: encode_records({"seen": {1, 2}})),
+    ("checkpoint-records-long", lambda: encode_records({"seen": "x" * (65 << 20)})),
+]
