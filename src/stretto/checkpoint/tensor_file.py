@@ -1,7 +1,7 @@
 """Files of tensors in the safetensors format: written in one pass, read a part at a time.
 
 Writing is done here and not by the safetensors library, which would need a second pass over the
-file for the checksum, and whose older versions hold the interpreter's lock while they write.
+file for the checksum and does not wait for the disk.
 """
 
 from __future__ import annotations
