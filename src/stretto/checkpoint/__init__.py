@@ -5,7 +5,6 @@ from stretto.checkpoint.folder import (
     checkpoint_path,
     checkpoints,
     keep,
-    keep_newest,
     latest_good,
 )
 from stretto.checkpoint.optimizer import pack_optimizer, unpack_optimizer
@@ -55,7 +54,6 @@ __all__ = [
     "is_sharded",
     "is_spread",
     "keep",
-    "keep_newest",
     "latest_good",
     "open_checkpoint",
     "pack_optimizer",

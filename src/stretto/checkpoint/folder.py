@@ -100,11 +100,6 @@ def keep(folder: Path, newest: int = 3, also: Iterable[Path] = ()) -> None:
             _try(delete_checkpoint, path)
 
 
-def keep_newest(folder: Path, count: int) -> None:
-    """Delete all but the newest `count` checkpoints in `folder`."""
-    keep(folder, count)
-
-
 def _damage(path: Path) -> str | None:
     """Why a checkpoint cannot be used; None if it can."""
     with reading(path):
