@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
+import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 
 from stretto.errors import TrainingError
 from stretto.training import Callback, Checkpointing, Evaluation, Logging, MetricLogger
+from stretto.training.appending import Appender
 
 Make = Callable[..., Any]
 
@@ -131,3 +135,70 @@ def test_a_folder_that_is_a_file_is_refused(problem: Make, tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainingError, match=r"cannot keep a run in .*: file exists"):
         problem().trainer(folder=tmp_path / "file").fit()
+
+
+def test_lines_are_kept_while_the_disk_is_full(
+    problem: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_full, flush = [False], Appender.flush
+
+    def full(self: Appender) -> None:
+        if is_full[0] and self.is_waiting:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        flush(self)
+
+    monkeypatch.setattr(Appender, "flush", full)
+
+    class Fill(Callback):
+        def on_batch_end(self, trainer: Any, step: Any) -> None:
+            is_full[0] = 3 <= trainer.timer.batch < 12
+
+    trainer = problem().trainer(
+        folder=tmp_path,
+        checkpoint=Checkpointing("5ba"),
+        log=Logging("2ba", flush="1ba"),
+        callbacks=[Fill()],
+    )
+    with pytest.warns(RuntimeWarning) as told:
+        trainer.fit()
+    said = [str(one.message) for one in told]
+    assert len([one for one in said if "they are kept and training goes on" in one]) == 1
+    assert len([one for one in said if "cannot write a checkpoint of" in one]) == 2
+    assert samples(tmp_path) == [step.timestamp.sample for step in trainer.plan.batches()]
+    assert [line["ba"] for line in metrics(tmp_path)] == list(range(2, 17, 2))
+    assert trainer.unsaved is None
+
+
+def test_lines_that_are_lost_are_told(problem: Make, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    trainer = problem().trainer(folder=tmp_path, log=Logging("5ba"))
+    with pytest.warns(RuntimeWarning, match="no space left on device; they are lost"):
+        trainer.fit()
+    assert len(samples(tmp_path)) == 16
+
+
+def test_what_was_written_in_part_is_written_to_its_end(tmp_path: Path) -> None:
+    class Slow:
+        """A file that takes three bytes at a time, and now and then none."""
+
+        def __init__(self) -> None:
+            self.content = b""
+            self.calls = 0
+
+        def write(self, content: bytes) -> int:
+            self.calls += 1
+            if self.calls % 3 == 0:
+                raise OSError(errno.ENOSPC, "full")
+            self.content += content[:3]
+            return len(content[:3])
+
+    lines, file = Appender(tmp_path / "lines"), Slow()
+    lines._file.close()
+    lines._file = file  # type: ignore[assignment]
+    for text in ("one ", "two ", "three "):
+        lines.add(text)
+        for _ in range(9):
+            with suppress(OSError):
+                lines.flush()
+    assert file.content == b"one two three "
+    assert not lines.is_waiting

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 
 import typer
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     from stretto.cli.app import app
 
+    warnings.formatwarning = _one_line
     given = list(sys.argv[1:] if arguments is None else arguments)
     shows_traceback = TRACEBACK in given
     try:
@@ -32,3 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         typer.secho(f"Error: {error}", err=True, fg=typer.colors.RED)
         raise SystemExit(MISUSE) from None
+
+
+def _one_line(message: Warning | str, *_: object, **__: object) -> str:
+    """What a warning is on a terminal: whoever reads it there did not write the code."""
+    return f"Warning: {message}\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, final
 
 from stretto._optional import import_optional
+from stretto.training.appending import Appender
 
 Record: TypeAlias = Mapping[str, float]
 """One line of metrics: the clock in every unit (`ep ba sp tok dur sec`) and what was measured."""
@@ -58,20 +59,25 @@ class JsonLinesLogger(MetricLogger):
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._lines = Appender(path)
 
     def log(self, record: Record) -> None:
         """Append one line."""
         clean = {key: value if math.isfinite(value) else None for key, value in record.items()}
-        self._file.write(json.dumps(clean) + "\n")
+        self._lines.add(json.dumps(clean) + "\n")
 
     def flush(self) -> None:
         """Hand the lines to the operating system."""
-        self._file.flush()
+        self._lines.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        self._lines.close()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether lines are not written yet."""
+        return self._lines.is_waiting
 
 
 @final

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, final
+from typing import Any, final
 
 from stretto.data import Step
-from stretto.errors import TrainingError, cannot
+from stretto.errors import CheckpointError, TrainingError, cannot
 from stretto.timing import Horizon, Timestamp
 from stretto.timing.timestamp import NANOSECONDS
+from stretto.training.appending import Appender
 from stretto.training.finite import SkippedSteps
 from stretto.training.lock import unwritable
 from stretto.training.loggers import JsonLinesLogger, MetricLogger
@@ -58,8 +60,9 @@ class Recorder:
         self._loggers: list[MetricLogger] = []
         self._goes_on = False
         self._lengths: Mapping[str, int] = {}
-        self._ledger: IO[str] | None = None
-        self._rows: list[str] = []
+        self._metrics: JsonLinesLogger | None = None
+        self._ledger: Appender | None = None
+        self._is_full = False
         self._since = Timestamp()
         self._paused_nanoseconds = 0
 
@@ -86,12 +89,13 @@ class Recorder:
                 raise _another_run(folder)
             folder.mkdir(parents=True, exist_ok=True)
             self._cut(folder)
-            self._loggers.append(JsonLinesLogger(folder / METRICS))
-            self._ledger = ledger.open("a", encoding="utf-8")
+            self._metrics = JsonLinesLogger(folder / METRICS)
+            self._loggers.append(self._metrics)
+            self._ledger = Appender(ledger)
         except OSError as error:
             raise unwritable(folder, error) from error
-        if self._ledger.tell() == 0:
-            self._ledger.write(",".join((*_COLUMNS, *self._values())) + "\n")
+        if self._ledger.is_empty:
+            self._ledger.add(",".join((*_COLUMNS, *self._values())) + "\n")
         self._goes_on = True
 
     def batch(self, step: Step, losses: Sequence[MicroLoss], after: Timestamp) -> None:
@@ -103,7 +107,7 @@ class Recorder:
             # The clock also passes over what `last_batch="drop"` leaves out after the batch.
             passed_over = after.sample - at.sample - step.size
             tokens = after.token - at.token - passed_over * (self._horizon.tokens_per_sample or 0)
-            self._rows.append(
+            self._ledger.add(
                 f"{at.batch},{at.epoch},{at.sample},{at.token},{step.size},"
                 f"{tokens},{len(step.micro_batches)},{values}\n"
             )
@@ -155,23 +159,36 @@ class Recorder:
             self._paused_nanoseconds += time.monotonic_ns() - start
 
     def flush(self) -> None:
-        """Put everything that was recorded on the disk."""
-        if self._ledger is not None:
-            self._ledger.writelines(self._rows)
-            self._rows.clear()
-            self._ledger.flush()
-        for logger in self._loggers:
-            logger.flush()
+        """Put everything that was recorded on the disk; what it has no room for is kept."""
+        self._try([one.flush for one in self._outputs], "they are kept and training goes on")
 
     def close(self) -> None:
         """Flush and close everything."""
-        self.flush()
-        if self._ledger is not None:
-            self._ledger.close()
-            self._ledger = None
-        for logger in self._loggers:
-            logger.close()
+        self._is_full = False
+        self._try([one.close for one in self._outputs], "they are lost")
+        self._ledger = self._metrics = None
         self._loggers = []
+
+    @property
+    def _outputs(self) -> list[Appender | MetricLogger]:
+        return [*([] if self._ledger is None else [self._ledger]), *self._loggers]
+
+    def _try(self, works: Sequence[Callable[[], None]], then: str) -> None:
+        """Do it; where the disk is full, say so once."""
+        failure = None
+        for work in works:
+            try:
+                work()
+            except OSError as error:
+                failure = error
+        if failure is not None and not self._is_full:
+            why = (failure.strerror or str(failure)).lower()
+            warnings.warn(
+                f"cannot write lines of {METRICS} or {LEDGER}: {why}; {then}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._is_full = failure is not None
 
     @property
     def files(self) -> list[Path]:
@@ -182,10 +199,22 @@ class Recorder:
         """Return the sums since the last log, and how long the files are by now.
 
         Every rank must call it.
+
+        Raises:
+            CheckpointError: the files cannot be written, so nothing can go on from them.
         """
         self.flush()
+        loss = self.loss.state_dict(self._ranks)
+        if any(one is not None and one.is_waiting for one in (self._ledger, self._metrics)):
+            raise CheckpointError(
+                cannot(
+                    f"write a checkpoint of {self._folder}",
+                    why=f"{METRICS} and {LEDGER} cannot be written",
+                    instead="make room",
+                )
+            )
         return {
-            "loss": self.loss.state_dict(self._ranks),
+            "loss": loss,
             "files": {file.name: file.stat().st_size for file in self.files},
         }
 

@@ -112,8 +112,8 @@ class Saver:
         writers = self._ranks.world_size if self._state.is_sharded else 1
         is_first = self._ranks.is_first
         records, staged, error = "", None, None
-        tensors, state = self._state.capture()
         try:
+            tensors, state = self._state.capture()
             if is_first:
                 begin_checkpoint(path)
                 # As text, because what it is made of goes on changing.
