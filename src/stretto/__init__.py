@@ -62,6 +62,7 @@ _FACE = {
         "TrainingError",
         "UnitError",
     ),
+    "stretto.memory": ("TrainingStep", "find_batch_size", "is_out_of_memory"),
     "stretto.optim": ("Hyperparameters", "from_torch"),
     "stretto.ordering": ("SampleOrder",),
     "stretto.planning": ("Plan", "plan"),

@@ -41,6 +41,9 @@ from stretto.errors import StrettoError as StrettoError
 from stretto.errors import TimeError as TimeError
 from stretto.errors import TrainingError as TrainingError
 from stretto.errors import UnitError as UnitError
+from stretto.memory import TrainingStep as TrainingStep
+from stretto.memory import find_batch_size as find_batch_size
+from stretto.memory import is_out_of_memory as is_out_of_memory
 from stretto.optim import Hyperparameters as Hyperparameters
 from stretto.optim import from_torch as from_torch
 from stretto.ordering import SampleOrder as SampleOrder
@@ -162,11 +165,14 @@ __all__ = [
     "Timestamp",
     "Trainer",
     "TrainingError",
+    "TrainingStep",
     "UnitError",
     "WSD",
     "WandbLogger",
     "convert",
+    "find_batch_size",
     "from_torch",
+    "is_out_of_memory",
     "plan",
     "rampup",
     "sample_seed",

@@ -185,7 +185,7 @@ def test_the_room_under_a_real_limit_is_what_can_be_allocated() -> None:
 def test_a_guard_never_raises_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     resource = pytest.importorskip("resource")
     calls = []
-    monkeypatch.setattr(limits, "_status", lambda root: {"VmData": 1000})
+    monkeypatch.setattr(limits, "process_status", lambda: {"VmData": 1000})
     monkeypatch.setattr(resource, "getrlimit", lambda number: (5_000, 8_000))
     monkeypatch.setattr(resource, "setrlimit", lambda number, value: calls.append(value))
     with limits.guard(2_000):

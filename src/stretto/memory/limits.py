@@ -88,7 +88,7 @@ def guard(limit: int) -> Iterator[None]:
         return
     import resource
 
-    used = _status(ROOT).get("VmData")
+    used = process_status().get("VmData")
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     bounds = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
     wanted = min([used + limit, *bounds]) if used is not None else soft
@@ -97,6 +97,11 @@ def guard(limit: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def process_status(root: Path = ROOT) -> dict[str, int]:
+    """Return what Linux says of this process, by the names of `/proc/self/status`; in bytes."""
+    return _read_table(root / "proc/self/status")
 
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:
@@ -137,7 +142,7 @@ def _own_rooms(root: Path) -> Iterator[Room]:
         return
     import resource
 
-    status = _status(root)
+    status = process_status(root)
     for name, used in (("RLIMIT_DATA", "VmData"), ("RLIMIT_AS", "VmSize")):
         limit, _ = resource.getrlimit(getattr(resource, name))
         if limit != resource.RLIM_INFINITY and used in status:
@@ -181,10 +186,6 @@ def _read_number(path: Path) -> int | None:
     text = _read(path).strip()
     # "max" is no limit, and so is what the first version says: more than any machine has.
     return int(text) if text.isdecimal() and int(text) < 1 << 60 else None
-
-
-def _status(root: Path) -> dict[str, int]:
-    return _read_table(root / "proc/self/status")
 
 
 def _read_table(path: Path) -> dict[str, int]:

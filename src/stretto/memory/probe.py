@@ -68,10 +68,21 @@ class Probe:
             FitError: the larger step has too little in common with the tiny ones.
         """
         size = self.curve.largest(limit, maximum=maximum)
-        if size is not None and size // CALIBRATION_SHARE > self._largest_seen:
-            self.calibrate(size // CALIBRATION_SHARE)
-            size = self.curve.largest(limit, maximum=maximum)
-        return size
+        if size is None or self.verify(size):
+            return size
+        return self.curve.largest(limit, maximum=maximum)
+
+    def verify(self, size: int) -> bool:
+        """Return whether a step of about an eighth of that size needs what the curve says.
+
+        One such step is taken; after it the answer is yes.
+
+        Raises:
+            FitError: the larger step has too little in common with the tiny ones.
+        """
+        part = size // CALIBRATION_SHARE
+        is_done = self._largest_seen > max(SIZES)
+        return is_done or part <= self._largest_seen or self.calibrate(part)
 
     def calibrate(self, size: int) -> bool:
         """Take a real step of that size, and return whether the curve has said what it needs.

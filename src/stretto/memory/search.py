@@ -143,10 +143,10 @@ def search(
 ) -> Found:
     """Return the largest size that fits, as far as it was tried.
 
-    `bisect` doubles from the smallest size, or goes out from a guess in growing strides, until the
-    answer lies between a size that fits and one that does not; then it halves what lies between.
-    `halve` begins with the largest size, or the guess, and halves it until it fits: the fewest
-    trials, and an answer down to half of what there is.
+    `bisect` doubles, from two samples or the smallest size, or goes out from a guess in growing
+    strides, until the answer lies between a size that fits and one that does not; then it halves
+    what lies between. `halve` begins with the largest size, or the guess, and halves it until it
+    fits: the fewest trials, and an answer down to half of what there is.
 
     Args:
         fits: whether a size fits. If a size does, all smaller ones are taken to.
@@ -222,7 +222,9 @@ def _bisect(fits: _Tried, sizes: Sizes, begin: int | None, within: float) -> int
 
 def _enclose(fits: _Tried, sizes: Sizes, begin: int | None) -> tuple[int | None, int | None]:
     """A size that fits and one that does not; None where there is no such size."""
-    size = sizes.smallest if begin is None else begin
+    # Not from a single sample, if two are wanted as well: batch normalisation refuses it.
+    two = sizes.at_most(2) or sizes.smallest
+    size = two if begin is None else begin
     # From a guess the strides grow from its neighbour; without one, each doubles the size.
     stride = size if begin is None else 0
     if fits(size):
@@ -234,11 +236,11 @@ def _enclose(fits: _Tried, sizes: Sizes, begin: int | None) -> tuple[int | None,
             high = max(following, sizes.at_most(low + stride) or 0)
             if not fits(high):
                 return low, high
-            low, stride = high, max(2 * stride, low // 16)
+            low, stride = high, max(2 * stride, low // 16, 1)
     high = size
     while high != sizes.smallest:
         low = sizes.at_most(high - max(stride, 1)) or sizes.smallest
         if fits(low):
             return low, high
-        high, stride = low, max(2 * stride, low // 16)
+        high, stride = low, max(2 * stride, low // 16, 1)
     return None, high

@@ -1,0 +1,137 @@
+"""`find_batch_size`: ask the cheapest oracle that can tell, and trust it as far as it goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+
+from stretto.data import move_batch
+from stretto.errors import FitError, cannot, shown
+from stretto.memory.amounts import Margin, parse_bytes
+from stretto.memory.batches import resize_batch
+from stretto.memory.ladder import Ladder, Question
+from stretto.memory.limits import Room, held_bytes, room
+from stretto.memory.ranks import Together
+from stretto.memory.release import release_memory
+from stretto.memory.result import Answer
+from stretto.memory.search import Sizes
+from stretto.memory.step import TrainingStep
+from stretto.memory.trace import state_tensors
+
+FindMethod = Literal["auto", "predict", "probe", "try", "halve"]
+METHODS: tuple[FindMethod, ...] = ("auto", "predict", "probe", "try", "halve")
+MARGIN = "3%"
+"""What is left free unless said otherwise: what the same step varies by on a busy machine."""
+
+
+def find_batch_size(
+    step: TrainingStep,
+    batch: Any,
+    *,
+    method: FindMethod = "auto",
+    device_memory: str | int | None = None,
+    margin: str | int = MARGIN,
+    minimum: int = 1,
+    maximum: int = 1 << 24,
+    multiple_of: int = 1,
+    power_of_two: bool = False,
+    check: bool = False,
+    agree_minimum: Callable[[int], int] | None = None,
+    also: Iterable[object] = (),
+) -> Answer:
+    """Return the largest micro-batch that a training step has memory for.
+
+    `auto` goes from the cheapest way to the dearest: it predicts; where fake tensors cannot follow
+    the model it probes; where there is a device to try on it calibrates with a step of an eighth of
+    the answer, and where that shows much that no tensor accounts for, it tries the answer. Nothing
+    that it does leaves a trace in the model, the optimizer or any generator.
+
+    - `predict`: on fake tensors alone. Needs neither memory nor the device it is asked for.
+    - `probe`: from a few real steps of two or three samples.
+    - `try`: real steps, doubling and then bisecting until they run out of memory.
+    - `halve`: real steps from `maximum` down; the fewest, and an answer down to half of what fits.
+
+    Args:
+        step: what is trained, and how.
+        batch: a micro-batch of any size, its sequences as long as the longest there are; or a
+            function that makes one of a given size.
+        method: how to find it.
+        device_memory: what the device has, such as `"80GiB"`; left out: what this one has left.
+        margin: what stays free, in percent of that (`"3%"`) or in bytes (`"512MiB"`).
+        minimum: the smallest size that is wanted.
+        maximum: the largest size that is wanted.
+        multiple_of: what sizes are to be multiples of.
+        power_of_two: whether they are to be powers of two.
+        check: whether a real step of the answer itself is taken, however sure it is.
+        agree_minimum: returns the least of a number over all ranks. Each rank calls
+            `find_batch_size`, and all get the same answer.
+        also: what else to put back after real steps; see `sandbox`.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(1000, 10)
+    >>> step = TrainingStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).mean())
+    >>> answer = find_batch_size(step, torch.ones(2, 1000), device_memory="1GiB")
+    >>> answer.size > 250_000, answer.certainty, answer.cost.real_steps
+    (True, 'exact', 0)
+
+    Raises:
+        FitError: no size that is wanted fits, or this way cannot tell.
+        ConfigError: an amount of memory cannot be read.
+    """
+    if method not in METHODS:
+        raise FitError(
+            cannot(
+                f"find a batch size by {shown(method)}",
+                why="there is no such way",
+                instead=f"write {', '.join(map(repr, METHODS))}",
+            )
+        )
+    start = time.perf_counter()
+    limit = _limit(step, device_memory)
+    question = Question(
+        step=step,
+        make_batch=_maker(batch, step.device),
+        make_fake=_maker(batch, None),
+        sizes=Sizes(minimum, maximum, multiple_of, power_of_two),
+        limit=limit,
+        reserve=Margin.parse(margin).of(limit.bytes),
+        is_here=device_memory is None,
+        also=tuple(also),
+        is_checked=check,
+    )
+    answer = Ladder(question, Together(agree_minimum)).climb(method)
+    cost = answer.cost._replace(seconds=time.perf_counter() - start)
+    return dataclasses.replace(answer, cost=cost)
+
+
+def _maker(batch: Any, device: torch.device | None) -> Callable[[int], Any]:
+    """Make batches of any size, on a device or wherever `batch` is."""
+
+    def make(size: int) -> Any:
+        made = batch(size) if callable(batch) else resize_batch(batch, size)
+        return made if device is None else move_batch(made, device)
+
+    return make
+
+
+def _limit(step: TrainingStep, device_memory: str | int | None) -> Room:
+    """What a step may use in all."""
+    if device_memory is not None:
+        return Room(parse_bytes(device_memory), "as stated")
+    if step.device.type == "meta":
+        raise FitError(
+            cannot(
+                "find a batch size for a model on the meta device",
+                why="it is on no device whose memory could be looked at",
+                instead="pass device_memory, for example '80GiB'",
+            )
+        )
+    release_memory()
+    free = room(step.device)
+    tensors = [*step.model.parameters(), *step.model.buffers(), *state_tensors(step)]
+    tensors += [p.grad for p in step.parameters if p.grad is not None]
+    return Room(free.bytes + held_bytes(tensors, step.device), free.source)

@@ -1,0 +1,393 @@
+"""The ways to find a batch size, from the cheapest to the dearest, and when to go on to the next.
+
+An oracle says what tensors need; a process takes more: scratch of convolutions, fragments of freed
+blocks. So where there is a device, two small real steps say what comes on top at an eighth of the
+answer. It is extended in proportion, which errs on the safe side: fragments weigh most in small
+steps. Where that takes more than a tenth off the answer, a step of that size says better, and one
+more is tried if it shows that more would fit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+from stretto.errors import FitError, cannot
+from stretto.memory.amounts import show_bytes
+from stretto.memory.calibration import Overhead
+from stretto.memory.limits import Room, held_bytes, room
+from stretto.memory.predict import Certainty, predict
+from stretto.memory.probe import probe
+from stretto.memory.ranks import Together
+from stretto.memory.release import Attempt, attempt, release_memory
+from stretto.memory.result import Answer, Cost, Oracle, peaks_around
+from stretto.memory.search import Found, Method, Sizes, search
+from stretto.memory.step import TrainingStep
+from stretto.memory.trace import state_tensors
+from stretto.memory.trial import Trials, trials
+
+CALIBRATED_PART = 8
+"""The larger of the two steps that calibrate is this part of the answer."""
+MUCH = 0.9
+"""An answer of which calibration leaves less than this is tried."""
+LESS = 0.95
+"""Where an answer that is checked does not fit, this part of it is tried."""
+MOST_MENDS = 8
+"""A curve that is still wrong after so many verifications is not trusted."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked for."""
+
+    step: TrainingStep
+    make_batch: Callable[[int], Any]
+    """Makes a batch of a size on the device of the step."""
+    make_fake: Callable[[int], Any]
+    """Makes one that may lie anywhere: for steps on fake tensors."""
+    sizes: Sizes
+    limit: Room
+    reserve: int
+    is_here: bool
+    """Whether the limit is that of the device that the step is on."""
+    also: tuple[object, ...] = ()
+    is_checked: bool = False
+    """Whether a step of the answer itself is to be taken."""
+
+    def room(self) -> Room:
+        """What is free on the device of the step now."""
+        return room(self.step.device)
+
+    def held(self) -> int:
+        """Bytes of the step that are there before its forward begins."""
+        step = self.step
+        tensors = [*step.model.parameters(), *step.model.buffers(), *state_tensors(step)]
+        return held_bytes(tensors, step.device)
+
+
+@final
+class Ladder:
+    """One search for the answer to a question.
+
+    Args:
+        question: what is asked.
+        together: the ranks that are to agree.
+        predict: makes the first oracle.
+        probe: makes the second.
+    """
+
+    def __init__(
+        self,
+        question: Question,
+        together: Together,
+        *,
+        predict: Callable[..., Oracle] = predict,
+        probe: Callable[..., Oracle] = probe,
+    ) -> None:
+        self._question = question
+        self._limit = question.limit
+        self._together = together
+        self._predict = predict
+        self._probe = probe
+        self._notes: list[str] = []
+        self._oracles: list[Any] = []
+        self._trials: list[Trials] = []
+
+    def climb(self, method: str) -> Answer:
+        """Return the answer that one way gives, or for `auto` the first that can tell.
+
+        Raises:
+            FitError: nothing that is wanted fits, or this way cannot tell.
+        """
+        if method in {"try", "halve"}:
+            return self._tried("bisect" if method == "try" else "halve")
+        if method == "predict":
+            return self._foretold(self._make(self._predicting), is_final=True)
+        if method == "probe":
+            return self._probed()
+        try:
+            oracle = self._make(self._predicting)
+        except _NoOracleError as error:
+            self._notes.append(f"not predicted: {error}")
+            return self._without_prediction()
+        if oracle.certainty == "exact" or not self._question.is_here:
+            return self._foretold(oracle)
+        self._notes.append(f"prediction is but an {oracle.certainty}: {oracle.reason}")
+        try:
+            return self._probed()
+        except _NoOracleError as error:
+            self._notes.append(f"not probed: {error}")
+            return self._foretold(oracle)
+
+    def _without_prediction(self) -> Answer:
+        try:
+            return self._probed()
+        except _NoOracleError as error:
+            if not self._question.is_here:
+                raise
+            self._notes.append(f"not probed: {error}")
+            return self._tried("bisect")
+
+    # Oracles
+
+    @property
+    def _can_probe(self) -> bool:
+        return self._question.step.device.type != "meta"
+
+    def _predicting(self) -> Oracle:
+        return self._predict(self._question.step, self._question.make_fake)
+
+    def _probing(self) -> Oracle:
+        question = self._question
+        return self._probe(question.step, question.make_batch, also=question.also)
+
+    def _make(self, make: Callable[[], Oracle]) -> Oracle:
+        """Return an oracle, on every rank or on none.
+
+        Raises:
+            FitError: it cannot tell, here or on another rank.
+        """
+        made: list[Oracle] = []
+        said: list[FitError] = []
+
+        def work() -> bool:
+            try:
+                done: Attempt[Oracle] = attempt(make, in_finder=True)
+            except FitError as error:
+                said.append(error)
+                return False
+            if done.result is not None:
+                made.append(done.result)
+            else:
+                said.append(FitError(f"memory ran out in a tiny step: {done.out_of_memory}"))
+            return bool(made)
+
+        if not self._together.all(work):
+            raise _NoOracleError(str(said[0]) if said else "another rank could not") from (
+                said[0] if said else None
+            )
+        self._oracles.append(made[0])
+        return made[0]
+
+    def _probed(self) -> Answer:
+        if not self._can_probe:
+            raise FitError(
+                cannot(
+                    "probe a model on the meta device",
+                    why="real steps need real tensors",
+                    instead="predict, or build the model on a device",
+                )
+            )
+        return self._foretold(self._make(self._probing))
+
+    def _foretold(self, oracle: Oracle, *, is_final: bool = False) -> Answer:
+        """The answer of an oracle: calibrated where it can be, and not asked for without."""
+        self._notes.append(oracle.reason)
+        found = self._fitting(oracle)
+        if is_final or not self._question.is_here:
+            return self._answer(found, oracle.certainty, oracle)
+        return self._calibrated(oracle, found)
+
+    def _fitting(self, oracle: Oracle, overhead: Overhead | None = None) -> Found:
+        """The largest size by a curve, and the next: both verified by a step.
+
+        Raises:
+            FitError: not even the smallest fits.
+        """
+        usable = self._limit.bytes - self._question.reserve
+        own: list[Found] = []
+
+        def work() -> int:
+            for _ in range(MOST_MENDS):
+                own[:] = [
+                    self._under(lambda size: _needs(oracle, overhead, size) <= usable, oracle)
+                ]
+                # Corrected, the answer is no longer where the curve meets the limit.
+                if overhead is not None or _is_confirmed(oracle, own[0]):
+                    break
+            return own[0].size
+
+        size = self._together.least(work)
+        if size == own[0].size:
+            return own[0]
+        return Found(size, self._question.sizes.above(size), ())
+
+    def _under(self, fits: Callable[[int], bool], oracle: Oracle) -> Found:
+        question = self._question
+        try:
+            return search(fits, question.sizes)
+        except FitError:
+            need = show_bytes(oracle.peak(question.sizes.smallest))
+            raise FitError(
+                cannot(
+                    f"fit {_samples(question.sizes.smallest)} into {self._limit}",
+                    why=f"a step needs {need}, and {show_bytes(question.reserve)} stay free",
+                    instead="make the model or its samples smaller, or give it more memory",
+                )
+            ) from None
+
+    # Real steps
+
+    @contextmanager
+    def _trying(self) -> Iterator[Trials]:
+        question = self._question
+        with trials(
+            question.step, question.make_batch, reserve=question.reserve, also=question.also
+        ) as tried:
+            self._trials.append(tried)
+            yield tried
+
+    def _calibrated(self, oracle: Oracle, found: Found) -> Answer:
+        """Correct an answer by what small real steps take beyond what the oracle says."""
+        with self._trying() as tried:
+            overhead = Overhead()
+            larger = max(2, found.size // CALIBRATED_PART)
+            for size in sorted({max(2, larger // 2), larger}):
+                if not self._measure(tried, oracle, overhead, size):
+                    return self._tried("bisect", guess=size // 2, tried=tried)
+            self._look_again()
+            if not self._together.all(lambda: overhead.is_known):
+                return self._checked(tried, oracle, found)
+            corrected = self._fitting(oracle, overhead)
+            if self._question.is_checked:
+                return self._checked(tried, oracle, corrected, overhead)
+            if corrected.size >= MUCH * found.size:
+                return self._answer(corrected, "calibrated", oracle, overhead)
+            self._explain(overhead, corrected.size)
+            if not self._measure(tried, oracle, overhead, corrected.size):
+                return self._tried("bisect", guess=corrected.size // 2, tried=tried)
+            better = self._fitting(oracle, overhead)
+            if better.size > corrected.size / MUCH and self._fits(tried, better.size):
+                return self._answer(better, "tried", oracle, overhead)
+            return self._answer(corrected, "tried", oracle, overhead)
+
+    def _look_again(self) -> None:
+        """Take off what the first real steps have taken for good, such as buffers of libraries."""
+        question = self._question
+        release_memory()
+        now = question.room().bytes + question.held()
+        if now < self._limit.bytes:
+            self._limit = self._limit._replace(bytes=now)
+
+    def _measure(self, tried: Trials, oracle: Oracle, overhead: Overhead, size: int) -> bool:
+        """Take a step, and note what it takes on top; False where memory runs out on any rank."""
+
+        def work() -> bool:
+            failures = tried.num_out_of_memory
+            took = tried.footprint(size)
+            if tried.num_out_of_memory > failures:
+                return False
+            overhead.note(size, took, oracle.peak(size) - self._question.held())
+            return True
+
+        return self._together.all(work)
+
+    def _checked(
+        self, tried: Trials, oracle: Oracle, found: Found, overhead: Overhead | None = None
+    ) -> Answer:
+        """Take a step of the size itself; if it does not fit, of a little less."""
+        for part in (1.0, LESS):
+            size = self._question.sizes.at_most(int(part * found.size))
+            if size is not None and self._fits(tried, size):
+                return self._answer(
+                    Found(size, self._question.sizes.above(size), ()), "tried", oracle, overhead
+                )
+        return self._tried("bisect", guess=found.size // 2, tried=tried)
+
+    def _tried(
+        self, method: Method, guess: int | None = None, tried: Trials | None = None
+    ) -> Answer:
+        """The answer that trials alone give."""
+        question = self._question
+        if not question.is_here:
+            raise FitError(
+                cannot(
+                    f"try batch sizes for {question.limit}",
+                    why="memory can only be tried on the device that has it",
+                    instead="leave device_memory out to try on this one, or predict",
+                )
+            )
+        if tried is None:
+            with self._trying() as opened:
+                return self._tried(method, guess, opened)
+        guess = None if guess is None else max(guess, question.sizes.smallest)
+        try:
+            found = search(
+                lambda size: self._fits(tried, size), question.sizes, method=method, guess=guess
+            )
+        except FitError as error:
+            raise FitError(f"{error}\n{tried.last_error}") from None
+        return self._answer(found, "tried", None)
+
+    def _fits(self, tried: Trials, size: int) -> bool:
+        return self._together.all(lambda: tried.fits(size))
+
+    # What is said
+
+    def _explain(self, overhead: Overhead, size: int) -> None:
+        text = f"a process takes more than its tensors: {show_bytes(overhead.at(size))} at {size:,}"
+        is_heap = self._question.step.device.type == "cpu" and os.name == "posix"
+        if is_heap and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+            text += "; with MALLOC_MMAP_THRESHOLD_=65536 in its environment it would take less"
+        self._notes.append(text)
+
+    def _answer(
+        self,
+        found: Found,
+        certainty: Certainty,
+        oracle: Oracle | None,
+        overhead: Overhead | None = None,
+    ) -> Answer:
+        question = self._question
+        peaks: dict[int, int] = {}
+        if oracle is not None:
+            around = peaks_around(found.size, question.sizes)
+            peaks = {size: _needs(oracle, overhead, size) for size in around}
+        return Answer(
+            size=found.size,
+            certainty=certainty,
+            too_large=found.too_large,
+            limit=self._limit,
+            reserve=question.reserve,
+            peak=peaks.get(found.size),
+            cost=self._cost(),
+            notes=tuple(self._notes),
+            peaks=peaks,
+            oracle=oracle,
+        )
+
+    def _cost(self) -> Cost:
+        steps = {"fake": 0, "real": 0, "samples": 0}
+        for oracle in self._oracles:
+            samples = getattr(oracle, "num_samples", None)
+            steps["fake" if samples is None else "real"] += oracle.num_steps
+            steps["samples"] += samples or 0
+        return Cost(
+            fake_steps=steps["fake"],
+            real_steps=steps["real"] + sum(one.num_steps for one in self._trials),
+            num_samples=steps["samples"] + sum(one.num_samples for one in self._trials),
+            num_out_of_memory=sum(one.num_out_of_memory for one in self._trials),
+        )
+
+
+class _NoOracleError(FitError):
+    """An oracle cannot tell."""
+
+
+def _is_confirmed(oracle: Oracle, found: Found) -> bool:
+    """Whether steps of the sizes at both ends say the same; where not, the oracle has learnt."""
+    ends = [size for size in (found.size, found.too_large) if size is not None]
+    confirmed = [oracle.verify(size) for size in ends]  # both, so that it learns from both
+    return all(confirmed)
+
+
+def _needs(oracle: Oracle, overhead: Overhead | None, size: int) -> int:
+    return oracle.peak(size) + (0 if overhead is None else overhead.at(size))
+
+
+def _samples(size: int) -> str:
+    return f"{size:,} sample" if size == 1 else f"{size:,} samples"

@@ -1,0 +1,55 @@
+"""Several ranks that look for one answer: none is left waiting for another that has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from stretto.errors import FitError, cannot
+
+_FAILED = -1
+
+
+@final
+class Together:
+    """Lets ranks agree on the least of their numbers.
+
+    Args:
+        agree_minimum: returns the least of a number over all ranks; None: there is one rank.
+
+    >>> Together(lambda number: min(number, 3)).least(lambda: 8)
+    3
+    """
+
+    def __init__(self, agree_minimum: Callable[[int], int] | None = None) -> None:
+        self._agree = agree_minimum
+
+    def least(self, work: Callable[[], int]) -> int:
+        """Do some work on every rank, and return the least number that came of it on any.
+
+        An error on one rank ends the search on all: the others get a `FitError`, and none waits.
+
+        Raises:
+            FitError: another rank has failed.
+        """
+        if self._agree is None:
+            return work()
+        try:
+            number = work()
+        except BaseException:
+            self._agree(_FAILED)
+            raise
+        least = self._agree(number)
+        if least == _FAILED:
+            raise FitError(
+                cannot(
+                    "find a batch size on this rank alone",
+                    why="another rank has failed",
+                    instead="look for the error that it shows",
+                )
+            )
+        return least
+
+    def all(self, work: Callable[[], bool]) -> bool:
+        """Do some work on every rank, and return whether it succeeded on all."""
+        return self.least(lambda: int(work())) == 1

@@ -1,0 +1,121 @@
+"""What a finder has found: the size, how sure that is, and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, final
+
+from stretto.memory.amounts import show_bytes
+from stretto.memory.limits import Room
+from stretto.memory.predict import Certainty
+from stretto.memory.search import Sizes
+
+
+class Oracle(Protocol):
+    """Says what a step needs: a prediction or a probe."""
+
+    @property
+    def certainty(self) -> Certainty:
+        """How sure it is."""
+
+    @property
+    def reason(self) -> str:
+        """Why it is that sure."""
+
+    def peak(self, size: int) -> int:
+        """Return the bytes that a batch of that size needs at once."""
+
+    def verify(self, size: int) -> bool:
+        """Return whether a step of that size confirms it."""
+
+
+class Cost(NamedTuple):
+    """What it took to find an answer."""
+
+    fake_steps: int = 0
+    """Steps on tensors that have no memory."""
+    real_steps: int = 0
+    num_samples: int = 0
+    """Samples in the real steps."""
+    num_out_of_memory: int = 0
+    """How many of the real steps ran out of memory."""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.fake_steps} steps without memory, {self.real_steps} real ones with "
+            f"{self.num_samples:,} samples, {self.num_out_of_memory} out of memory, "
+            f"{self.seconds:.2g} s"
+        )
+
+
+class Row(NamedTuple):
+    """A line of the table of an answer."""
+
+    size: int
+    peak: int
+    headroom: int
+    """What is left of the limit; negative where that size exceeds it."""
+
+
+def peaks_around(size: int, sizes: Sizes) -> list[int]:
+    """Return sizes that show how an answer came about: parts of it, itself, and what is beyond.
+
+    >>> peaks_around(100, Sizes())
+    [1, 12, 25, 50, 75, 100, 101, 125, 150]
+    """
+    parts = [size // 8, size // 4, size // 2, 3 * size // 4, size, 5 * size // 4, 3 * size // 2]
+    wanted = [sizes.smallest, sizes.above(size), *(sizes.at_most(part) for part in parts)]
+    return sorted({one for one in wanted if one is not None})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The largest micro-batch that fits, how sure that is, and what it cost to know.
+
+    `str(answer)` says all of it.
+    """
+
+    size: int
+    """Samples of the largest micro-batch that fits."""
+    certainty: Certainty
+    """`exact` (each allocation followed), `upper bound` (it needs at most what is said, so more
+    may fit), `estimate` (it may need more than is said), `calibrated` (corrected by small real
+    steps) or `tried` (a real step of this size was taken)."""
+    too_large: int | None
+    """The next size known not to fit; None where the largest that was wanted does."""
+    limit: Room
+    """What a step may use: what is free, and what the model and its optimizer have already."""
+    reserve: int
+    """Bytes of it that are left free on purpose."""
+    peak: int | None
+    """What a step of this size needs; None where only trials know."""
+    cost: Cost
+    notes: tuple[str, ...] = ()
+    """Why it is as sure as it is, and what was learnt on the way."""
+    peaks: Mapping[int, int] = field(default_factory=dict, repr=False)
+    """What other sizes need, where an oracle has said so."""
+    oracle: Any = field(default=None, repr=False, compare=False)
+    """The `Prediction` or probe behind it; None where only trials know."""
+
+    def rows(self) -> Sequence[Row]:
+        """Return what sizes around the answer need, the answer among them."""
+        return [
+            Row(size, peak, self.limit.bytes - self.reserve - peak)
+            for size, peak in sorted(self.peaks.items())
+        ]
+
+    def __str__(self) -> str:
+        lines = [f"largest micro-batch that fits: {self.size:,} samples ({self.certainty})"]
+        limit = f"{self.limit}, {show_bytes(self.reserve)} of it left free"
+        if self.peak is None:
+            lines.append(f"in {limit}")
+        else:
+            lines.append(f"it needs {show_bytes(self.peak)} of {limit}")
+        if self.too_large is not None:
+            lines.append(f"{self.too_large:,} samples would not fit")
+        lines += self.notes
+        lines.append(f"cost: {self.cost}")
+        return "\n".join(lines)
