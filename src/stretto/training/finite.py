@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from typing import final
 
 import torch
@@ -39,21 +39,27 @@ class FiniteCheck:
             (group, torch.zeros(1, device=device), torch.ones(1, device=device))
             for (device, _), group in groups.items()
         ]
+        everything = [parameter for group in groups.values() for parameter in group]
+        self._is_plain = not any(p.is_complex() or hasattr(p, "to_local") for p in everything)
 
     def passes(self, losses: Iterable[Tensor]) -> bool:
         """Return whether every loss and every element of the gradient is finite."""
-        found = []
-        for parameters, flag, one in self._groups:
-            gradients = [_local(p.grad) for p in parameters if p.grad is not None]
-            if gradients:
-                # What loss scaling asks for every step, in one kernel; 1 leaves the gradient alone.
-                flag.zero_()
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, one)
-                found.append(flag)
+        flags = [self._flag(*group) for group in self._groups]
         # Read only now: reading waits for the device.
-        return all(math.isfinite(loss.item()) for loss in losses) and not any(
-            flag.item() for flag in found
+        return all(isfinite(loss.item()) for loss in losses) and not any(
+            flag.item() for flag in flags
         )
+
+    def _flag(self, parameters: Sequence[nn.Parameter], flag: Tensor, one: Tensor) -> Tensor:
+        """Set `flag` to 1 if a gradient is not finite."""
+        flag.zero_()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if gradients:
+            if not self._is_plain or any(gradient.is_sparse for gradient in gradients):
+                gradients = [_local(gradient) for gradient in gradients]
+            # What loss scaling asks for every step, in one kernel; 1 leaves the gradient alone.
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, one)
+        return flag
 
 
 @final
@@ -78,7 +84,8 @@ class SkippedSteps:
         """
         self.count += 1
         self._in_a_row += 1
-        if self._in_a_row == MOST_IN_A_ROW:
+        if self._in_a_row >= MOST_IN_A_ROW:
+            self._in_a_row = 0
             raise TrainingError(
                 cannot(
                     f"go on behind {at.get('sp')}",
