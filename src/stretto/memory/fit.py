@@ -61,6 +61,33 @@ def fit(recordings: Sequence[Recording], *, noise: Fraction = Fraction(0)) -> Me
     return curve
 
 
+def settled(first: Recording, steady: Recording) -> Recording | None:
+    """Return what the first step of a run would have been, had the optimizer had its state.
+
+    `first` gives the bytes of what comes before the update, `steady` all else: what an update
+    allocates does not depend on the batch. None where they do not allocate alike before it.
+    """
+    given, wanted = _before_update(first), _before_update(steady)
+    origins = [
+        [recording.allocations[i][1:] for i in indices]
+        for recording, indices in ((first, given), (steady, wanted))
+    ]
+    if origins[0] != origins[1]:
+        return None
+    allocations = list(steady.allocations)
+    for source, target in zip(given, wanted, strict=True):
+        allocations[target] = first.allocations[source]
+    return Recording(first.size, allocations, steady.events)
+
+
+def _before_update(recording: Recording) -> list[int]:
+    return [
+        index
+        for index, one in enumerate(recording.allocations)
+        if one.place.phase != "optimizer" and one.category != "optimizer"
+    ]
+
+
 def _straight(
     sizes: Sequence[int], counts: Sequence[int], noise: Fraction
 ) -> tuple[int | Fraction, ...]:

@@ -13,7 +13,7 @@ from stretto.errors import FitError, StrettoError, cannot
 from stretto.memory.answers import Answers
 from stretto.memory.curve import MAXIMUM, MemoryCurve, Peak, largest
 from stretto.memory.fakes import FakeWorld
-from stretto.memory.fit import fit
+from stretto.memory.fit import fit, settled
 from stretto.memory.recording import Place, Recording
 from stretto.memory.rewind import RandomState
 from stretto.memory.step import TrainingStep
@@ -91,7 +91,7 @@ class Prediction:
 class _Run:
     """Fake steps of several sizes, with the same answers to what fakes cannot tell.
 
-    The first is taken twice: the optimizer makes its state in it, and every later step finds it.
+    The optimizer makes its state in the first, and every later step finds it.
     """
 
     def __init__(self, step: TrainingStep, make_batch: Callable[[int], Any], value: int) -> None:
@@ -104,8 +104,9 @@ class _Run:
             self._step = self._world.step(step)
         except Exception as error:  # whatever a copy of a user's model may raise
             raise _cannot_copy(error) from error
-        self.record(SIZES[0])
-        self._recordings = [self.record(size) for size in SIZES]
+        first, steady = (self.record(size) for size in SIZES)
+        alike = settled(first, steady)
+        self._recordings = [alike or self.record(SIZES[0]), steady]
         self._verified = set(SIZES)
         self.curve = fit(self._recordings)
 

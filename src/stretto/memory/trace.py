@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.data.containers import mapped
@@ -19,6 +20,8 @@ from stretto.memory.modules import ModuleWatch
 from stretto.memory.recording import Allocation, Category, Event, Place, Recording
 from stretto.memory.step import TrainingStep
 
+_DEVICE = torch.ops.prim.device.default
+_LIFT = torch.ops.aten.lift_fresh.default
 BEFORE = Place("before", "")
 
 
@@ -45,7 +48,10 @@ class StorageTrace(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        for argument in args:
+        if func is _DEVICE:  # asked for twice in each operation: answered at once
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        # What torch.tensor makes is new, though it comes as an argument.
+        for argument in () if func is _LIFT else args:
             if isinstance(argument, Tensor):
                 self._find(argument, "other")
             elif isinstance(argument, (list, tuple)):
