@@ -92,3 +92,10 @@ def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
         locked(tmp_path / "run"),
     ):
         pass
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
+def test_a_full_disk_keeps_nobody_from_holding_a_folder(tmp_path: Path) -> None:
+    (tmp_path / LOCK).symlink_to("/dev/full")
+    with locked(tmp_path), pytest.raises(TrainingError, match="another run"), locked(tmp_path):
+        pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -26,7 +26,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a+", encoding="utf-8")
+        file = (folder / LOCK).open("a+b", buffering=0)
     except OSError as error:
         raise unwritable(folder, error) from error
     with file:
@@ -40,7 +40,7 @@ def locked(folder: Path) -> Iterator[None]:
             _held.discard(file)
 
 
-_held: set[IO[str]] = set()
+_held: set[IO[bytes]] = set()
 
 
 @cache
@@ -49,25 +49,26 @@ def _watch_forks() -> None:
     os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])
 
 
-def _hold(file: IO[str], folder: Path) -> None:
+def _hold(file: IO[bytes], folder: Path) -> None:
     import fcntl  # where there is one
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
+        holder = file.read(200).decode(errors="replace").strip()
         raise TrainingError(
             cannot(
                 f"train in {folder}",
-                why=f"another run is writing there ({file.read(200).strip() or 'unknown'})",
+                why=f"another run is writing there ({holder or 'unknown'})",
                 instead="wait until it ends, or choose another folder",
             )
         ) from None
     except OSError:
         return
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    with suppress(OSError):  # a full disk: who holds the folder is only for the message
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
 
 def unwritable(folder: Path, error: OSError) -> TrainingError:
