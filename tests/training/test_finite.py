@@ -190,3 +190,12 @@ def test_overflow_under_loss_scaling_is_skipped_and_counted(problem: Make) -> No
 def test_a_choice_that_does_not_exist_is_refused() -> None:
     with pytest.raises(TrainingError, match="write 'stop', 'skip', 'ignore'"):
         Stepping(non_finite="raise")  # type: ignore[arg-type]
+
+
+def test_who_goes_on_where_all_is_lost_is_told_again() -> None:
+    skipped = SkippedSteps()
+    for _ in range(2):
+        for _ in range(MOST_IN_A_ROW - 1):
+            skipped.add(Timestamp())
+        with pytest.raises(TrainingError, match="20 steps in a row"):
+            skipped.add(Timestamp())
