@@ -91,9 +91,7 @@ def test_a_metric_that_nobody_measures_is_refused(problem: Make, tmp_path: Path)
 
 
 def test_a_best_that_could_not_be_written_does_not_cost_the_one_before() -> None:
-    best = Best(
-        Checkpointing(monitor="validation/loss"), [Evaluation([1.0])]
-    )
+    best = Best(Checkpointing(monitor="validation/loss"), [Evaluation([1.0])])
     assert best.is_beaten({"validation/loss": 2.0}, 10)
     best.confirm(10)
     assert best.is_beaten({"validation/loss": 1.0}, 20)
@@ -101,3 +99,29 @@ def test_a_best_that_could_not_be_written_does_not_cost_the_one_before() -> None
     assert not best.is_beaten({"validation/loss": 1.0}, 30)
     best.confirm(20)
     assert [path.name[-2:] for path in best.paths(Path())] == ["20"]
+
+
+def test_a_best_that_was_never_written_is_not_taken_for_one_after_a_resume() -> None:
+    settings, evaluations = Checkpointing(monitor="validation/loss"), [Evaluation([1.0])]
+    best = Best(settings, evaluations)
+    assert best.is_beaten({"validation/loss": 2.0}, 10)
+    best.confirm(10)
+    assert best.is_beaten({"validation/loss": 1.0}, 20)
+    resumed = Best(settings, evaluations)
+    resumed.load_state_dict(best.state_dict())
+    assert [path.name[-2:] for path in resumed.paths(Path())] == ["10", "20"]
+
+
+def test_a_resume_from_before_the_first_best_forgets_it(problem: Make, tmp_path: Path) -> None:
+    run = problem()
+    trainer = run.trainer(
+        folder=tmp_path,
+        max_duration="4ba",
+        evaluate=Evaluation(run.data, "2ba"),
+        checkpoint=Checkpointing("1ba", keep=9, monitor="validation/loss"),
+    )
+    trainer.fit()
+    assert trainer._loop.best.sample is not None
+    trainer.resume(tmp_path / "checkpoints" / "checkpoint-000000000008")
+    assert trainer._loop.best.sample is None
+    assert trainer._loop.best.value == math.inf

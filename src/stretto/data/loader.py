@@ -236,6 +236,20 @@ class StepLoader(Iterator[Step]):
         self._decisions.state, self._decisions.signals = plan.state, signals
         return timer.timestamp
 
+    def take_back(self) -> None:
+        """Yield the step in hand once more, if there is one: it could not be taken.
+
+        >>> loader = StepLoader([1, 2, 3, 4], 2, max_duration="1ep", shuffle=False)
+        >>> next(loader).timestamp.sample
+        0
+        >>> loader.take_back()
+        >>> next(loader).timestamp.sample
+        0
+        """
+        if self._pending is not None:
+            self._pending = None
+            self.close()
+
     def example_batch(self, count: int) -> Any:
         """Return a batch of `count` samples, or all there are, from all over a map-style data set.
 

@@ -30,6 +30,7 @@ class Best:
         self.value = math.inf * self._sign
         self.sample: int | None = None
         """The position at which it was measured; None before the first."""
+        # Of the best one whose checkpoint is whole.
         self._kept: int | None = None
         if self._monitor is not None:
             names = [f"{one.name}/{name}" for one in evaluations for name in ("loss", *one.metrics)]
@@ -59,13 +60,23 @@ class Best:
     def state_dict(self) -> dict[str, Any]:
         """Return what is best so far."""
         value = None if math.isinf(self.value) else self.value
-        return {"monitor": self._monitor, "value": value, "sample": self.sample}
+        return {
+            "monitor": self._monitor,
+            "value": value,
+            "sample": self.sample,
+            "kept": self._kept,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what was best, if that was the same metric."""
+        self.start_over()
         if state["monitor"] == self._monitor and state["value"] is not None:
             self.value, self.sample = float(state["value"]), state["sample"]
-            self._kept = self.sample
+            self._kept = state.get("kept", self.sample)
+
+    def start_over(self) -> None:
+        """Forget what was best."""
+        self.value, self.sample, self._kept = math.inf * self._sign, None, None
 
 
 def _not_measured(monitor: str, names: Sequence[str]) -> TrainingError:

@@ -155,11 +155,10 @@ class Loop:
             self._end_epochs(before, after)
         if self.log_is_due(before, after):
             self._log(step)
-        for evaluator in self.evaluators:
-            if evaluator.is_due(before, after):
-                self._measure(evaluator)
+        is_best = self._measure([one for one in self.evaluators if one.is_due(before, after)])
         # The last one comes after the last line of metrics (see `_end`).
-        if self.saver.is_due(before, after) and not self.loader.horizon.is_done(after):
+        is_last = self.loader.horizon.is_done(after)
+        if (is_best or self.saver.is_due(before, after)) and not is_last:
             self._save()
         if self.flush_is_due(before, after):
             self.recorder.flush()
@@ -179,9 +178,7 @@ class Loop:
         if step is not None and self.logged_at != self.timer.batch:
             self._log(step)
         if not self._is_stopped:
-            for evaluator in self.evaluators:
-                if evaluator.measured_at != self.timer.batch:
-                    self._measure(evaluator)
+            self._measure([one for one in self.evaluators if one.measured_at != self.timer.batch])
         if not is_cut:
             self._save()
         self._announce(self.recorder.paused(self.saver.wait))
@@ -199,11 +196,13 @@ class Loop:
         self.events.tell("on_evaluation_end", evaluator.name, metrics)
         return named
 
-    def _measure(self, evaluator: Evaluator) -> None:
-        """Evaluate between two batches; keep what is best so far."""
-        metrics = self.evaluate(evaluator)
-        if self.best.is_beaten(metrics, self.timer.sample):
-            self._save()
+    def _measure(self, evaluators: Sequence[Evaluator]) -> bool:
+        """Evaluate between two batches; return whether the model is the best so far.
+
+        A checkpoint of it waits for all of them, or it would not know of those that come later.
+        """
+        beaten = [self.best.is_beaten(self.evaluate(one), self.timer.sample) for one in evaluators]
+        return any(beaten)
 
     def _save(self) -> None:
         self._announce(self.recorder.paused(lambda: self.saver.begin(self.timer.timestamp)))

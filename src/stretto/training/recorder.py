@@ -206,24 +206,19 @@ class Recorder:
         self.flush()
         loss = self.loss.state_dict(self._ranks)
         if any(one is not None and one.is_waiting for one in (self._ledger, self._metrics)):
-            raise CheckpointError(
-                cannot(
-                    f"write a checkpoint of {self._folder}",
-                    why=f"{METRICS} and {LEDGER} cannot be written",
-                    instead="make room",
-                )
-            )
-        return {
-            "loss": loss,
-            "files": {file.name: file.stat().st_size for file in self.files},
-        }
+            raise _no_checkpoint(self._folder, f"{METRICS} and {LEDGER} cannot be written")
+        try:
+            lengths = {file.name: file.stat().st_size for file in self.files}
+        except OSError as error:  # somebody has moved one
+            raise _no_checkpoint(self._folder, str(error)) from error
+        return {"loss": loss, "files": lengths}
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_own: bool) -> None:
         """Continue from saved sums, and where files are its own, from where those were."""
         self.loss.load_state_dict(state["loss"], self._ranks)
-        if is_own:
-            self._goes_on = True
-            self._lengths = {name: int(state["files"][name]) for name in FILES}
+        # Files of this folder that belong to another past are none to go on with.
+        self._goes_on = is_own
+        self._lengths = {name: int(state["files"][name]) for name in FILES} if is_own else {}
 
     def start_over(self) -> None:
         """Empty the files: what a run left that had no checkpoint yet is done once more."""
@@ -237,6 +232,12 @@ class Recorder:
                 with path.open("r+b") as file:
                     file.truncate(min(length, path.stat().st_size))
         self._lengths = {}
+
+
+def _no_checkpoint(folder: Path | None, why: str) -> CheckpointError:
+    return CheckpointError(
+        cannot(f"write a checkpoint of {folder}", why=why, instead="make room, or put them back")
+    )
 
 
 def _another_run(folder: Path) -> TrainingError:

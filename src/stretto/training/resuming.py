@@ -13,7 +13,7 @@ from stretto.checkpoint import (
     open_checkpoint,
 )
 from stretto.errors import CheckpointError, TrainingError, cannot
-from stretto.training.lock import locked
+from stretto.training.lock import locked, unwritable
 from stretto.training.ranks import Ranks
 
 FOLDER = "checkpoints"
@@ -67,7 +67,10 @@ def set_newer_aside(run_folder: Path, sample: int) -> list[Path]:
             number = 1
             while (target := path.with_name(f"{path.name}.old{number}")).exists():
                 number += 1
-            moved.append(path.rename(target))
+            try:
+                moved.append(path.rename(target))
+            except OSError as error:
+                raise unwritable(path.parent, error) from error
     return moved
 
 

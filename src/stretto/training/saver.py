@@ -20,6 +20,7 @@ from stretto.checkpoint import (
     abandon_checkpoint,
     begin_checkpoint,
     checkpoint_path,
+    checkpoints,
     encode_records,
     finish_checkpoint,
     keep,
@@ -140,8 +141,10 @@ class Saver:
         return earlier
 
     def owns(self, path: Path) -> bool:
-        """Return whether a checkpoint lies in the run folder."""
-        return self.folder is not None and path.resolve().parent == self.folder.resolve()
+        """Return whether a checkpoint is one of the run's; one that was set aside is not."""
+        return self.folder is not None and path.resolve() in [
+            one.resolve() for one in checkpoints(self.folder)
+        ]
 
     def progress(self) -> Progress:
         """Return how far this rank is, for the sum over all of them."""
@@ -162,8 +165,7 @@ class Saver:
         elif told.finished:
             self._job = None
             job.end()
-            self.saved_at, self.failure = job.sample, None
-            self._best.confirm(job.sample)
+            self._note_whole(job)
             return job.path
         elif told.written == self._ranks.world_size:
             job.all_written.set()
@@ -181,10 +183,18 @@ class Saver:
 
     def close(self) -> None:
         """Leave nothing running, also where the ranks cannot agree any more."""
-        if self._job is not None:
-            self._report(self._job.end())
-            self._job = None
+        job, self._job = self._job, None
+        if job is not None:
+            error = job.end()
+            if error is None and job.progress().finished:
+                self._note_whole(job)
+            else:
+                self._report(error)
         self._copies = HostCopies()
+
+    def _note_whole(self, job: _Job) -> None:
+        self.saved_at, self.failure = job.sample, None
+        self._best.confirm(job.sample)
 
     def _report(self, error: Exception | None) -> None:
         self.failure = str(error) if error is not None else "another rank could not write"

@@ -199,6 +199,9 @@ class RunState:
         self._skipped.load_state_dict(records.get("skipped", {"count": 0, "in_a_row": 0}))
         if is_own and "best" in records:
             self._best.load_state_dict(records["best"])
+            self._best.confirm(self._loader.timer.sample)  # which is the one that is read
+        else:
+            self._best.start_over()
 
 
 def _stored(checkpoint: CheckpointReader, group: str) -> dict[str, Stored]:

@@ -286,10 +286,12 @@ class Trainer:
             raise self._refusal
         loop, events = self._loop, self._loop.events
         loop.stop_reason = None
-        with ExitStack() as held:
+        # The folder is let go of last, when nothing is written there any more.
+        with ExitStack() as folder, ExitStack() as held:
             held.callback(loop.recorder.close)
             held.callback(loop.saver.close)
-            self._open(held)
+            self.loader.take_back()
+            self._open(folder)
             held.enter_context(loop.interrupts)
             self.model.train()
             self.optimizer.zero_grad()  # a gradient from before is no part of the first batch
@@ -332,8 +334,9 @@ class Trainer:
         with a warning.
 
         Args:
-            path: `"auto"`: the newest, or begin anew where there is none; `"latest"`: the newest;
-                else the path of a checkpoint, or of the folder of another run.
+            path: `"auto"`: the newest, or begin anew where there is none (a trainer that has
+                trained goes on); `"latest"`: the newest; else the path of a checkpoint, or of the
+                folder of another run.
 
         Returns:
             What was resumed from; None where `"auto"` finds nothing.
@@ -345,7 +348,8 @@ class Trainer:
         """
         found = find_checkpoint(path, self.folder, self._ranks)
         if found is None:
-            self._loop.recorder.start_over()
+            if not self.timer.batch:
+                self._loop.recorder.start_over()
             return None
         saver = self._loop.saver
         is_own = saver.owns(found)
