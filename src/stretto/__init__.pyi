@@ -8,6 +8,7 @@ from stretto.batching import Fixed as Fixed
 from stretto.batching import FunctionRule as FunctionRule
 from stretto.batching import Hysteresis as Hysteresis
 from stretto.batching import IncreaseFunction as IncreaseFunction
+from stretto.batching import IncreaseInsteadOfDecay as IncreaseInsteadOfDecay
 from stretto.batching import LearningRateRule as LearningRateRule
 from stretto.batching import LinearRamp as LinearRamp
 from stretto.batching import LinearRule as LinearRule
@@ -16,6 +17,7 @@ from stretto.batching import MultipleOf as MultipleOf
 from stretto.batching import NoRule as NoRule
 from stretto.batching import PeriodSizes as PeriodSizes
 from stretto.batching import PowerOfTwo as PowerOfTwo
+from stretto.batching import Seesaw as Seesaw
 from stretto.batching import Signals as Signals
 from stretto.batching import SizeFunction as SizeFunction
 from stretto.batching import Split as Split
@@ -44,6 +46,8 @@ from stretto.errors import UnitError as UnitError
 from stretto.memory import TrainingStep as TrainingStep
 from stretto.memory import find_batch_size as find_batch_size
 from stretto.memory import is_out_of_memory as is_out_of_memory
+from stretto.noise import NoiseEstimator as NoiseEstimator
+from stretto.noise import noise_terms as noise_terms
 from stretto.optim import Hyperparameters as Hyperparameters
 from stretto.optim import from_torch as from_torch
 from stretto.ordering import SampleOrder as SampleOrder
@@ -120,6 +124,7 @@ __all__ = [
     "Hyperparameters",
     "Hysteresis",
     "IncreaseFunction",
+    "IncreaseInsteadOfDecay",
     "InverseSqrt",
     "JsonLinesLogger",
     "LearningRateRule",
@@ -136,6 +141,7 @@ __all__ = [
     "MultiStep",
     "MultipleOf",
     "NoRule",
+    "NoiseEstimator",
     "PeriodSizes",
     "Periods",
     "Plan",
@@ -147,6 +153,7 @@ __all__ = [
     "SampleOrder",
     "Schedule",
     "ScheduleError",
+    "Seesaw",
     "Signals",
     "SizeFunction",
     "Split",
@@ -173,6 +180,7 @@ __all__ = [
     "find_batch_size",
     "from_torch",
     "is_out_of_memory",
+    "noise_terms",
     "plan",
     "rampup",
     "sample_seed",

@@ -1,0 +1,209 @@
+"""`RatioAverage`: the ratio of two averages over the last steps, and how well it is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from statistics import NormalDist
+from typing import Any, NamedTuple, TypeGuard, final
+
+from stretto.errors import BatchSizeError, cannot, shown
+
+LARGEST = 1e100
+"""Values beyond it are taken for broken: their squares would come near the end of what a float
+holds, and no gradient has such a norm."""
+
+
+class Interval(NamedTuple):
+    """Where a ratio lies; `upper` is infinite where the data do not bound it.
+
+    >>> Interval(40.0, 60.0).is_within(3)
+    True
+    """
+
+    lower: float
+    upper: float
+
+    def is_within(self, factor: float) -> bool:
+        """Return whether its ends are at most a `factor` apart."""
+        return self.upper <= factor * self.lower
+
+
+UNKNOWN = Interval(0.0, math.inf)
+"""Nothing is known of a ratio of two positive numbers but that it is one."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RatioAverage:
+    """Weighted means of a numerator and a denominator, with their variances. A frozen value.
+
+    The two are averaged apart and divided at the end: the mean of the ratios of single steps is
+    another number, and has no finite variance where a denominator may be near zero. The weights
+    fall geometrically, by `1 - 2 / (window + 1)` a step, so that the means vary as those over
+    `window` steps would; they are means from the first step on, nothing has to be warmed up
+    (West 1979, "Updating mean and variance estimates", Communications of the ACM 22:532).
+
+    >>> average = RatioAverage()
+    >>> for numerator, denominator in [(9.0, 1.0), (11.0, 3.0), (10.0, 2.0)]:
+    ...     average = average.extended(numerator, denominator, window=100)
+    >>> average.steps, round(average.ratio, 2)
+    (3, 4.99)
+    """
+
+    steps: int = 0
+    weight: float = 0.0
+    weight_squares: float = 0.0
+    numerator: float = 0.0
+    """The mean of the numerators."""
+    denominator: float = 0.0
+    """The mean of the denominators."""
+    spread_numerator: float = 0.0
+    """The weighted sum of squared deviations of the numerators; so on for the others."""
+    spread_both: float = 0.0
+    spread_denominator: float = 0.0
+
+    def extended(
+        self, numerator: float | None, denominator: float | None, *, window: int
+    ) -> RatioAverage:
+        """Return the average with one more step; the same where a value is none or not finite."""
+        if not _is_plausible(numerator) or not _is_plausible(denominator):
+            return self
+        kept = 1.0 - 2.0 / (window + 1)
+        weight = kept * self.weight + 1.0
+        off_x, off_y = numerator - self.numerator, denominator - self.denominator
+        share = kept * self.weight / weight
+        return RatioAverage(
+            self.steps + 1,
+            weight,
+            kept * kept * self.weight_squares + 1.0,
+            self.numerator + off_x / weight,
+            self.denominator + off_y / weight,
+            kept * self.spread_numerator + share * off_x * off_x,
+            kept * self.spread_both + share * off_x * off_y,
+            kept * self.spread_denominator + share * off_y * off_y,
+        )
+
+    @property
+    def effective_steps(self) -> float:
+        """How many steps of equal weight would give means that vary as these do."""
+        return self.weight * self.weight / self.weight_squares if self.steps else 0.0
+
+    @property
+    def ratio(self) -> float | None:
+        """Numerator over denominator; None where that is not a positive number."""
+        if not (self.numerator > 0 and self.denominator > 0):
+            return None
+        ratio = self.numerator / self.denominator
+        return ratio if math.isfinite(ratio) else None
+
+    def interval(self, confidence: float) -> Interval:
+        """Return where the ratio of the true means lies, with this probability.
+
+        Fieller's interval (1954, "Some problems in interval estimation", Journal of the Royal
+        Statistical Society B 16:175): all ratios R for which the mean of `numerator - R *
+        denominator` differs from zero by no more than chance allows. It is exact where means are
+        normal, skew as the ratio is, and has no upper end where the denominator may be zero. Steps
+        count as independent, which gradients of disjoint batches are.
+        """
+        unbiased = self.weight - self.weight_squares / self.weight if self.steps else 0.0
+        if not unbiased > 0:
+            return UNKNOWN
+        # Everything in units of its own size, so that no product overflows or vanishes.
+        shrink = self.weight_squares / (self.weight * self.weight) / unbiased
+        x_unit = max(abs(self.numerator), math.sqrt(shrink * self.spread_numerator))
+        y_unit = max(abs(self.denominator), math.sqrt(shrink * self.spread_denominator))
+        unit = x_unit / y_unit if y_unit > 0 else math.inf
+        if not (x_unit > 0 and 0 < unit < math.inf):
+            return UNKNOWN
+        x, y = self.numerator / x_unit, self.denominator / y_unit
+        reach = student(confidence, self.effective_steps - 1.0) ** 2 * shrink
+        a = y * y - reach * (self.spread_denominator / y_unit / y_unit)
+        b = x * y - reach * (self.spread_both / x_unit / y_unit)
+        c = x * x - reach * (self.spread_numerator / x_unit / x_unit)
+        return _positive_part(a, b, c, unit, is_positive=x > 0 and y > 0)
+
+    def to_state(self) -> dict[str, int | float]:
+        """Return the average as JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> RatioAverage:
+        """Return the average that `to_state` described; other keys are left alone."""
+        return cls(**{one.name: state[one.name] for one in fields(cls)})
+
+
+def student(confidence: float, freedom: float) -> float:
+    """Return how many standard errors hold a mean with probability `confidence`.
+
+    Student's distribution, by its expansion in the inverse degrees of freedom (Abramowitz and
+    Stegun 26.7.5): within 0.5 percent from 5 degrees on.
+
+    >>> round(student(0.95, 20), 3), round(student(0.95, 1e9), 3)
+    (2.086, 1.96)
+    """
+    z = NormalDist().inv_cdf(0.5 + confidence / 2.0)
+    v = max(freedom, 1.0)
+    first = (z**3 + z) / 4.0
+    second = (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / 96.0
+    third = (3.0 * z**7 + 19.0 * z**5 + 17.0 * z**3 - 15.0 * z) / 384.0
+    return z + first / v + second / v**2 + third / v**3
+
+
+def checked_window(window: object) -> int:
+    """Return the number of steps that an average is over.
+
+    Raises:
+        BatchSizeError: it is not an integer of at least 2.
+    """
+    if type(window) is not int or window < 2:
+        raise BatchSizeError(
+            cannot(
+                f"average over {shown(window)} steps",
+                why="it is not an integer of at least 2",
+                instead="write a number of steps such as window=100",
+            )
+        )
+    return window
+
+
+def checked_confidence(confidence: object) -> float:
+    """Return the probability with which an interval holds.
+
+    Raises:
+        BatchSizeError: it is not a number between 0 and 1.
+    """
+    if isinstance(confidence, bool) or not isinstance(confidence, (int, float)):
+        raise _no_confidence(confidence)
+    if not 0 < confidence < 1:
+        raise _no_confidence(confidence)
+    return float(confidence)
+
+
+def _positive_part(a: float, b: float, c: float, unit: float, *, is_positive: bool) -> Interval:
+    """The positive ratios R with `a R^2 - 2 b R + c <= 0`."""
+    root = math.sqrt(max(0.0, b * b - a * c))
+    if c <= 0 or b + root <= 0:  # the numerator may be zero
+        lower = 0.0
+    else:
+        lower = c / (b + root)
+    if a <= 0:  # the denominator may be zero
+        return Interval(lower * unit, math.inf)
+    if not is_positive:
+        return UNKNOWN  # surely negative, which no variance or square is: something is wrong
+    return Interval(lower * unit, (b + root) / a * unit)
+
+
+def _is_plausible(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value) and abs(value) <= LARGEST
+
+
+def _no_confidence(confidence: object) -> BatchSizeError:
+    return BatchSizeError(
+        cannot(
+            f"be sure with a probability of {shown(confidence)}",
+            why="it is not a number between 0 and 1",
+            instead="write a number such as confidence=0.9",
+        )
+    )

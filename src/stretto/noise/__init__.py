@@ -1,0 +1,13 @@
+"""The gradient noise scale: from what batch size on larger batches bring little, measured."""
+
+from stretto.batching.averages import Interval
+from stretto.noise.estimator import NoiseEstimator
+from stretto.noise.terms import NoiseSums, NoiseTerms, noise_terms
+
+__all__ = [
+    "Interval",
+    "NoiseEstimator",
+    "NoiseSums",
+    "NoiseTerms",
+    "noise_terms",
+]

@@ -1,0 +1,102 @@
+"""`NoiseEstimator`: the noise scale over many steps, with what is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, final
+
+from stretto.batching.averages import (
+    Interval,
+    RatioAverage,
+    checked_confidence,
+    checked_window,
+)
+from stretto.noise.terms import NoiseTerms, noise_terms
+
+LEAST_STEPS = 20
+"""Below it the spread of the steps is itself too badly known."""
+_FACTOR = 3.0
+
+
+@final
+class NoiseEstimator:
+    """Averages what steps measure into `B_simple = tr(Sigma) / |mu|^2`, the gradient noise scale.
+
+    It is the batch size at which the noise of the gradient is as large as the gradient (McCandlish
+    et al. 2018, arXiv 1812.06162, equation 2.9). Numerator and denominator are averaged apart, with
+    weights that fall geometrically, and divided at the end; the interval is Fieller's. No number
+    is given before 20 steps were measured (or three quarters of a shorter window) and the interval
+    spans at most a factor of 3.
+
+    >>> estimator = NoiseEstimator(window=50)
+    >>> for step in range(40):
+    ...     estimator.observe([3.0 + step % 2, 5.0, 4.0, 4.0], [8, 8, 8, 2], whole=2.0)
+    >>> round(estimator.noise_scale, 1), [round(end, 1) for end in estimator.interval]
+    (14.6, [14.0, 15.2])
+
+    Args:
+        window: how many steps the averages are over.
+        confidence: the probability with which the interval holds the true ratio.
+
+    Raises:
+        BatchSizeError: `window` or `confidence` cannot be.
+    """
+
+    __slots__ = ("_average", "_confidence", "_window")
+
+    def __init__(self, *, window: int = 100, confidence: float = 0.95) -> None:
+        self._window = checked_window(window)
+        self._confidence = checked_confidence(confidence)
+        self._average = RatioAverage()
+
+    def add(self, terms: NoiseTerms | None) -> None:
+        """Take what one step measured; what is None or not finite is passed over."""
+        if terms is not None:
+            self._average = self._average.extended(*terms, window=self._window)
+
+    def observe(self, squares: Iterable[float], sizes: Iterable[float], whole: float) -> None:
+        """Take the squared norms of one step's gradients, as `noise_terms` does."""
+        self.add(noise_terms(squares, sizes, whole))
+
+    @property
+    def steps(self) -> int:
+        """How many steps were measured."""
+        return self._average.steps
+
+    @property
+    def numerator(self) -> float | None:
+        """The average of tr(Sigma); None before the first step."""
+        return self._average.numerator if self.steps else None
+
+    @property
+    def denominator(self) -> float | None:
+        """The average of |mu|^2; None before the first step."""
+        return self._average.denominator if self.steps else None
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the noise scale is known well enough to be told."""
+        enough = self._average.effective_steps >= min(LEAST_STEPS, 0.75 * self._window)
+        return enough and self._interval.is_within(_FACTOR) and self._average.ratio is not None
+
+    @property
+    def noise_scale(self) -> float | None:
+        """`B_simple` in samples; None before it is steady."""
+        return self._average.ratio if self.is_steady else None
+
+    @property
+    def interval(self) -> Interval | None:
+        """Where `B_simple` lies with the probability `confidence`; None before it is steady."""
+        return self._interval if self.is_steady else None
+
+    @property
+    def _interval(self) -> Interval:
+        return self._average.interval(self._confidence)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages as JSON."""
+        return self._average.to_state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from saved averages."""
+        self._average = RatioAverage.from_state(state)

@@ -1,0 +1,99 @@
+"""The terms of one step: unbiased on problems with known truth, which the naive ones are not."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.noise.truths import TRUTHS, Truth
+
+from stretto.errors import TrainingError
+from stretto.noise import NoiseSums, NoiseTerms, noise_terms
+
+TRIALS = 3000
+EVEN, UNEVEN = (8, 8, 8, 8), (8, 8, 8, 2)
+Estimator = Callable[[Sequence[float], Sequence[int], float], NoiseTerms | None]
+
+
+def naive(squares: Sequence[float], sizes: Sequence[int], whole: float) -> NoiseTerms | None:
+    """What is often done: the last, smaller micro-batch is taken to be as large as the others."""
+    return noise_terms(squares, [sizes[0]] * len(sizes), whole)
+
+
+def standard_errors(
+    truth: Truth, sizes: Sequence[int], estimator: Estimator
+) -> tuple[float, float]:
+    """How many standard errors the means over many trials are away from the truth."""
+    chance = torch.Generator().manual_seed(1)
+    found = []
+    for squares, whole in truth.steps(TRIALS, sizes, chance):
+        terms = estimator(squares, sizes, whole)
+        assert terms is not None
+        found.append(terms)
+    away = []
+    for values, true in zip(zip(*found, strict=True), (truth.variance, truth.square), strict=True):
+        error = statistics.stdev(values) / math.sqrt(TRIALS)
+        away.append((statistics.fmean(values) - true) / error)
+    return away[0], away[1]
+
+
+@pytest.mark.parametrize("sizes", [EVEN, UNEVEN, (1, 30), (5, 1, 1)], ids=str)
+@pytest.mark.parametrize("problem", TRUTHS)
+def test_the_terms_are_unbiased(problem: str, sizes: Sequence[int]) -> None:
+    numerator, denominator = standard_errors(TRUTHS[problem], sizes, noise_terms)
+    assert abs(numerator) < 2
+    assert abs(denominator) < 2
+
+
+@pytest.mark.parametrize("problem", TRUTHS)
+def test_taking_uneven_groups_for_even_ones_fails_the_same_test(problem: str) -> None:
+    numerator, denominator = standard_errors(TRUTHS[problem], UNEVEN, naive)
+    assert numerator > 10
+    assert denominator < -2
+
+
+def test_the_naive_terms_are_right_for_even_groups() -> None:
+    numerator, denominator = standard_errors(TRUTHS["quadratic"], EVEN, naive)
+    assert abs(numerator) < 2
+    assert abs(denominator) < 2
+
+
+def test_sums_of_ranks_give_the_terms_of_all_their_groups() -> None:
+    squares, sizes, whole = [3.0, 5.0, 4.0, 7.0], [8, 8, 4, 2], 2.0
+    together = NoiseSums.of(squares, sizes=sizes, whole=whole)
+    first = NoiseSums.of(squares[:2], sizes=sizes[:2], whole=0.0)
+    second = NoiseSums.of(squares[2:], sizes=sizes[2:], whole=0.0)
+    whole_square = NoiseSums(0.0, 0.0, 0.0, 22.0**2 * whole)
+    assert first + second + whole_square == together
+    assert together.terms(22) == noise_terms(squares, sizes, whole)
+
+
+def test_units_may_be_parts_of_a_sample() -> None:
+    by_sample = NoiseSums.of([8.0, 4.0], sizes=[2, 2], whole=5.0).terms(4)
+    by_token = NoiseSums.of([8.0, 4.0], sizes=[20, 20], whole=5.0).terms(4)
+    assert by_sample == by_token
+
+
+def test_groups_without_units_do_not_count() -> None:
+    assert noise_terms([8.0, 4.0, 9.0], [2, 2, 0], 5.0) == noise_terms([8.0, 4.0], [2, 2], 5.0)
+    assert noise_terms([8.0, 9.0], [2, 0], 5.0) is None
+
+
+@given(
+    st.lists(st.floats(), min_size=0, max_size=5),
+    st.floats(),
+    st.lists(st.integers(0, 9), min_size=5, max_size=5),
+)
+def test_terms_are_finite_or_none(squares: list[float], whole: float, sizes: list[int]) -> None:
+    terms = noise_terms(squares, sizes[: len(squares)], whole)
+    assert terms is None or all(map(math.isfinite, terms))
+
+
+def test_each_group_has_a_size() -> None:
+    with pytest.raises(TrainingError, match="there are 1 sizes"):
+        noise_terms([1.0, 2.0], [3], 1.0)
