@@ -1,14 +1,18 @@
-"""What tests of memory share: ranks that are threads."""
+"""What tests of memory share: ranks that are threads, and the families of the benchmark."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 
 from stretto.memory.ranks import Together
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))  # for memory_families
 
 OnRanks: TypeAlias = Callable[[Sequence[Callable[[Together], Any]]], list[Any]]
 

@@ -59,7 +59,7 @@ def test_largest_is_verified_and_fits() -> None:
     largest = prediction.largest(10**8)
     assert largest is not None
     assert prediction.peak(largest) <= 10**8 < prediction.peak(largest + 1)
-    assert prediction.num_steps == 5
+    assert prediction.num_steps == 4
 
 
 def test_not_even_one_sample_fits() -> None:

@@ -11,7 +11,7 @@ from stretto.errors import FitError, cannot
 from stretto.memory.curve import FittedAllocation, MemoryCurve
 from stretto.memory.recording import Recording
 
-TOLERANCE = 0.01
+TOLERANCE = Fraction(1, 100)
 """How far recordings that do not allocate alike may be from a curve through them, of their peak."""
 
 
@@ -45,7 +45,8 @@ def fit(recordings: Sequence[Recording], *, noise: Fraction = Fraction(0)) -> Me
     """
     ordered = sorted(recordings, key=lambda recording: recording.size)
     model = ordered[-1]
-    if all(_shape(other) == _shape(model) for other in ordered):
+    are_alike = all(_shape(other) == _shape(model) for other in ordered)
+    if are_alike:
         columns = [[one.bytes for one in recording.allocations] for recording in ordered]
     else:
         columns = [_bytes_like(model, recording) for recording in ordered]
@@ -55,8 +56,9 @@ def fit(recordings: Sequence[Recording], *, noise: Fraction = Fraction(0)) -> Me
         for index, one in enumerate(model.allocations)
     ]
     curve = MemoryCurve(sizes, allocations, model.events)
-    for recording in ordered:
-        if abs(curve.peak(recording.size) - recording.peak) > TOLERANCE * recording.peak:
+    allowed = max(TOLERANCE, noise)
+    for recording in () if are_alike else ordered:
+        if abs(curve.peak(recording.size) - recording.peak) > allowed * recording.peak:
             raise _too_different(recording, model)
     return curve
 

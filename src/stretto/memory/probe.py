@@ -131,6 +131,7 @@ def probe(
     The events are the allocator's own, so the scratch of kernels, compiled modules, and whatever
     depends on values are seen. The steps leave no trace.
 
+    >>> import torch
     >>> model = nn.Linear(1000, 10)
     >>> step = TrainingStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).mean())
     >>> found = probe(step, lambda size: torch.ones(size, 1000))

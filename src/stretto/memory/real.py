@@ -26,6 +26,7 @@ def record_step(step: TrainingStep, batch: Any, size: int) -> Recording:
     The events are the allocator's own, so what kernels allocate for themselves is there too. The
     step changes weights, optimizer state and all else that a step changes.
 
+    >>> import torch
     >>> model = torch.nn.Linear(4, 1)
     >>> step = TrainingStep(model, torch.optim.SGD(model.parameters()), lambda m, x: m(x).mean())
     >>> record_step(step, torch.ones(2, 4), 2).peak > 4 * (4 + 1) + 4 * (2 * 4)
