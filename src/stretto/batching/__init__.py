@@ -25,6 +25,7 @@ from stretto.batching.rules import (
     NoRule,
     SquareRootRule,
 )
+from stretto.batching.seesaw import Continuous, Coupling, IncreaseInsteadOfDecay, Seesaw
 from stretto.batching.split import Split, split
 from stretto.batching.wrappers import AtLeast, AtMost, Monotone, MultipleOf, PowerOfTwo
 
@@ -33,12 +34,15 @@ __all__ = [
     "AtMost",
     "BatchSizePolicy",
     "BoundPolicy",
+    "Continuous",
+    "Coupling",
     "DoublingRamp",
     "Fixed",
     "FunctionRule",
     "Hold",
     "Hysteresis",
     "IncreaseFunction",
+    "IncreaseInsteadOfDecay",
     "LearningRateRule",
     "LinearRamp",
     "LinearRule",
@@ -50,6 +54,7 @@ __all__ = [
     "PolicyLike",
     "PolicyState",
     "PowerOfTwo",
+    "Seesaw",
     "Signals",
     "SizeFunction",
     "Split",

@@ -1,0 +1,338 @@
+"""`Seesaw` and `IncreaseInsteadOfDecay`: a decaying learning rate as a growing batch size.
+
+Each is a transform: a schedule goes in, and a pair comes out, a schedule and a batch size policy
+that belong together. Both are functions of time alone, so they are planned before the run.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypeAlias, final
+
+from stretto.batching.bound_coupling import BoundCoupledSizes, BoundCoupling
+from stretto.batching.decay import Decay, cannot_grow
+from stretto.batching.parse import PolicyLike, as_policy
+from stretto.batching.policy import BatchSizePolicy, BoundPolicy, TimedPolicy, checked_size
+from stretto.errors import BatchSizeError, ScheduleError, cannot, shown
+from stretto.schedules import BoundSchedule, RunScope, Schedule, ScheduleLike, Scope, as_schedule
+from stretto.timing import Horizon, Time, Timestamp
+from stretto.timing.number import exact, is_number
+from stretto.timing.time import Number
+
+Continuous: TypeAlias = Literal["continuous"]
+"""The batch grows whenever another sample fits in, not by a factor at once."""
+
+_FAR = Timestamp(*[2**62] * len(Timestamp._fields))
+"""After the end of any run: where a warm-up of the batch is over."""
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Coupling(ABC):
+    """A schedule that decays, and a batch size that takes over its decay or a part of it.
+
+    Wherever the schedule falls by a factor, the batch grows by it, and the learning rate falls by
+    what `power` leaves: `rate(t) = base(t) * (size(t) / reference) ** power` at every time, where
+    `base` is the schedule that constant batches of `reference` would have. That holds through
+    rounding and bounds, so from the `maximum` on it is the learning rate alone that falls.
+
+    >>> isinstance(Seesaw(1.0, 16), Coupling)
+    True
+    """
+
+    decay: Schedule
+    """The schedule of a run whose batch does not grow."""
+    size: BatchSizePolicy
+    """The sizes as they are without the growth: one, or a warm-up of the batch."""
+    factor: float | Continuous
+    """By how much the batch grows at once."""
+    smooth: bool
+    """Whether the learning rate follows the curve between two steps of the size."""
+    maximum: int | None
+    """The size beyond which the learning rate alone falls."""
+    multiple_of: int
+    """Only multiples of this, rounded down."""
+    reference: int | None
+    """The size that the schedule is meant for; None: that of the end of the warm-up."""
+
+    def __init__(
+        self,
+        decay: ScheduleLike,
+        size: PolicyLike,
+        *,
+        factor: float | Continuous = 2.0,
+        smooth: bool = False,
+        maximum: int | None = None,
+        multiple_of: int = 1,
+        reference: int | None = None,
+    ) -> None:
+        values = {
+            "decay": as_schedule(decay),
+            "size": as_policy(size),
+            "factor": _checked_factor(factor, smooth=smooth),
+            "smooth": smooth,
+            "maximum": None if maximum is None else checked_size(maximum),
+            "multiple_of": checked_size(multiple_of),
+            "reference": None if reference is None else checked_size(reference),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    @abstractmethod
+    def power(self) -> float:
+        """The power of the batch size that the learning rate goes by."""
+
+    @property
+    @final
+    def schedule(self) -> Schedule:
+        """The learning rate's schedule."""
+        return CoupledSchedule(self)
+
+    @property
+    @final
+    def policy(self) -> BatchSizePolicy:
+        """The batch sizes."""
+        return CoupledSizes(self)
+
+    @property
+    @final
+    def base(self) -> Schedule:
+        """The schedule that the same run with constant batches of `reference` would have.
+
+        It is `decay` itself; where the learning rate moves in steps, `decay` rounded up to one.
+        """
+        return CoupledSchedule(self, follows_size=False)
+
+    @final
+    def bind(self, horizon: Horizon) -> BoundCoupling:
+        """Resolve every time for one run.
+
+        Raises:
+            BatchSizeError: the schedule follows batches or wall time, does not fall on this run or
+                rises again, or falls to 0 where nothing bounds the size; or the sizes without the
+                growth are not a function of time, or begin beyond the maximum.
+            ConversionError: a time needs a fact that is not known.
+        """
+        horizon = horizon.with_batch_sizes(None)
+        decay, sizes = Decay.on(horizon, self.decay), self.size.bind(horizon)
+        if not isinstance(sizes, TimedPolicy):
+            why = f"{self.size!r} is not a function of time alone"
+            raise cannot_grow(self.decay, why, "write a number, steps or a ramp")
+        last = sizes.size_at(_FAR)
+        if self.maximum is not None and last > self.maximum:
+            why = f"it has {last} samples before, which is beyond the maximum of {self.maximum}"
+            raise cannot_grow(self.decay, why, f"write a maximum of {last} or more")
+        if decay.last == 0 and self.maximum is None:
+            why = "it falls to 0 before the end of the run, and nothing bounds the size"
+            raise cannot_grow(self.decay, why, "write a maximum such as 1024")
+        return BoundCoupling(
+            decay=decay,
+            sizes=sizes,
+            factor=None if self.factor == "continuous" else exact(self.factor),
+            smooth=self.smooth or self.factor == "continuous",
+            maximum=self.maximum,
+            multiple_of=self.multiple_of,
+            reference=self.reference or last,
+            power=self.power,
+        )
+
+    @final
+    def scaled(self, ratio: Number) -> Self:
+        """Return the pair with every time that is not a fraction of the run stretched."""
+        return type(self)(self.decay.scaled(ratio), self.size.scaled(ratio), **self._options())
+
+    @final
+    def _options(self) -> dict[str, Any]:
+        """The keyword arguments that differ from their defaults."""
+        defaults = {"factor": 2.0, "smooth": False, "multiple_of": 1}
+        names = ("factor", "smooth", "maximum", "multiple_of", "reference")
+        given = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in given.items() if value != defaults.get(name)}
+
+    @final
+    def __repr__(self) -> str:
+        options = "".join(f", {name}={value!r}" for name, value in self._options().items())
+        return f"{type(self).__name__}({self.decay!r}, {self.size!r}{options})"
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Seesaw(Coupling):
+    """Grow the batch while the learning rate decays by only the root of what it would have.
+
+    Wherever a schedule would divide the learning rate by `a`, divide it by `sqrt(a)` and multiply
+    the batch by `a`: about the same loss at the same samples in fewer optimizer steps, for Adam
+    and normalised SGD, as long as the batch stays below the critical size. Up to the peak of the
+    schedule nothing changes.
+
+    Formula: `rate(t) = base(t) * sqrt(size(t) / reference)`; with `factor` `a`, where the schedule
+    has been cut by `c(t)` since its peak and `k = floor(log_a(1 / c(t)))`, `size(t) = size * a**k`
+    and `base(t) = peak * a**-k` (`smooth`: the schedule itself). With `"continuous"`,
+    `size(t) = floor(size / c(t))`. Source: Meterez et al. 2025, Seesaw (arXiv 2510.14717),
+    algorithm 1.
+
+    >>> from stretto import Horizon, Linear, Seesaw, plan
+    >>> pair = Seesaw(Linear(1, 0), 8)
+    >>> run = plan(Horizon("640sp"), pair.policy, schedules={"lr": pair.schedule})
+    >>> [(stage.size, stage.batches, round(stage.values["lr"].first, 3)) for stage in run.stages]
+    [(8, 40, 1.0), (16, 10, 0.707), (32, 3, 0.5), (64, 1, 0.354)]
+
+    Args:
+        decay: a schedule that falls after an optional warm-up, with times in samples, epochs,
+            tokens or fractions of the run.
+        size: the size until the schedule has fallen, or a warm-up of the batch: steps or a ramp,
+            whose sizes are multiplied by the growth.
+        factor: by how much the batch grows at once, above 1; `"continuous"`: as soon as another
+            sample (or `multiple_of`) fits in.
+        smooth: let the learning rate follow the curve between two steps of the size, and rise
+            where the size does; left out, it moves in steps, too.
+        maximum: the size beyond which the learning rate alone falls.
+        multiple_of: only sizes that are multiples of this, rounded down.
+        reference: the size that the schedule is meant for; left out, that of the end of the
+            warm-up of the batch. Smaller sizes before have a smaller learning rate.
+
+    Raises:
+        BatchSizeError: a size is not an integer of at least 1, or there is no such factor; at
+            binding, the schedule or the sizes do not allow it.
+        ScheduleError: `decay` is not a schedule.
+    """
+
+    @property
+    def power(self) -> float:
+        """A half: the learning rate goes by the square root of the size."""
+        return 0.5
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class IncreaseInsteadOfDecay(Coupling):
+    """Grow the batch where the learning rate would decay, and leave the learning rate as it is.
+
+    Wherever a schedule would divide the learning rate by `a`, multiply the batch by `a`: with SGD,
+    about the same loss at the same samples in fewer optimizer steps. With Adam it grows the batch
+    too fast; use `Seesaw`. From the `maximum` on it is the learning rate that decays.
+
+    Formula: `rate(t) = base(t) * size(t) / reference`, with sizes as for `Seesaw`. Source: Smith et
+    al. 2018, "Don't Decay the Learning Rate, Increase the Batch Size" (arXiv 1711.00489).
+
+    >>> from stretto import Horizon, IncreaseInsteadOfDecay, MultiStep, plan
+    >>> pair = IncreaseInsteadOfDecay(MultiStep(["30%", "60%"], 0.2), 32, factor=5, maximum=200)
+    >>> run = plan(Horizon("9600sp"), pair.policy, schedules={"lr": pair.schedule})
+    >>> [(stage.size, stage.batches, round(stage.values["lr"].last, 3)) for stage in run.stages]
+    [(32, 90, 1.0), (160, 18, 1.0), (200, 20, 0.25)]
+
+    Args:
+        decay: a schedule that falls after an optional warm-up, with times in samples, epochs,
+            tokens or fractions of the run.
+        size: the size until the schedule has fallen, or a warm-up of the batch: steps or a ramp,
+            whose sizes are multiplied by the growth.
+        factor: by how much the batch grows at once, above 1; `"continuous"`: as soon as another
+            sample (or `multiple_of`) fits in, which is the way for a schedule that has steps.
+        smooth: let the learning rate follow the curve between two steps of the size, and rise
+            where the size does; left out, it moves in steps, too.
+        maximum: the size beyond which the learning rate alone falls.
+        multiple_of: only sizes that are multiples of this, rounded down.
+        reference: the size that the schedule is meant for; left out, that of the end of the
+            warm-up of the batch. Smaller sizes before have a smaller learning rate.
+
+    Raises:
+        BatchSizeError: a size is not an integer of at least 1, or there is no such factor; at
+            binding, the schedule or the sizes do not allow it.
+        ScheduleError: `decay` is not a schedule.
+    """
+
+    @property
+    def power(self) -> float:
+        """One: the learning rate goes by the size itself."""
+        return 1.0
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class CoupledSchedule(Schedule):
+    """The schedule of a `Coupling`, which covers the whole run."""
+
+    coupling: Coupling
+    follows_size: bool = True
+    """Whether it is that of the growing batch, or that of a constant one."""
+
+    def times(self) -> tuple[Time, ...]:
+        """Return the times of the decaying schedule."""
+        return self.coupling.decay.times()
+
+    def within(self, scope: Scope) -> BoundSchedule:
+        """Return the factor over the run as a function of the timestamp.
+
+        Raises:
+            BatchSizeError: the schedule or the sizes do not allow it.
+            ConversionError: a time needs a fact that is not known.
+            ScheduleError: it is inside a period, where the batch size is not.
+        """
+        if scope != RunScope(scope.horizon):
+            raise ScheduleError(
+                cannot(
+                    f"follow {self!r} in a period",
+                    why="its batch sizes are those of the whole run",
+                    instead="write the periods inside it: Seesaw(Periods([...]), 16)",
+                )
+            )
+        bound = self.coupling.bind(scope.horizon)
+        return bound.rate if self.follows_size else bound.base
+
+    def scaled(self, ratio: Number) -> CoupledSchedule:
+        """Return the schedule of the stretched pair."""
+        return CoupledSchedule(self.coupling.scaled(ratio), self.follows_size)
+
+    def __repr__(self) -> str:
+        return f"{self.coupling!r}.{'schedule' if self.follows_size else 'base'}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CoupledSizes(BatchSizePolicy):
+    """The batch sizes of a `Coupling`."""
+
+    coupling: Coupling
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Resolve every time for one run.
+
+        Raises:
+            BatchSizeError: the schedule or the sizes do not allow it.
+            ConversionError: a time needs a fact that is not known.
+        """
+        return BoundCoupledSizes(self.coupling.bind(horizon))
+
+    def scaled(self, ratio: Number) -> CoupledSizes:
+        """Return the sizes of the stretched pair."""
+        return CoupledSizes(self.coupling.scaled(ratio))
+
+    def times(self) -> tuple[Time, ...]:
+        """Return the times of the decaying schedule and of the sizes before it decays."""
+        return (*self.coupling.decay.times(), *self.coupling.size.times())
+
+    def __repr__(self) -> str:
+        return f"{self.coupling!r}.policy"
+
+
+def _checked_factor(factor: object, *, smooth: bool) -> float | Continuous:
+    if factor == "continuous":
+        if smooth:
+            raise BatchSizeError(
+                cannot(
+                    "use smooth=True with factor='continuous'",
+                    why="then both are smooth already",
+                    instead="leave out one of the two",
+                )
+            )
+        return "continuous"
+    if not is_number(factor) or not 1 < float(factor) <= 2**20:  # type: ignore[arg-type]
+        raise BatchSizeError(
+            cannot(
+                f"grow the batch by a factor of {shown(factor)}",
+                why="it is not a number above 1",
+                instead="write 2, or 'continuous'",
+            )
+        )
+    return float(factor)  # type: ignore[arg-type]

@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.batching import (
+    NO_SIGNALS,
+    Coupling,
+    DoublingRamp,
+    Fixed,
+    IncreaseInsteadOfDecay,
+    PeriodSizes,
+    Seesaw,
+    Steps,
+)
+from stretto.errors import BatchSizeError, ConversionError, ScheduleError
+from stretto.planning import Plan, PlannedSizes, plan
+from stretto.schedules import (
+    WSD,
+    Constant,
+    Cosine,
+    CosineRestarts,
+    Custom,
+    Exponential,
+    InverseSqrt,
+    Linear,
+    MultiStep,
+    Periods,
+    Polynomial,
+    Schedule,
+    Step,
+)
+from stretto.timing import Horizon, Time, Timestamp
+
+RUN = Horizon("2ep", dataset_num_samples=900)
+
+decays = st.sampled_from(
+    [
+        Cosine(warmup="5%"),
+        Cosine(1, 0.1),
+        Linear(warmup="90sp"),
+        Polynomial(power=2.0, warmup="0.1ep"),
+        WSD("40%", warmup="5%"),
+        MultiStep(["30%", "60%", "80%"]),
+        Step("0.5ep", 0.5),
+        Exponential("0.3ep", 0.5),
+        InverseSqrt(warmup="60sp"),
+        Periods([("10%", Linear(0, 1)), ("rest", Cosine())]),
+        Cosine() * Linear(0, 1, over="5%"),
+        Custom(lambda timer: 1 - timer.get_elapsed_duration() ** 2),
+    ]
+)
+sizes = st.sampled_from([Fixed(8), Fixed(12), Steps("0sp:8 20%:16"), DoublingRamp(4, 16, "300sp")])
+couplings = st.builds(
+    lambda kind, decay, size, factor, smooth, multiple_of, reference: kind(
+        decay,
+        size,
+        factor=factor,
+        smooth=smooth and factor != "continuous",
+        maximum=256,
+        multiple_of=multiple_of,
+        reference=reference,
+    ),
+    st.sampled_from([Seesaw, IncreaseInsteadOfDecay]),
+    decays,
+    sizes,
+    st.sampled_from([2, 1.5, 4.0, "continuous"]),
+    st.booleans(),
+    st.sampled_from([1, 4, 6]),
+    st.sampled_from([None, 32]),
+)
+
+
+def planned(pair: Coupling, horizon: Horizon = RUN) -> Plan:
+    return plan(
+        horizon,
+        pair.policy,
+        schedules={"lr": pair.schedule, "base": pair.base, "decay": pair.decay},
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(couplings)
+def test_the_cut_of_the_rate_times_the_growth_of_the_size_is_the_cut_of_the_base(
+    pair: Coupling,
+) -> None:
+    reference = pair.reference or (
+        8 if pair.size == Fixed(8) else 12 if pair.size == Fixed(12) else 16
+    )
+    for batch in planned(pair).batches():
+        undone = (batch.decided / reference) ** pair.power
+        assert batch.values["lr"] == pytest.approx(batch.values["base"] * undone, rel=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(couplings)
+def test_the_base_is_the_schedule_or_it_rounded_up_to_a_power_of_the_factor(pair: Coupling) -> None:
+    for batch in planned(pair).batches():
+        base, decay = batch.values["base"], batch.values["decay"]
+        if pair.smooth or pair.factor == "continuous":
+            assert base == decay
+        else:
+            factor = float(pair.factor)
+            assert decay * (1 - 1e-6) <= base <= decay * factor * (1 + 1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(couplings)
+def test_a_plan_has_the_samples_of_the_run_and_the_sizes_that_are_decided_batch_by_batch(
+    pair: Coupling,
+) -> None:
+    got = planned(pair)
+    bound, stages = pair.policy.bind(RUN), iter(got.stages)
+    assert got.num_samples == 1800
+    stage = next(stages)
+    last = 0
+    for batch in got.batches():
+        if batch.timestamp.batch == stage.first.batch + (stage.batches or 0):
+            stage = next(stages)
+        assert batch.decided == stage.size
+        assert batch.decided == bound.decide(batch.timestamp, {}, NO_SIGNALS)[0]
+        assert last <= batch.decided <= 256
+        assert batch.decided % pair.multiple_of == 0
+        last = batch.decided
+
+
+@pytest.mark.parametrize("horizon", ["1800sp", "2ep", "3600tok"])
+def test_the_unit_of_the_run_makes_no_difference(horizon: str) -> None:
+    pair = Seesaw(Cosine(warmup="5%"), 8)
+    run = Horizon(horizon, dataset_num_samples=900, tokens_per_sample=2)
+    rows = [(stage.first.sample, stage.size) for stage in planned(pair, run).stages]
+    assert rows == [(stage.first.sample, stage.size) for stage in planned(pair).stages]
+
+
+def test_seesaw_in_steps_is_the_algorithm_of_the_paper() -> None:
+    # Wherever the base is cut by 2, the rate is divided by sqrt(2) and the batch doubled.
+    cuts = [math.acos(2 * 0.5**k - 1) / math.pi for k in range(1, 6)]
+    got = planned(Seesaw(Cosine(), 8), Horizon("1Msp")).stages
+    for k, (cut, stage) in enumerate(zip(cuts, got[1:], strict=False), 1):
+        assert stage.size == 8 * 2**k
+        assert stage.first.sample - stage.size <= cut * 1e6 <= stage.first.sample
+        assert stage.values["lr"].first == pytest.approx(0.5 ** (k / 2))
+
+
+def test_seesaw_takes_about_a_third_fewer_steps() -> None:
+    horizon = Horizon("1Msp")
+    in_steps = planned(Seesaw(Cosine(), 16), horizon).num_batches
+    continuous = planned(Seesaw(Cosine(), 16, factor="continuous"), horizon).num_batches
+    cuts = [math.acos(2 * 0.5**k - 1) / math.pi for k in range(50)]
+    parts = [(after - before) / 2**k for k, (before, after) in enumerate(itertools.pairwise(cuts))]
+    assert in_steps is not None
+    assert continuous is not None
+    assert sum(parts) == pytest.approx(0.622, abs=0.001)
+    assert in_steps / 62_500 == pytest.approx(sum(parts), abs=0.001)
+    # The mean of the cosine, and a little more, since sizes are rounded down.
+    assert 0.5 < continuous / 62_500 < 0.511
+
+
+def test_steps_of_a_schedule_become_steps_of_the_size() -> None:
+    pair = IncreaseInsteadOfDecay(MultiStep(["50%", "75%"]), 10, factor="continuous")
+    got = planned(pair, Horizon("40_000sp"))
+    assert [(stage.first.sample, stage.size) for stage in got.stages] == [
+        (0, 10),
+        (20_000, 100),
+        (30_000, 1000),
+    ]
+    assert [stage.values["lr"].first for stage in got.stages] == pytest.approx([1, 1, 1])
+
+
+def test_beyond_the_maximum_the_rate_decays_like_the_base() -> None:
+    pair = IncreaseInsteadOfDecay(Linear(), 8, maximum=32, smooth=True)
+    values = [batch.values for batch in planned(pair).batches() if batch.decided == 32]
+    ratios = {round(each["lr"] / each["base"], 9) for each in values}
+    assert ratios == {4.0}
+
+
+def test_nothing_changes_up_to_the_peak() -> None:
+    decay = Cosine(warmup="25%")
+    batches = list(planned(Seesaw(decay, 8)).batches())
+    before = list(itertools.takewhile(lambda batch: batch.timestamp.sample <= 450, batches))
+    assert {batch.decided for batch in before} == {8}
+    assert [batch.values["lr"] for batch in before] == [b.values["decay"] for b in before]
+
+
+def test_a_warm_up_of_the_batch_goes_before() -> None:
+    pair = Seesaw(Cosine(warmup="10%"), DoublingRamp(4, 16, "20%"), maximum=64)
+    got = planned(pair)
+    assert [stage.size for stage in got.stages] == [4, 8, 16, 32, 64]
+    at = {stage.size: stage.values for stage in got.stages}
+    assert at[8]["lr"].first == pytest.approx(at[8]["base"].first * math.sqrt(8 / 16))
+    assert at[16]["lr"].first == 1.0
+
+
+def test_runs_of_unknown_token_counts_follow_the_clock() -> None:
+    pair = Seesaw(Linear(), 8, maximum=64)
+    bound = pair.policy.bind(Horizon("1000tok"))
+    decided = [bound.decide(Timestamp(token=t), {}, NO_SIGNALS)[0] for t in (0, 499, 500, 750, 999)]
+    assert decided == [8, 8, 16, 32, 64]
+    hold = bound.holds_until(Timestamp(token=100), {})
+    assert hold is not None
+    assert [(axis.unit, tick) for axis, tick in hold.limits] == [("tok", 500)]
+
+
+def test_runs_that_end_by_the_clock_grow_with_the_schedule() -> None:
+    pair = Seesaw(Linear(over="1000sp", warmup="10sp"), 8, maximum=32)
+    bound = pair.policy.bind(Horizon("1h"))
+    decided = [bound.decide(Timestamp(sample=s), {}, NO_SIGNALS)[0] for s in (0, 500, 511, 2000)]
+    assert decided == [8, 8, 16, 32]
+    assert PlannedSizes(Horizon("1h"), pair.policy).num_batches is None
+
+
+def test_pairs_are_values() -> None:
+    pair = Seesaw(Cosine(warmup="5ep"), "0ep:8 1ep:16", factor=4, maximum=64, reference=8)
+    text = repr(pair)
+    names: dict[str, Any] = {kind.__name__: kind for kind in (Seesaw, Steps, Cosine)}
+    again = eval(text, {**names, "Time": Time})
+    assert again == pair
+    assert repr(pair.policy) == f"{text}.policy"
+    assert repr(pair.schedule) == f"{text}.schedule"
+    assert hash(pair.schedule) == hash(again.schedule)
+    assert pair.schedule != pair.base
+    half = Seesaw(Cosine(warmup="2.5ep"), "0ep:8 0.5ep:16", factor=4, maximum=64, reference=8)
+    assert pair.scaled(0.5) == half
+    assert pair.schedule.scaled(0.5) == half.schedule
+    assert pair.policy.scaled(0.5) == half.policy
+
+
+@pytest.mark.parametrize(
+    ("decay", "run", "why"),
+    [
+        (Linear(over="100ba"), RUN, "follows batches, which it is to move"),
+        (Cosine(), Horizon("100ba"), "follows batches, which it is to move"),
+        (Linear(over="1h"), RUN, "follows wall time"),
+        (Linear(over="100tok"), Horizon("1000sp"), None),
+        (Linear(over="100tok") * Cosine(), Horizon("1000sp"), "mixes 'tok' and 'sp'"),
+        (Custom(lambda timer: 1 / (1 + timer.batch)), RUN, "reads other counters"),
+        (Constant(warmup="5%"), RUN, "does not fall"),
+        (Linear(0, 1), RUN, "does not fall"),
+        (CosineRestarts("30%"), RUN, "rises again"),
+        (Linear(over="50%"), RUN, "falls to 0 before the end"),
+    ],
+)
+def test_schedules_that_a_batch_size_cannot_follow_are_refused(
+    decay: Schedule, run: Horizon, why: str | None
+) -> None:
+    pair = Seesaw(decay, 8)
+    if why is None:
+        assert pair.policy.bind(run).units == {"tok"}
+        return
+    with pytest.raises(BatchSizeError, match=why):
+        pair.policy.bind(run)
+    with pytest.raises(BatchSizeError, match=why):
+        pair.schedule.bind(run)
+
+
+def test_schedules_in_times_of_unknown_length_say_so() -> None:
+    with pytest.raises(ConversionError, match="number of samples in the data set"):
+        Seesaw(Linear(over="1.5ep"), 8).policy.bind(Horizon("2ep"))
+
+
+def test_only_sizes_that_are_a_function_of_time_are_multiplied() -> None:
+    with pytest.raises(BatchSizeError, match="not a function of time alone"):
+        Seesaw(Cosine(), PeriodSizes([("10%", 8), ("rest", 16)])).policy.bind(RUN)
+    with pytest.raises(BatchSizeError, match="beyond the maximum of 4"):
+        Seesaw(Cosine(), 8, maximum=4).policy.bind(RUN)
+
+
+@pytest.mark.parametrize("factor", [1, 0.5, -2, float("nan"), float("inf"), "2", None, True])
+def test_factors_that_grow_nothing_are_refused(factor: Any) -> None:
+    with pytest.raises(BatchSizeError, match="grow the batch by a factor"):
+        Seesaw(Cosine(), 8, factor=factor)
+
+
+def test_continuous_growth_is_smooth_already() -> None:
+    with pytest.raises(BatchSizeError, match="smooth already"):
+        Seesaw(Cosine(), 8, factor="continuous", smooth=True)
+
+
+def test_the_schedule_is_that_of_the_whole_run() -> None:
+    pair = Seesaw(Cosine(), 8)
+    assert (pair.schedule * 0.5).bind(RUN)(Timestamp()) == 0.5
+    with pytest.raises(ScheduleError, match="batch sizes are those of the whole run"):
+        Periods([("10%", 1.0), ("rest", pair.schedule)]).bind(RUN)

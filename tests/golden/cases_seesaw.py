@@ -1,0 +1,41 @@
+"""Schedules and sizes that Seesaw and its relative cannot couple."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stretto.batching import PeriodSizes, Seesaw
+from stretto.schedules import Constant, Cosine, CosineRestarts, Custom, Linear, Periods, Schedule
+from stretto.timing import Horizon
+
+RUN = Horizon("2ep", dataset_num_samples=100)
+
+
+def bind(decay: Schedule, size: Any = 8, run: Horizon = RUN, **options: Any) -> object:
+    """Bind the sizes of a Seesaw."""
+    return Seesaw(decay, size, **options).policy.bind(run)
+
+
+def follow_batches(timer: Any) -> float:
+    """A schedule of your own that reads batches."""
+    return 1 / (1 + float(timer.batch))
+
+
+in_a_period = Periods([("10%", 1.0), ("rest", Seesaw(Cosine(), 8).schedule)])
+
+CASES: list[tuple[str, Callable[[], object]]] = [
+    ("seesaw-factor", lambda: Seesaw(Cosine(), 8, factor=1)),
+    ("seesaw-factor-text", lambda: Seesaw(Cosine(), 8, factor="smooth")),  # type: ignore[arg-type]
+    ("seesaw-smooth", lambda: Seesaw(Cosine(), 8, factor="continuous", smooth=True)),
+    ("seesaw-batches", lambda: bind(Linear(over="100ba"))),
+    ("seesaw-wall-time", lambda: bind(Cosine(), run=Horizon("1h"))),
+    ("seesaw-mixed", lambda: bind(Linear(over="9tok") * Cosine())),
+    ("seesaw-counters", lambda: bind(Custom(follow_batches))),
+    ("seesaw-constant", lambda: bind(Constant())),
+    ("seesaw-restarts", lambda: bind(CosineRestarts("30%"))),
+    ("seesaw-unbounded", lambda: bind(Linear(over="50%"))),
+    ("seesaw-beyond", lambda: bind(Cosine(), maximum=4)),
+    ("seesaw-sizes", lambda: bind(Cosine(), PeriodSizes([("10%", 8), ("rest", 16)]))),
+    ("seesaw-period", lambda: in_a_period.bind(RUN)),
+]
