@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training.conftest import squared_error
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -123,3 +124,21 @@ def test_settings_that_would_be_taken_for_others_are_refused(problem: Make) -> N
     two = [Evaluation(run.data), Evaluation(run.data)]
     with pytest.raises(TrainingError, match="cannot evaluate under the name 'validation'"):
         run.trainer(evaluate=two)
+
+
+def test_what_does_not_fit_is_measured_in_pieces(problem: Make) -> None:
+    """The sums are the same; a piece that did not fit once is not tried again."""
+    run, sizes = problem(), []
+
+    def scarce(model: Any, batch: Any) -> Any:
+        sizes.append(len(batch[0]))
+        if len(batch[0]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return squared_error(model, batch)
+
+    expected = run.trainer(evaluate=Evaluation(run.data, batch_size=20)).evaluate()
+    trainer = run.trainer(evaluate=Evaluation(run.data, batch_size=20, loss=scarce))
+    assert trainer.evaluate() == pytest.approx(expected, rel=1e-12)
+    assert [size for size in sizes if size > 4] == [20, 10, 5]
+    with pytest.raises(TrainingError, match="memory runs out with one sample"):
+        run.trainer(evaluate=Evaluation(run.data, loss=lambda m, b: torch.empty(2**60))).evaluate()

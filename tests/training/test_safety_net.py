@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training.conftest import squared_error
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from stretto.errors import TrainingError
 from stretto.training import Callback, Stepping, Trainer, safety_net
 from stretto.training.safety_net import SafetyNet
-from tests.training.conftest import squared_error
 
 Make = Callable[..., Any]
 pytestmark = pytest.mark.filterwarnings("ignore:memory ran out:RuntimeWarning")

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from stretto.data import DataSpec, StepLoader, move_batch
+from stretto.data.map_feeds import evenly
 from stretto.data.spec import Collate
 from stretto.errors import TrainingError, cannot
+from stretto.memory.release import attempt
 from stretto.timing import BoundTrigger, Horizon
 from stretto.training.fully_sharded import is_fully_sharded, reshard
 from stretto.training.ranks import Ranks
@@ -65,6 +67,7 @@ class Evaluator:
         self._batch_size = batch_size if settings.batch_size is None else settings.batch_size
         are_samples = self._spec.is_map_style and not isinstance(self._spec.data, DataLoader)
         self._collate_fn = collate_fn if are_samples else None
+        self._most = self._batch_size
         self._loader()  # a data set that cannot be read is refused now, not at the first evaluation
 
     def measure(self) -> dict[str, float]:
@@ -97,10 +100,37 @@ class Evaluator:
         for step in self._loader():
             for micro in step.micro_batches:
                 # The forward pass of a sharded model is one of all ranks, samples or not.
-                if micro.weight or is_sharded:
+                if is_sharded:
                     results = self._results(micro.batch, micro.num_samples)
-                    if micro.weight:
-                        sums = [total + more for total, more in zip(sums, results, strict=True)]
+                elif micro.weight:
+                    results = self._in_pieces(micro.batch, micro.num_samples)
+                if micro.weight:
+                    sums = _added(sums, results)
+        return sums
+
+    def _in_pieces(self, batch: Any, num_samples: int) -> list[float]:
+        """The sums of a batch, in as many pieces as memory asks for; from then on those sizes."""
+        if num_samples <= self._most:
+            done = attempt(lambda: self._results(batch, num_samples))
+            if done.result is not None:
+                return done.result
+            self._most = num_samples // 2
+            if not self._most:
+                raise TrainingError(
+                    cannot(
+                        f"evaluate on {self.name!r}",
+                        why=f"memory runs out with one sample ({done.out_of_memory})",
+                        instead="use shorter samples, or precision='bf16'",
+                    )
+                )
+        sums: list[float] | None = None
+        start = 0
+        for size in evenly(num_samples, self._most):
+            part = self._spec.take_samples(batch, slice(start, start + size), num_samples)
+            results = self._in_pieces(part, size)
+            sums = results if sums is None else _added(sums, results)
+            start += size
+        assert sums is not None
         return sums
 
     def _results(self, batch: Any, num_samples: int) -> list[float]:
@@ -125,6 +155,10 @@ class Evaluator:
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
         )
+
+
+def _added(one: list[float], other: list[float]) -> list[float]:
+    return [a + b for a, b in zip(one, other, strict=True)]
 
 
 def _scalar(name: str, value: Any) -> Tensor:

@@ -80,11 +80,11 @@ class Ranks:
         """Return the texts of all ranks, in their order, on every rank."""
         if self.world_size == 1:
             return [text]
-        payload = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        payload = torch.tensor(list(text.encode()), dtype=torch.uint8)  # which may be empty
         lengths = [0] * self.world_size
         lengths[self.rank] = payload.numel()
         lengths = [int(length) for length in self.agree(lengths)]
-        room = torch.zeros(max(lengths), dtype=torch.uint8)
+        room = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
         room[: payload.numel()] = payload
         gathered = [torch.empty_like(room) for _ in lengths]
         with together():

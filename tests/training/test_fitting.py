@@ -1,0 +1,159 @@
+"""Sizes that are found before the run, by what fits into memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.batching import IncreaseFunction
+from stretto.errors import TrainingError
+from stretto.training import Checkpointing, Stepping
+
+Make = Callable[..., Any]
+
+LIMITED = """
+import json, resource, sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import stretto
+from stretto.memory.limits import process_status
+
+torch.set_num_threads(1)
+width, layers, share = 512, 24, 2048
+torch.manual_seed(0)
+model = nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(width, width), nn.Tanh())))
+data = TensorDataset(torch.randn(2 * share, width))
+optimizer = torch.optim.AdamW(model.parameters())
+loss = lambda model, batch: model(batch[0]).square().mean()
+# A step first, so that what libraries allocate once is there.
+loss(model, [data.tensors[0][:2]]).backward()
+optimizer.zero_grad()
+needed = 2 * share * width * 4 * layers  # bytes of the activations of a whole share, about
+limit = process_status()["VmData"] + needed // 3 + 5 * sum(p.nbytes for p in model.parameters())
+resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+size = sys.argv[1]
+settings = {"batch_size": share, "micro_batch_size": "auto"}
+if size == "largest":
+    grow = stretto.IncreaseFunction(lambda epoch, size: 256, 256, "auto")
+    settings = {"batch_size": grow}
+trainer = stretto.Trainer(
+    model, data, optimizer=optimizer, loss=loss, max_duration="2ep", **settings
+)
+trainer.fit()
+print(json.dumps({
+    "found": trainer.loader.micro_batch_size,
+    "sizes": sorted({stage.size for stage in trainer.plan.stages}),
+    "policy": repr(trainer.loader.policy),
+    "batches": trainer.timer.batch,
+    "samples": trainer.timer.sample,
+    "splits": 0 if trainer._loop.stepper.net is None else trainer._loop.stepper.net.splits,
+}))
+"""
+
+
+def limited(what: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, what],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA")
+def test_a_micro_batch_is_found_that_fits_into_a_real_limit() -> None:
+    """The batch of the optimizer stays 2,048, of which about a third fits at once."""
+    run = limited("micro")
+    assert (run["batches"], run["samples"], run["sizes"]) == (4, 8192, [2048])
+    assert 100 < run["found"] < 1200
+    assert run["splits"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA")
+def test_a_batch_grows_to_what_fits_into_a_real_limit() -> None:
+    run = limited("largest")
+    assert run["samples"] == 8192
+    found = int(run["policy"].rpartition(" ")[2].rstrip(")"))
+    assert 200 < found < 1400
+    assert max(run["sizes"]) <= found
+
+
+def test_where_there_is_room_the_share_is_taken_whole(problem: Make) -> None:
+    run, plain = problem(), problem()
+    trainer = run.trainer(micro_batch_size="auto", batch_size="0ep:8 1ep:12")
+    assert (trainer.loader.micro_batch_size, trainer.fitting.size) == (12, 12)
+    assert trainer.plan.micro_batch_size == 12
+    trainer.fit()
+    plain.trainer(batch_size="0ep:8 1ep:12").fit()
+    assert torch.equal(run.weights(), plain.weights())  # and nothing left a trace
+
+
+def test_finding_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    from stretto import Trainer
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    Trainer(
+        model,
+        torch.utils.data.TensorDataset(torch.randn(64, 5), torch.randn(64, 2)),
+        optimizer=optimizer,
+        loss=lambda model, batch: model(batch[0]).sub(batch[1]).square().mean(),
+        max_duration="1ep",
+        batch_size=16,
+        micro_batch_size="auto",
+        stepping=Stepping(clip_norm=1.0),
+    )
+    assert len(optimizer.state) == 0
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert model[0].weight.grad is None
+
+
+def test_a_resumed_run_goes_on_with_the_size_that_was_found(problem: Make, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing("2ba")}
+    first = problem().trainer(micro_batch_size="auto", max_duration="4ba", batch_size=8, **settings)
+    first._loop.stepper.net.size = 4  # as if memory had run out
+    first._loop.stepper.net.splits = 1
+    first.fit()
+    # Planned with larger batches, it would find a larger size for itself.
+    again = problem().trainer(
+        micro_batch_size="auto", max_duration="8ba", batch_size="0sp:8 32sp:16", **settings
+    )
+    assert again.loader.micro_batch_size == 16
+    again.resume()
+    net = again._loop.stepper.net
+    assert (again.loader.micro_batch_size, net.size, net.splits) == (8, 4, 1)
+    assert not any("micro_batch_size" in line for line in again.changes)
+    again.fit()
+    assert again.timer.batch == 8
+
+
+def test_an_iterable_has_nothing_to_look_at(problem: Make) -> None:
+    class Stream:
+        def __iter__(self) -> Any:
+            while True:
+                yield torch.zeros(4, 5).double(), torch.zeros(4, 2).double()
+
+    run = problem()
+    run.data = Stream()
+    with pytest.raises(TrainingError, match=r"the data are an iterable.*write a number"):
+        run.trainer(micro_batch_size="auto", max_duration="2ba", batch_size=4)
+    with pytest.raises(TrainingError, match="the data are an iterable"):
+        run.trainer(
+            batch_size=IncreaseFunction(lambda epoch, size: 1, 4, "auto"), max_duration="2ba"
+        )
