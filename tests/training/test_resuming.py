@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stretto.errors import TrainingError
+from stretto.errors import CheckpointError, TrainingError
 from stretto.training import Callback, Checkpointing, Evaluation, Logging, saver
 from stretto.training.lock import locked
 
@@ -173,3 +173,36 @@ def test_a_file_of_the_run_that_is_gone_does_not_end_it(problem: Make, tmp_path:
         trainer.fit()
     assert trainer.timer.batch == 16
     assert "metrics.jsonl" in str(trainer.unsaved)
+
+
+def test_in_the_folder_of_another_run_nothing_is_renamed(problem: Make, tmp_path: Path) -> None:
+    """It may live, and only who holds a folder may change what is in it."""
+    settings = {"checkpoint": Checkpointing("1ep")}
+    problem().trainer(folder=tmp_path / "a", **settings).fit()
+    with (tmp_path / "a" / "checkpoints" / "checkpoint-000000000120" / "state.json").open("a") as f:
+        f.write(" ")
+    before = names(tmp_path / "a")
+    other = problem().trainer(folder=tmp_path / "b", **settings)
+    with locked(tmp_path / "a"), pytest.warns(RuntimeWarning, match="an older one is looked for"):
+        found = other.resume(tmp_path / "a")
+    assert found is not None
+    assert found.name == "checkpoint-000000000060"
+    assert names(tmp_path / "a") == before
+    (found / "manifest.json").unlink()
+    with (
+        pytest.warns(RuntimeWarning, match="an older one is looked for"),
+        pytest.raises(CheckpointError, match="it holds none; name another folder"),
+    ):
+        other.resume(tmp_path / "a")
+
+
+def test_the_folder_in_which_one_is_can_be_named(
+    problem: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"checkpoint": Checkpointing("1ep")}
+    problem().trainer(folder=tmp_path, **settings).fit()
+    monkeypatch.chdir(tmp_path / "checkpoints" / "checkpoint-000000000060")
+    trainer = problem().trainer(folder=tmp_path, **settings)
+    trainer.resume(".")
+    assert trainer.timer.sample == 60
+    trainer.fit()

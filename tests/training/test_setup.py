@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from stretto.errors import CheckpointError
 from stretto.schedules import Cosine, Linear
-from stretto.training import Checkpointing, Loading, Stepping
+from stretto.training import Callback, Checkpointing, Loading, Stepping
 from stretto.training.setup import changes
 
 Make = Callable[..., Any]
@@ -65,3 +66,42 @@ def test_what_cannot_change_is_refused(
     run = problem(change.pop("num_samples", 60))
     with pytest.raises(CheckpointError, match=why):
         run.trainer(max_duration="4ba", **change, **settings).resume()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_what_the_optimizer_is_built_with_otherwise_holds_from_there_on(
+    problem: Make, tmp_path: Path, groups: int
+) -> None:
+    class Calm(Callback):
+        """Changes on the way what nobody schedules."""
+
+        def on_batch_end(self, trainer: Any, step: Any) -> None:
+            trainer.optimizer.param_groups[0]["dampening"] = 0.25
+
+    def trainer(duration: str, **built: float) -> Any:
+        run = problem()
+        parts = [run.model[0], run.model[2]]
+        split = [{"params": list(part.parameters())} for part in parts]
+        run.optimizer = torch.optim.SGD(
+            run.model.parameters() if groups == 1 else split, momentum=0.9, **built
+        )
+        return run.trainer(
+            max_duration=duration,
+            folder=tmp_path,
+            checkpoint=Checkpointing("1ep"),
+            callbacks=[Calm()],
+        )
+
+    trainer("1ep", lr=0.1).fit()
+    second = trainer("2ep", lr=0.05, weight_decay=0.5)
+    second.resume()
+    ends = [""] if groups == 1 else ["@0", "@1"]
+    assert set(second.changes) == {
+        "max_duration: 1ep -> 2ep",
+        *(f"optimizer.lr{end}: 0.1 -> 0.05" for end in ends),
+        *(f"optimizer.weight_decay{end}: 0 -> 0.5" for end in ends),
+    }
+    assert [group["weight_decay"] for group in second.optimizer.param_groups] == [0.5] * groups
+    assert second.optimizer.param_groups[0]["dampening"] == 0.25
+    second.fit()
+    assert second.optimizer.param_groups[0]["lr"] == 0.05

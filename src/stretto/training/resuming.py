@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -82,8 +83,10 @@ def _held(run_folder: Path | None) -> AbstractContextManager[None]:
 def _find(asked: str | Path, run_folder: Path | None) -> Path | None:
     if str(asked) not in ("auto", "latest"):
         path = Path(asked)
+        path = path if path.name else path.resolve()  # '.'
         if (path / FOLDER).is_dir():
-            return _newest(path)
+            is_own = run_folder is not None and path.resolve() == run_folder.resolve()
+            return _newest(path) if is_own else _newest_of_another(path)
         open_checkpoint(path)  # every byte of it
         return path
     if run_folder is None:
@@ -94,7 +97,7 @@ def _find(asked: str | Path, run_folder: Path | None) -> Path | None:
                 instead="pass folder='runs/name', or the path of a checkpoint",
             )
         )
-    if asked == "auto":
+    if str(asked) == "auto":
         return latest_good(run_folder / FOLDER)
     return _newest(run_folder)
 
@@ -102,11 +105,27 @@ def _find(asked: str | Path, run_folder: Path | None) -> Path | None:
 def _newest(run_folder: Path) -> Path:
     found = latest_good(run_folder / FOLDER)
     if found is None:
-        raise CheckpointError(
-            cannot(
-                f"resume from the latest checkpoint in {run_folder}",
-                why="it holds none",
-                instead="pass 'auto' to begin anew where there is none, or name another folder",
-            )
-        )
+        raise _none(run_folder, "pass 'auto' to begin anew where there is none, or name another")
     return found
+
+
+def _newest_of_another(run_folder: Path) -> Path:
+    """The newest whole checkpoint of a run that may live: nothing is renamed there."""
+    for path in reversed(checkpoints(run_folder / FOLDER)):
+        try:
+            open_checkpoint(path)
+        except CheckpointError as error:
+            warnings.warn(f"{error}; an older one is looked for", RuntimeWarning, stacklevel=2)
+        else:
+            return path
+    raise _none(run_folder, "name another")
+
+
+def _none(run_folder: Path, instead: str) -> CheckpointError:
+    return CheckpointError(
+        cannot(
+            f"resume from the latest checkpoint in {run_folder}",
+            why="it holds none",
+            instead=f"{instead} folder",
+        )
+    )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
-from typing import Any
+from math import isfinite
+from typing import Any, final
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from stretto.data import StepLoader
 from stretto.optim import Hyperparameters
@@ -25,6 +28,7 @@ def describe_setup(
     stepping: Stepping,
     device: str,
     finds_micro_batch_size: bool,
+    optimizer: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the set-up of a run by name, as JSON.
 
@@ -35,6 +39,7 @@ def describe_setup(
         stepping: how a step is computed.
         device: the type of device.
         finds_micro_batch_size: whether that is whatever fits.
+        optimizer: what the optimizer was built with.
     """
     schedules = {name: _text(value) for name, value in hyperparameters.schedules.items()}
     return {
@@ -43,6 +48,7 @@ def describe_setup(
         "micro_batch_size": "auto" if finds_micro_batch_size else loader.micro_batch_size,
         "world_size": loader.world_size,
         "schedules": schedules,
+        "optimizer": dict(optimizer),
         "learning_rate_rule": _text(hyperparameters.rule),
         "last_batch": loading.last_batch,
         "num_workers": loading.num_workers or 0,
@@ -56,6 +62,40 @@ def describe_setup(
         "torch": str(torch.__version__),
         "stretto": version("stretto"),
     }
+
+
+@final
+class BuiltWith:
+    """What an optimizer was built with, before anything is scheduled or loaded.
+
+    >>> weight = torch.zeros(2, requires_grad=True)
+    >>> BuiltWith(torch.optim.SGD([weight], lr=0.1)).values["lr"]
+    0.1
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._places = {
+            name if len(optimizer.param_groups) == 1 else f"{name}@{group.get('name', number)}": (
+                number,
+                name,
+                group[name],
+            )
+            for number, group in enumerate(optimizer.param_groups)
+            for name in optimizer.defaults
+            if name in group and not isinstance(group[name], Tensor)
+        }
+        self.values = {key: _plain(value) for key, (*_, value) in self._places.items()}
+        """By name, or name@group where there are several; as JSON."""
+
+    def prevail(self, saved: Mapping[str, Any]) -> None:
+        """Have the optimizer go on with what it was now built with otherwise than `saved` says.
+
+        Elsewhere what was loaded stays: a callback may have changed it on the way.
+        """
+        for key, (number, name, value) in self._places.items():
+            if key in saved and saved[key] != self.values[key]:
+                self._optimizer.param_groups[number][name] = value
 
 
 def changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[str]:
@@ -75,6 +115,14 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[st
             )
         elif before != value and (name in saved or value is not None):
             yield f"{name}: {before} -> {value}"
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON keeps it."""
+    if isinstance(value, (tuple, list)):
+        return [_plain(one) for one in value]
+    is_kept = value is None or isinstance(value, (bool, int, str))
+    return value if is_kept or (isinstance(value, float) and isfinite(value)) else _text(value)
 
 
 def _text(value: Any) -> str:

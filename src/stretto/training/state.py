@@ -32,7 +32,7 @@ from stretto.training.randomness import random_state, restore_random_state
 from stretto.training.ranks import Ranks
 from stretto.training.recorder import Recorder
 from stretto.training.safety_net import SafetyNet
-from stretto.training.setup import changes
+from stretto.training.setup import BuiltWith, changes
 
 
 @final
@@ -51,6 +51,7 @@ class RunState:
         best: the best evaluation so far.
         net: has found a micro-batch size, or None.
         setup: what the run is set up as.
+        built: what the optimizer was built with.
         ranks: the processes of the run.
     """
 
@@ -68,6 +69,7 @@ class RunState:
         best: Best,
         net: SafetyNet | None,
         setup: Mapping[str, Any],
+        built: BuiltWith,
         ranks: Ranks,
     ) -> None:
         self._model = model
@@ -81,6 +83,7 @@ class RunState:
         self._best = best
         self._net = net
         self._setup = setup
+        self._built = built
         self._ranks = ranks
         self.is_sharded = ranks.world_size > 1 and is_sharded(model)
         """Whether every rank has tensors to write."""
@@ -141,7 +144,9 @@ class RunState:
                 self._optimizer, _stored(checkpoint, "optimizer"), records["optimizer"]
             )
             self._restore_records(records, is_own=is_own)
-            return list(changes(records.get("setup", {}), self._setup))
+            setup = records.get("setup", {})
+            self._built.prevail(setup.get("optimizer", {}))
+            return list(changes(setup, self._setup))
         except (
             LookupError,
             TypeError,

@@ -42,7 +42,7 @@ from stretto.training.settings import (
     LossFunction,
     Stepping,
 )
-from stretto.training.setup import describe_setup
+from stretto.training.setup import BuiltWith, describe_setup
 from stretto.training.state import RunState
 from stretto.training.stepper import Stepper
 
@@ -168,7 +168,7 @@ class Trainer:
         )
         if self.fitting is not None:
             stepper.net = SafetyNet(self.model, spec, self._ranks, size=self.fitting.size)
-        skipped, best = SkippedSteps(), Best(checkpoint, evaluations)
+        skipped, best, built = SkippedSteps(), Best(checkpoint, evaluations), BuiltWith(optimizer)
         evaluators = [self._evaluator(one, loss, stepping, loading, stepper) for one in evaluations]
         recorder = Recorder(
             self.folder,
@@ -196,7 +196,9 @@ class Trainer:
                 stepping=stepping,
                 device=self._ranks.device.type,
                 finds_micro_batch_size=stepper.net is not None,
+                optimizer=built.values,
             ),
+            built=built,
             ranks=self._ranks,
         )
         saver = Saver(
