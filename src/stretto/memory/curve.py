@@ -80,6 +80,10 @@ class MemoryCurve:
             by_module[one.place.module] = by_module.get(one.place.module, 0) + count
         return Peak(size, totals[when], self.events[when].place, by_category, by_module)
 
+    def bytes_at(self, size: int) -> list[int]:
+        """Return the bytes of each allocation, with a batch of that size."""
+        return [evaluate(self.sizes, newton(self.sizes, a.bytes), size) for a in self.allocations]
+
     def largest(self, limit: int, *, maximum: int = MAXIMUM) -> int | None:
         """Return the largest size, up to `maximum`, whose peak is at most `limit` bytes.
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
-import torch
 from torch import nn
 
-from stretto.data import move_batch
-from stretto.errors import FitError, StrettoError, cannot
-from stretto.memory.answers import Answers
+from stretto.errors import FitError
 from stretto.memory.curve import MAXIMUM, MemoryCurve, Peak, largest
-from stretto.memory.fakes import FakeWorld
 from stretto.memory.fit import fit, settled
-from stretto.memory.recording import Place, Recording
-from stretto.memory.rewind import RandomState
+from stretto.memory.recording import Place
 from stretto.memory.step import TrainingStep
-from stretto.memory.trace import trace
+from stretto.memory.tracer import Tracer
 
 Certainty = Literal["exact", "upper bound", "estimate", "calibrated", "tried"]
 SIZES = (2, 3)
@@ -45,7 +40,7 @@ class Prediction:
     @property
     def num_steps(self) -> int:
         """How many fake steps it took."""
-        return sum(run.num_steps for run in self._runs)
+        return sum(run.tracer.num_steps for run in self._runs)
 
     @property
     def curve(self) -> MemoryCurve:
@@ -89,47 +84,22 @@ class Prediction:
 
 @final
 class _Run:
-    """Fake steps of several sizes, with the same answers to what fakes cannot tell.
-
-    The optimizer makes its state in the first, and every later step finds it.
-    """
+    """Fake steps of several sizes, with the same answers to what fakes cannot tell."""
 
     def __init__(self, step: TrainingStep, make_batch: Callable[[int], Any], value: int) -> None:
-        self.answers = Answers(value)
-        self.num_steps = 0
-        self._device = "cuda" if step.device.type == "cuda" else "cpu"
-        self._world = FakeWorld(self._device)
-        self._make_batch = make_batch
-        try:
-            self._step = self._world.step(step)
-        except Exception as error:  # whatever a copy of a user's model may raise
-            raise _cannot_copy(error) from error
-        first, steady = (self.record(size) for size in SIZES)
+        self.tracer = Tracer(step, make_batch, value)
+        self.answers = self.tracer.answers
+        first, steady = (self.tracer.record(size) for size in SIZES)
         alike = settled(first, steady)
-        self._recordings = [alike or self.record(SIZES[0]), steady]
+        self._recordings = [alike or self.tracer.record(SIZES[0]), steady]
         self._verified = set(SIZES)
         self.curve = fit(self._recordings)
-
-    def record(self, size: int) -> Recording:
-        """Return the recording of a step with a batch of that size."""
-        self.num_steps += 1
-        state = RandomState.now()
-        try:
-            with self._world.entered(), torch.compiler.set_stance("force_eager"):
-                batch = move_batch(self._world.batch(self._make_batch(size)), self._device)
-                return trace(self._step, batch, size, answers=self.answers)
-        except StrettoError:
-            raise
-        except Exception as error:  # whatever a user's model may raise
-            raise _cannot_follow(size, error) from error
-        finally:
-            state.restore()
 
     def verify(self, size: int) -> bool:
         """Take a step of that size; where the curve was wrong, mend it and return False."""
         if size in self._verified or size < min(SIZES):
             return True
-        recording = self.record(size)
+        recording = self.tracer.record(size)
         self._verified.add(size)
         if recording.peak == self.curve.peak(size):
             return True
@@ -145,6 +115,7 @@ def predict(step: TrainingStep, make_batch: Callable[[int], Any]) -> Prediction:
     followed, and its bytes are a polynomial in the size. Neither the model nor the optimizer is
     touched, and the model may be on the meta device.
 
+    >>> import torch
     >>> model = nn.Linear(1000, 10)
     >>> step = TrainingStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).mean())
     >>> prediction = predict(step, lambda size: torch.ones(size, 1000))
@@ -211,29 +182,3 @@ def _is_compiled(model: nn.Module) -> bool:
         hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         for module in model.modules()
     )
-
-
-def _cannot_copy(error: Exception) -> FitError:
-    return FitError(
-        cannot(
-            "put fake tensors in the place of a model's",
-            why=f"it cannot be copied: {_told(error)}",
-            instead="probe with real steps, or give modules a __deepcopy__",
-        )
-    )
-
-
-def _cannot_follow(size: int, error: Exception) -> FitError:
-    return FitError(
-        cannot(
-            f"follow a step of {size} samples on fake tensors",
-            why=_told(error),
-            instead="probe with real steps",
-        )
-    )
-
-
-def _told(error: Exception) -> str:
-    """Return the first line of an error."""
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

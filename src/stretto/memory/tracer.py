@@ -1,0 +1,90 @@
+"""Takes fake steps, and says why where one cannot be taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+
+from stretto.data import move_batch
+from stretto.errors import FitError, StrettoError, cannot
+from stretto.memory.answers import Answers
+from stretto.memory.fakes import FakeWorld
+from stretto.memory.recording import Recording
+from stretto.memory.rewind import RandomState
+from stretto.memory.step import TrainingStep
+from stretto.memory.trace import trace
+
+
+@final
+class Tracer:
+    """Takes steps on fake copies of a model and its optimizer.
+
+    The optimizer makes its state in the first, and every later step finds it.
+
+    Args:
+        step: the step, which is not touched.
+        make_batch: makes a batch, with the samples it has as the first argument.
+        value: the value of what is read from fake tensors.
+
+    Raises:
+        FitError: the model cannot be copied.
+    """
+
+    def __init__(self, step: TrainingStep, make_batch: Callable[..., Any], value: int = 0) -> None:
+        self.answers = Answers(value)
+        self.num_steps = 0
+        self._device = "cuda" if step.device.type == "cuda" else "cpu"
+        self._world = FakeWorld(self._device)
+        self._make_batch = make_batch
+        try:
+            self._step = self._world.step(step)
+        except Exception as error:  # whatever a copy of a user's model may raise
+            raise _cannot_copy(error) from error
+
+    def record(self, size: int, *sides: int) -> Recording:
+        """Return the recording of a step with a batch of that size (and of those other sides).
+
+        Raises:
+            FitError: the step cannot be taken on fake tensors.
+        """
+        self.num_steps += 1
+        state = RandomState.now()
+        try:
+            with self._world.entered(), torch.compiler.set_stance("force_eager"):
+                batch = self._world.batch(self._make_batch(size, *sides))
+                batch = move_batch(batch, self._device)
+                return trace(self._step, batch, size, answers=self.answers)
+        except StrettoError:
+            raise
+        except Exception as error:  # whatever a user's model may raise
+            raise _cannot_follow(size, error) from error
+        finally:
+            state.restore()
+
+
+def _cannot_copy(error: Exception) -> FitError:
+    return FitError(
+        cannot(
+            "put fake tensors in the place of a model's",
+            why=f"it cannot be copied: {_told(error)}",
+            instead="probe with real steps, or give modules a __deepcopy__",
+        )
+    )
+
+
+def _cannot_follow(size: int, error: Exception) -> FitError:
+    return FitError(
+        cannot(
+            f"follow a step of {size} samples on fake tensors",
+            why=_told(error),
+            instead="probe with real steps",
+        )
+    )
+
+
+def _told(error: Exception) -> str:
+    """Return the first line of an error."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
