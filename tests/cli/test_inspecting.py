@@ -41,3 +41,11 @@ def test_what_is_no_checkpoint_is_told(stretto: Stretto) -> None:
     none = stretto("inspect", "a")
     assert none.code == 2
     assert "the run has no checkpoint" in none.err
+
+
+def test_the_folder_in_which_one_is_can_be_inspected(
+    stretto: Stretto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stretto("train", "run.yaml", "--folder", "a", "max_duration=1ep")
+    monkeypatch.chdir("a/checkpoints/checkpoint-000000000040")
+    assert ": whole\n" in stretto("inspect", ".").out

@@ -92,6 +92,28 @@ def test_goes_on_from_a_checkpoint(stretto: Stretto) -> None:
     assert "it is not said which" in nowhere.err
 
 
+def test_a_run_that_is_refused_leaves_what_describes_the_other_one(stretto: Stretto) -> None:
+    for folder in ("a", "b"):
+        assert stretto("train", "run.yaml", "max_duration=1ep", "--folder", folder).code == 0
+    kept = [Path("b", name).read_text() for name in ("run.yaml", "plan.json")]
+    checkpoint = "a/checkpoints/checkpoint-000000000040"
+    said = stretto("train", "run.yaml", "batch_size=8", "--folder", "b", "--resume", checkpoint)
+    assert said.code == 2
+    assert "cannot begin a run in b: it holds one already" in said.err
+    assert [Path("b", name).read_text() for name in ("run.yaml", "plan.json")] == kept
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
+def test_a_full_disk_leaves_the_run_file_as_it_was(stretto: Stretto) -> None:
+    stretto("train", "run.yaml", "max_duration=1ep", "--folder", "a")
+    kept = Path("a/run.yaml").read_text()
+    Path("a/run.yaml.tmp").symlink_to("/dev/full")
+    said = stretto("train", "a/run.yaml", "--resume", "latest", "max_duration=2ep")
+    assert said.code == 2
+    assert "cannot keep the run in a: no space left on device" in said.err
+    assert Path("a/run.yaml").read_text() == kept
+
+
 def test_auto_begins_or_goes_on_and_says_what_has_changed(stretto: Stretto) -> None:
     run = ("train", "run.yaml", "--folder", "a", "--resume", "auto")
     first = stretto(*run, "max_duration=1ep")
@@ -136,7 +158,7 @@ def test_several_ranks_need_a_named_folder(
         ("run.yaml data.num_samples=7", "(data in run.yaml, line 3)"),
         ("run.yaml world_size=2", "torchrun --nproc-per-node 2"),
         ("run.yaml schedules.lr.cosine.warmup=5ep", "schedules.lr"),
-        ("run.yaml --folder run.yaml", "cannot keep the run in run.yaml"),
+        ("run.yaml --folder run.yaml", "cannot keep a run in run.yaml"),
     ],
 )
 def test_refuses_before_the_first_step(arguments: str, message: str, stretto: Stretto) -> None:

@@ -14,6 +14,7 @@ from stretto.training.resuming import FOLDER
 
 def inspect(path: Path, *, as_json: bool) -> None:
     """Print what a checkpoint is, or those of a run; exit with 1 where one is not whole."""
+    path = path if path.name else path.resolve()  # '.'
     paths = checkpoints(path / FOLDER) if (path / FOLDER).is_dir() else [path]
     if not paths:
         raise CheckpointError(

@@ -43,11 +43,10 @@ def train(arguments: Sequence[str], *, folder: Path | None, resume: str | None) 
             run_file.config,
             source=run_file.source,
             folder=folder,
-            callbacks=[progress, results],
+            callbacks=[Description(run_file), progress, results],
         )
         found = None if resume is None else trainer.resume(resume)
         if is_first:
-            _keep(folder, run_file, trainer)
             for line in introduce(trainer, path, found):
                 console.print(line, markup=False, soft_wrap=True)
         trainer.fit()
@@ -58,6 +57,23 @@ def train(arguments: Sequence[str], *, folder: Path | None, resume: str | None) 
         raise SystemExit(1)
     if trainer.stop_reason is not None:
         raise SystemExit(_exit_code(trainer.stop_reason))
+
+
+@final
+class Description(Callback):
+    """Writes what the run is into its folder, once that is known to be no other run's."""
+
+    def __init__(self, run_file: RunFile) -> None:
+        self._run_file = run_file
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Write the whole run file and the plan.
+
+        Raises:
+            ConfigError: the folder cannot be written to.
+        """
+        if trainer.is_first_rank and trainer.folder is not None:
+            _keep(trainer.folder, self._run_file, trainer)
 
 
 @final
@@ -169,9 +185,8 @@ def _keep(folder: Path, run_file: RunFile, trainer: Trainer) -> None:
     """
     plan: Any = None if trainer.plan is None else trainer.plan.to_json()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / RUN_FILE).write_text(dump_run_file(resolved(run_file.config, trainer)), "utf-8")
-        (folder / PLAN).write_text(json.dumps(plan, indent=1) + "\n", "utf-8")
+        _replace(folder / RUN_FILE, dump_run_file(resolved(run_file.config, trainer)))
+        _replace(folder / PLAN, json.dumps(plan, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(
             cannot(
@@ -180,6 +195,13 @@ def _keep(folder: Path, run_file: RunFile, trainer: Trainer) -> None:
                 instead="name a folder that can be written to with --folder",
             )
         ) from None
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file so that a full disk, or a kill, leaves the one before."""
+    unfinished = file.with_name(file.name + ".tmp")
+    unfinished.write_text(text, "utf-8")
+    unfinished.replace(file)
 
 
 def _numbered(path: Path) -> Iterator[Path]:
