@@ -39,7 +39,8 @@ def test_every_event_happens_in_its_order(problem: Callable[..., Any], tmp_path:
         checkpoint=Checkpointing("1ep"),
         callbacks=[callback],
     ).fit()
-    step = ["on_batch_start", "transform_batch", "transform_batch", "on_gradient", "on_batch_end"]
+    step = ["on_batch_start", "transform_batch", "transform_batch", "on_gradient"]
+    step += ["on_noise", "on_batch_end"]
     ends = ["on_epoch_end", "on_log", "on_evaluation_end", "on_checkpoint"]
     assert callback.seen == ["on_fit_start", *step, *step, *ends, "on_fit_end"]
 

@@ -70,6 +70,11 @@ class BoundPeriods(BoundPolicy):
         inner = frozenset[TimeUnit]().union(*(period.bound.units for period in self.periods))
         return inner | {period.axis.unit for period in self.periods[:-1]}
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """The signals of the policies."""
+        return frozenset[str]().union(*(period.bound.reads for period in self.periods))
+
     def start(self) -> PolicyState:
         """Return the state at the start of the first period."""
         return self._began(0, 0, Timestamp())

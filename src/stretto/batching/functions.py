@@ -120,6 +120,11 @@ class BoundFunction(BoundPolicy):
         """The unit that a function of counts can always read."""
         return frozenset({TimeUnit.SAMPLE})
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """No signal."""
+        return frozenset()
+
     def start(self) -> PolicyState:
         """Return the state before the first size."""
         return {"size": self.policy.start}
@@ -155,6 +160,11 @@ class BoundPeriodicFunction(BoundPolicy):
     def units(self) -> frozenset[TimeUnit]:
         """The unit of `every`."""
         return frozenset({self.axis.unit})
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """No signal."""
+        return frozenset()
 
     def start(self) -> PolicyState:
         """Return the state before the first size."""

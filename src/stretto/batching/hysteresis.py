@@ -112,6 +112,11 @@ class BoundHysteresis(BoundPolicy):
         """The units of the policy inside, and that of `wait`."""
         return self.inner.units | ({self.axis.unit} if self.axis else set())
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """The signals of the policy inside."""
+        return self.inner.reads
+
     def start(self) -> PolicyState:
         """Return the state before any size."""
         return {"size": None, "changed": None, "inner": self.inner.start()}

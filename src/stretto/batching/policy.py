@@ -36,6 +36,8 @@ class Signals:
     """An unbiased estimate of tr(Sigma), the variance of a sample's gradient."""
     noise_denominator: float | None = None
     """An unbiased estimate of |G|^2, the squared norm of the true gradient."""
+    gradient_square: float | None = None
+    """The squared norm of the gradient that was used, with its noise; measured with the noise."""
 
 
 NO_SIGNALS = Signals()
@@ -90,6 +92,15 @@ class BoundPolicy(ABC):
     @abstractmethod
     def units(self) -> frozenset[TimeUnit]:
         """The units that it reads from the clock."""
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The signals that it reads: only those are measured.
+
+        `"loss"`, `"noise"` (all that belongs to it), or the name of a metric, such as
+        `"validation/loss"`. Unless a policy says otherwise, one that is not static reads the loss.
+        """
+        return frozenset() if self.is_static else frozenset({"loss"})
 
     @abstractmethod
     def start(self) -> PolicyState:
@@ -153,6 +164,12 @@ class TimedPolicy(BoundPolicy):
     def is_static(self) -> bool:
         """Whether sizes follow from counts: not where they follow the wall clock."""
         return TimeUnit.SECOND not in self.units
+
+    @property
+    @final
+    def reads(self) -> frozenset[str]:
+        """No signal."""
+        return frozenset()
 
     @final
     def start(self) -> PolicyState:

@@ -231,6 +231,11 @@ class BoundMap(BoundPolicy):
         """The units of the policy inside."""
         return self.inner.units
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """The signals of the policy inside."""
+        return self.inner.reads
+
     def start(self) -> PolicyState:
         """Return the state of the policy inside."""
         return self.inner.start()
@@ -263,6 +268,11 @@ class BoundMonotone(BoundPolicy):
     def units(self) -> frozenset[TimeUnit]:
         """The units of the policy inside."""
         return self.inner.units
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The signals of the policy inside."""
+        return self.inner.reads
 
     def start(self) -> PolicyState:
         """Return the state before any size."""

@@ -131,6 +131,8 @@ class StepLoader(Iterator[Step]):
         self._draws: Iterator[Draw] | None = None
         self._pending: tuple[Step, Draw] | None = None
         self._decisions = Decisions(run, bound, self.timer)
+        self.reads = bound.reads
+        """The signals that the policy reads (see `BoundPolicy.reads`)."""
 
     @property
     def rank(self) -> int:
@@ -235,6 +237,10 @@ class StepLoader(Iterator[Step]):
             timer.update(samples=draw.size, tokens=tokens, seconds=seconds)
         self._decisions.state, self._decisions.signals = plan.state, signals
         return timer.timestamp
+
+    def note_metric(self, value: float) -> None:
+        """Give the policy a metric that was measured since the last step."""
+        self._decisions.signals = replace(self._decisions.signals, metric=value)
 
     def take_back(self) -> None:
         """Yield the step in hand once more, if there is one: it could not be taken.

@@ -2,12 +2,15 @@
 
 from stretto.batching.averages import Interval
 from stretto.noise.estimator import NoiseEstimator
+from stretto.noise.measure import MicroGradients, square_norm
 from stretto.noise.terms import NoiseSums, NoiseTerms, noise_terms
 
 __all__ = [
     "Interval",
+    "MicroGradients",
     "NoiseEstimator",
     "NoiseSums",
     "NoiseTerms",
     "noise_terms",
+    "square_norm",
 ]

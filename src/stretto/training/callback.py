@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from stretto.batching import Signals
 from stretto.data import Step
 
 if TYPE_CHECKING:
@@ -39,6 +40,12 @@ class Callback:
 
     def on_gradient(self, trainer: Trainer, step: Step) -> None:
         """The gradient of the whole batch is in the parameters, not yet clipped."""
+
+    def on_noise(self, trainer: Trainer, step: Step, signals: Signals) -> None:
+        """The noise of the step's gradient was measured, and the clock has moved.
+
+        It is measured only where this is overridden, or where the batch size follows it.
+        """
 
     def on_batch_end(self, trainer: Trainer, step: Step) -> None:
         """The optimizer has stepped and the clock has moved."""

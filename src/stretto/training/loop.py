@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, final
 
+from stretto.batching import Signals
 from stretto.data import Step, StepLoader
 from stretto.optim import Hyperparameters
 from stretto.timing import BoundTrigger, Timer, Timestamp
@@ -15,6 +16,7 @@ from stretto.training.callback import Events
 from stretto.training.evaluate import Evaluator
 from stretto.training.finite import SkippedSteps, spoiled
 from stretto.training.interrupt import Interrupts
+from stretto.training.measuring import Measurements
 from stretto.training.ranks import Ranks
 from stretto.training.recorder import Recorder
 from stretto.training.saver import Progress, Saver
@@ -29,6 +31,7 @@ class Shared(NamedTuple):
     is_spoiled: bool
     """Whether a loss or a gradient is not finite on one of them."""
     saving: Progress
+    signals: Signals
 
 
 @final
@@ -39,6 +42,7 @@ class Loop:
     loader: StepLoader
     hyperparameters: Hyperparameters
     stepper: Stepper
+    measurements: Measurements
     recorder: Recorder
     saver: Saver
     evaluators: Sequence[Evaluator]
@@ -102,7 +106,11 @@ class Loop:
         is_taken = not shared.is_spoiled and self._update(step)
         if not is_taken:
             self._leave_out(step, is_spoiled=shared.is_spoiled)
-        after = self.loader.finish(step, tokens=shared.tokens, seconds=shared.seconds)
+        after = self.loader.finish(
+            step, tokens=shared.tokens, seconds=shared.seconds, signals=shared.signals
+        )
+        if shared.signals.noise_numerator is not None:
+            self.events.tell("on_noise", step, shared.signals)
         self.recorder.batch(step, gradient.losses if is_taken else (), after)
         if self.saver.is_busy:
             self._announce(self.saver.advance(shared.saving))
@@ -126,9 +134,11 @@ class Loop:
         """Tell the other ranks what this one knows, in one sum, and return what all know."""
         if self.interrupts.received is not None:
             self.stop(f"received {self.interrupts.received}")
-        saving = self.saver.progress()
+        saving, measured = self.saver.progress(), self.measurements.own(gradient)
         if self.ranks.world_size == 1:
-            return Shared(gradient.tokens, None, not self.stepper.is_finite(gradient), saving)
+            signals = self.measurements.signals(step, measured)
+            is_spoiled = not self.stepper.is_finite(gradient)
+            return Shared(gradient.tokens, None, is_spoiled, saving, signals)
         wants_stop = self.stop_reason is not None
         seconds = self.timer.seconds_since_update() if self.ranks.is_first else 0.0
         tokens = step.num_tokens if gradient.tokens is None else gradient.tokens
@@ -140,13 +150,16 @@ class Loop:
                 seconds,
                 not self.stepper.is_finite(gradient),
                 *saving,
+                *measured,
             )
         )
         self.stepper.finish(step, sums[1])
         if sums[2]:
             self.stop("another rank was told to stop")
             self._all_stop = True
-        return Shared(int(sums[0]), sums[3], bool(sums[4]), Progress(*sums[5:]))
+        end = 5 + len(saving)
+        signals = self.measurements.signals(step, sums[end:])
+        return Shared(int(sums[0]), sums[3], bool(sums[4]), Progress(*sums[5:end]), signals)
 
     def _after_batch(self, step: Step, before: Timestamp, after: Timestamp) -> None:
         """Do everything that is due now."""
@@ -193,6 +206,9 @@ class Loop:
         metrics = self.recorder.paused(evaluator.measure)
         named = {f"{evaluator.name}/{name}": value for name, value in metrics.items()}
         self.recorder.write({**self.recorder.clock(self.timer.timestamp), **named})
+        followed = self.measurements.metric(named)
+        if followed is not None:
+            self.loader.note_metric(followed)
         self.events.tell("on_evaluation_end", evaluator.name, metrics)
         return named
 

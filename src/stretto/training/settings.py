@@ -58,7 +58,7 @@ class Stepping:
 
     Raises:
         TrainingError: a value is not one of those that exist, or `clip_norm` is not a positive
-            number.
+            number, or `measure_noise` no number of steps.
     """
 
     learning_rate_rule: LearningRateRule | None = None
@@ -75,6 +75,9 @@ class Stepping:
     """What happens to a step whose loss or gradient is nan or infinite: the run stops with the
     weights from before it; or the step is skipped and counted; or nobody looks. Overflows that the
     loss scaling of fp16 answers to are always skipped."""
+    measure_noise: Literal["auto"] | int | None = "auto"
+    """How often the noise of the gradient is measured where a policy or a callback reads it: once
+    in so many steps; `"auto"`: in each; None: never."""
     compile: bool = False
     """Whether the model runs through `torch.compile`."""
     device: str | None = None
@@ -86,6 +89,15 @@ class Stepping:
         _one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
         _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
         _one_of("non_finite", self.non_finite, ("stop", "skip", "ignore"))
+        steps: object = self.measure_noise
+        if steps not in ("auto", None) and (type(steps) is not int or steps < 1):
+            raise TrainingError(
+                cannot(
+                    f"measure the noise of the gradient in one of {shown(steps)} steps",
+                    why="it is not an integer of at least 1",
+                    instead="write a number of steps such as 10, or leave measure_noise out",
+                )
+            )
         norm: object = self.clip_norm
         if norm is not None and (not isinstance(norm, (int, float)) or not norm > 0):
             raise TrainingError(

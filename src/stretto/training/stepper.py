@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stretto.data import MicroBatch, Step, count_target_tokens, move_batch
+from stretto.data import DataSpec, MicroBatch, Step, count_target_tokens, move_batch
 from stretto.errors import TrainingError, cannot
+from stretto.noise import NoiseSums
 from stretto.training.finite import FiniteCheck
 from stretto.training.fully_sharded import is_fully_sharded, sync_gradients, zero_gradient
+from stretto.training.noise_meter import NoiseMeter
 from stretto.training.ranks import Ranks
 from stretto.training.safety_net import SafetyNet
 from stretto.training.settings import LossFunction, Stepping
@@ -87,6 +89,8 @@ class Stepper:
         self._dtype = _DTYPES.get(settings.precision)
         self.net: SafetyNet | None = None
         """What is done where memory runs out; None: nothing."""
+        self.meter: NoiseMeter | None = None
+        """Measures the noise of the gradient; None: nobody asks for it."""
         self.scaler = (
             torch.amp.GradScaler(ranks.device.type) if settings.precision == "fp16" else None
         )
@@ -114,6 +118,9 @@ class Stepper:
     def _gradient(
         self, step: Step, micro_batches: Sequence[MicroBatch], *, averages: bool
     ) -> Gradient:
+        meter = self.meter if self.meter is not None and self.meter.is_due(step) else None
+        if meter is not None:
+            micro_batches = meter.begin(micro_batches)
         micro_batches = [self._transformed(micro) for micro in micro_batches]
         counts = self._counts(micro_batches)
         # The unit weights of all ranks are known only for samples, or where there is one rank.
@@ -123,11 +130,15 @@ class Stepper:
             raise _nothing_to_learn(step)
         losses = []
         for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
-            is_last = averages and index == len(micro_batches) - 1
-            with self._without_sync(is_last=is_last):
+            is_last = index == len(micro_batches) - 1
+            with self._without_sync(is_last=averages and is_last, meter=meter):
                 with self.autocast(), self._muted(units):
                     loss = _scalar(self._loss(self._model, self._moved(micro.batch)))
+                if meter is not None:
+                    meter.expect(is_averaged=averages and is_last)
                 self._backward(loss, units, whole)
+            if meter is not None:
+                meter.take(units, is_last=is_last, divisor=whole)
             if units:
                 factor = 1.0 if self._is_sum else float(units)
                 losses.append(MicroLoss(loss.detach(), factor, float(units)))
@@ -137,6 +148,25 @@ class Stepper:
     def is_finite(self, gradient: Gradient) -> bool:
         """Return whether losses and gradient are finite on this rank; true where nobody looks."""
         return self._check is None or self._check.passes(micro.loss for micro in gradient.losses)
+
+    def measure_noise(self, spec: DataSpec, *, every: int) -> None:
+        """Measure the noise of the gradient in one of `every` steps from now on."""
+        self.meter = NoiseMeter(
+            self._model,
+            self._parameters,
+            spec=spec,
+            ranks=self._ranks,
+            every=every,
+            is_sharded=self._is_sharded,
+        )
+
+    def noise(self) -> NoiseSums:
+        """Return what this rank knows of the noise of the gradient; before `finish` and `update`.
+
+        Every rank must call it, where there is a meter.
+        """
+        assert self.meter is not None, "nobody asks for it"
+        return self.meter.sums(1.0 if self.scaler is None else self.scaler.get_scale())
 
     def finish(self, step: Step, units: float) -> None:
         """Divide the gradient by the `units` of all ranks, where that had to wait for them.
@@ -169,6 +199,8 @@ class Stepper:
     def clear(self) -> None:
         """Clear the gradients."""
         self._optimizer.zero_grad()
+        if self.meter is not None:
+            self.meter.forget()
 
     def _scaled_update(self, scaler: torch.amp.GradScaler) -> bool:
         if all(parameter.grad is None for parameter in self._parameters):
@@ -230,9 +262,11 @@ class Stepper:
         """Where the model's own passes are what ranks meet in, one without units runs as well."""
         return zero_gradient(self._model) if self._is_sharded and not units else _NOTHING
 
-    def _without_sync(self, *, is_last: bool) -> AbstractContextManager[Any]:
+    def _without_sync(
+        self, *, is_last: bool, meter: NoiseMeter | None
+    ) -> AbstractContextManager[Any]:
         if self._is_sharded:
-            sync_gradients(self._model, is_last=is_last)
+            sync_gradients(self._model, is_last=is_last or meter is not None)
         if is_last or self._is_sharded or self._ranks.world_size == 1:
             return _NOTHING
         return self._model.no_sync()  # type: ignore[operator,no-any-return]

@@ -28,6 +28,7 @@ from stretto.training.fitting import find_fitting, largest_share, with_found_max
 from stretto.training.interrupt import Interrupts
 from stretto.training.lock import locked
 from stretto.training.loop import Loop
+from stretto.training.measuring import Measurements
 from stretto.training.preparation import make_loader, make_plan
 from stretto.training.ranks import Ranks
 from stretto.training.recorder import Recorder
@@ -213,6 +214,9 @@ class Trainer:
             loader=self.loader,
             hyperparameters=self.hyperparameters,
             stepper=stepper,
+            measurements=Measurements(
+                self.loader, stepper, stepping=stepping, events=events, evaluations=evaluations
+            ),
             recorder=recorder,
             saver=saver,
             evaluators=evaluators,

@@ -1,0 +1,125 @@
+"""What a step measures for the batch size policy and for callbacks; nothing that nobody reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, final
+
+import torch
+
+from stretto.batching import NO_SIGNALS, Signals
+from stretto.data import Step, StepLoader
+from stretto.errors import TrainingError, cannot
+from stretto.noise import NoiseSums
+from stretto.training.callback import Events
+from stretto.training.noise_meter import NOTHING
+from stretto.training.settings import Evaluation, Stepping
+from stretto.training.stepper import Gradient, Stepper
+
+_LOSS, _NOISE = "loss", "noise"
+
+
+@final
+class Measurements:
+    """Turns what ranks know of a step into the signals that a policy reads.
+
+    Args:
+        loader: has the policy, which says what it reads.
+        stepper: computes the steps; measures noise from here on, if that is read.
+        stepping: says how often.
+        events: knows whether a callback listens to the noise.
+        evaluations: those that there are.
+
+    Raises:
+        TrainingError: a metric is read that no evaluation measures, or more than one, or noise
+            where it must not be measured.
+    """
+
+    def __init__(
+        self,
+        loader: StepLoader,
+        stepper: Stepper,
+        *,
+        stepping: Stepping,
+        events: Events,
+        evaluations: Sequence[Evaluation],
+    ) -> None:
+        self._stepper = stepper
+        self._reads_loss = _LOSS in loader.reads
+        if _NOISE in loader.reads or events.listeners("on_noise"):
+            stepper.measure_noise(loader.spec, every=_steps_between(stepping.measure_noise))
+        self._is_idle = not self._reads_loss and stepper.meter is None
+        metrics = sorted(loader.reads - {_LOSS, _NOISE})
+        measured = [f"{one.name}/{name}" for one in evaluations for name in ("loss", *one.metrics)]
+        _check_metrics(metrics, measured)
+        self._metric = metrics[0] if metrics else None
+
+    def own(self, gradient: Gradient) -> tuple[float, ...]:
+        """Return what this rank has measured; the sums over ranks are what `signals` takes.
+
+        Every rank must call it, while the gradient is as it was computed.
+        """
+        if self._is_idle:
+            return ()
+        total = units = 0.0
+        if self._reads_loss and gradient.losses:
+            losses = torch.stack([one.loss for one in gradient.losses]).double().tolist()
+            pairs = zip(losses, gradient.losses, strict=True)
+            total = sum(loss * one.factor for loss, one in pairs)
+            units = sum(one.weight for one in gradient.losses)
+        noise = NOTHING if self._stepper.meter is None else self._stepper.noise()
+        return (total, units, *noise)
+
+    def signals(self, step: Step, sums: Sequence[float]) -> Signals:
+        """Return what all ranks have measured together; the same on each."""
+        if self._is_idle:
+            return NO_SIGNALS
+        total, units, *rest = sums
+        noise = NoiseSums(*rest)
+        terms = noise.terms(step.size)
+        return Signals(
+            loss=total / units if self._reads_loss and units else None,
+            noise_numerator=None if terms is None else terms.numerator,
+            noise_denominator=None if terms is None else terms.denominator,
+            gradient_square=None if terms is None else noise.whole / noise.units**2,
+        )
+
+    def metric(self, named: Mapping[str, float]) -> float | None:
+        """Return the metric that the policy reads, if it is among those just measured."""
+        return None if self._metric is None else named.get(self._metric)
+
+
+def _steps_between(measure_noise: Literal["auto"] | int | None) -> int:
+    """In how many steps noise is measured once, where it is read."""
+    if measure_noise is None:
+        raise TrainingError(
+            cannot(
+                "follow the noise of the gradient",
+                why="it is not measured: measure_noise is None",
+                instead="leave measure_noise out, or write in how many steps to measure it once",
+            )
+        )
+    return 1 if measure_noise == "auto" else measure_noise
+
+
+def _check_metrics(metrics: Sequence[str], measured: Sequence[str]) -> None:
+    if len(metrics) > 1:
+        raise TrainingError(
+            cannot(
+                f"follow {' and '.join(map(repr, metrics))} with the batch size",
+                why="a policy reads one metric",
+                instead=f"follow {metrics[0]!r} alone",
+            )
+        )
+    missing = next((name for name in metrics if name not in measured), None)
+    if missing is not None:
+        instead = (
+            f"write one of {', '.join(map(repr, measured))}" if measured else "pass evaluate=..."
+        )
+        raise TrainingError(
+            cannot(
+                f"follow {missing!r} with the batch size",
+                why="no evaluation measures it",
+                instead=instead,
+            )
+        )
