@@ -131,7 +131,7 @@ def measure(*, is_quick: bool) -> dict[str, Any]:
             if not is_quick and with_transformers.exists():
                 families[name] = apart("family", name, str(with_transformers))
         elif not (is_quick and name == "GRU"):
-            families[name] = apart("family", name) if not is_quick else measure_family(name)
+            families[name] = measure_family(name)
     large = {} if is_quick else {name: apart("large", name) for name in LARGE}
     return {"families": families, "large": large}
 

@@ -138,12 +138,25 @@ class CachingAllocator:
         return size
 
 
-def reserved(curve: MemoryCurve, size: int, *, limit: int | None = None) -> int | None:
-    """Return what the caching allocator reserves for steps of that size; None if past `limit`.
+def reserved(curve: MemoryCurve, size: int) -> int:
+    """Return what the caching allocator reserves for steps of that size.
 
     The first of the steps makes the optimizer's state, in between what it then frees.
     """
-    allocator = CachingAllocator(limit)
+    allocator = CachingAllocator()
+    _replay(allocator, curve, size)
+    return allocator.peak
+
+
+def fits(curve: MemoryCurve, size: int, limit: int) -> bool:
+    """Return whether steps of that size go through where at most `limit` bytes are reserved.
+
+    Near the limit the allocator gives free segments back, so less may do than it would reserve.
+    """
+    return _replay(CachingAllocator(limit), curve, size)
+
+
+def _replay(allocator: CachingAllocator, curve: MemoryCurve, size: int) -> bool:
     counts = curve.bytes_at(size)
     kept = {
         index
@@ -152,12 +165,12 @@ def reserved(curve: MemoryCurve, size: int, *, limit: int | None = None) -> int 
     }
     late = {index for index in kept if curve.allocations[index].category == "optimizer"}
     if not all(allocator.allocate(index, counts[index]) for index in sorted(kept - late)):
-        return None
+        return False
     for _ in range(STEPS):
         if not _step(allocator, curve, counts, kept, late):
-            return None
+            return False
         late = set()
-    return allocator.peak
+    return True
 
 
 def _step(

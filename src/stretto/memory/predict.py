@@ -8,6 +8,7 @@ from typing import Any, Literal, final
 from torch import nn
 
 from stretto.errors import FitError
+from stretto.memory.caching_allocator import fits, reserved
 from stretto.memory.curve import MAXIMUM, MemoryCurve, Peak, largest
 from stretto.memory.fit import fit, settled
 from stretto.memory.recording import Place
@@ -23,19 +24,22 @@ SIZES = (2, 3)
 class Prediction:
     """What a step will need, and how sure that is; made by `predict`."""
 
-    def __init__(self, runs: list[_Run], *, is_compiled: bool) -> None:
+    def __init__(self, runs: list[_Run], *, is_compiled: bool, for_cuda: bool) -> None:
         self._runs = runs
         self._is_compiled = is_compiled
+        self._for_cuda = for_cuda
 
     @property
     def certainty(self) -> Certainty:
         """How sure it is: `exact`, `upper bound` or `estimate`."""
-        return _judged(self._runs, is_compiled=self._is_compiled)[0]
+        return "estimate" if self._for_cuda else self._judged()[0]
 
     @property
     def reason(self) -> str:
         """Why it is that sure and no surer."""
-        return _judged(self._runs, is_compiled=self._is_compiled)[1]
+        habits = "the habits of CUDA were followed, unchecked; what lies outside its caching "
+        on_top = f"{habits}allocator comes on top"
+        return on_top if self._for_cuda else self._judged()[1]
 
     @property
     def num_steps(self) -> int:
@@ -49,7 +53,12 @@ class Prediction:
         return max((run.curve for run in self._runs), key=lambda curve: curve.peak(size))
 
     def peak(self, size: int) -> int:
-        """Return the bytes that a batch of that size needs at once."""
+        """Return the bytes that a batch of that size needs at once.
+
+        For CUDA, what its caching allocator reserves for them.
+        """
+        if self._for_cuda:
+            return max(reserved(run.curve, size) for run in self._runs)
         return max(run.curve.peak(size) for run in self._runs)
 
     def at(self, size: int) -> Peak:
@@ -65,9 +74,17 @@ class Prediction:
             FitError: the step cannot be taken with as many samples.
         """
         while True:
-            size = largest(lambda size: self.peak(size) <= limit, maximum=maximum)
+            size = largest(lambda size: self._fits(size, limit), maximum=maximum)
             if size is None or (self.verify(size) and self.verify(size + 1)):
                 return size
+
+    def _fits(self, size: int, limit: int) -> bool:
+        if any(run.curve.peak(size) > limit for run in self._runs):
+            return False
+        return not self._for_cuda or all(fits(run.curve, size, limit) for run in self._runs)
+
+    def _judged(self) -> tuple[Certainty, str]:
+        return _judged(self._runs, is_compiled=self._is_compiled)
 
     def verify(self, size: int) -> bool:
         """Take a fake step of that size, and return whether the curve has said what it needs.
@@ -86,8 +103,10 @@ class Prediction:
 class _Run:
     """Fake steps of several sizes, with the same answers to what fakes cannot tell."""
 
-    def __init__(self, step: TrainingStep, make_batch: Callable[[int], Any], value: int) -> None:
-        self.tracer = Tracer(step, make_batch, value)
+    def __init__(
+        self, step: TrainingStep, make_batch: Callable[[int], Any], value: int, *, for_cuda: bool
+    ) -> None:
+        self.tracer = Tracer(step, make_batch, value, for_cuda=for_cuda)
         self.answers = self.tracer.answers
         first, steady = (self.tracer.record(size) for size in SIZES)
         alike = settled(first, steady)
@@ -108,7 +127,12 @@ class _Run:
         return False
 
 
-def predict(step: TrainingStep, make_batch: Callable[[int], Any]) -> Prediction:
+def predict(
+    step: TrainingStep,
+    make_batch: Callable[[int], Any],
+    *,
+    device: Literal["cpu", "cuda"] | None = None,
+) -> Prediction:
     """Return what a training step needs for a batch of any size, without allocating it.
 
     The step is taken on fake tensors, with batches of 2 and 3 samples; every allocation is
@@ -126,6 +150,9 @@ def predict(step: TrainingStep, make_batch: Callable[[int], Any]) -> Prediction:
         step: what is trained, and how.
         make_batch: returns a micro-batch of as many samples as it is told. It is called where
             tensors are fake, so a large one costs nothing.
+        device: the kind of device that is asked about; left out, the bytes of tensors are told,
+            on whichever they are. For `cuda` no GPU is needed: the kernels' habits and the
+            caching allocator are followed by a model of them. That is an estimate.
 
     Raises:
         FitError: the step cannot be taken on fake tensors; the message says why.
@@ -134,7 +161,7 @@ def predict(step: TrainingStep, make_batch: Callable[[int], Any]) -> Prediction:
     failure: FitError | None = None
     for value in (0, 1):
         try:
-            runs.append(_Run(step, make_batch, value))
+            runs.append(_Run(step, make_batch, value, for_cuda=device == "cuda"))
         except FitError as error:
             failure = error
         if runs and not runs[0].answers.reads:
@@ -142,7 +169,8 @@ def predict(step: TrainingStep, make_batch: Callable[[int], Any]) -> Prediction:
     if not runs:
         assert failure is not None
         raise failure
-    return Prediction(runs, is_compiled=_is_compiled(step.model))
+    is_compiled = _is_compiled(step.model)
+    return Prediction(runs, is_compiled=is_compiled, for_cuda=device == "cuda")
 
 
 def _judged(runs: list[_Run], *, is_compiled: bool) -> tuple[Certainty, str]:

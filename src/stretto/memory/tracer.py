@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from stretto.data import move_batch
 from stretto.errors import FitError, StrettoError, cannot
 from stretto.memory.answers import Answers
+from stretto.memory.cuda import CudaHabits, many_at_once
 from stretto.memory.fakes import FakeWorld
 from stretto.memory.recording import Recording
 from stretto.memory.rewind import RandomState
@@ -27,12 +30,20 @@ class Tracer:
         step: the step, which is not touched.
         make_batch: makes a batch, with the samples it has as the first argument.
         value: the value of what is read from fake tensors.
+        for_cuda: whether kernels are to behave as on CUDA.
 
     Raises:
         FitError: the model cannot be copied.
     """
 
-    def __init__(self, step: TrainingStep, make_batch: Callable[..., Any], value: int = 0) -> None:
+    def __init__(
+        self,
+        step: TrainingStep,
+        make_batch: Callable[..., Any],
+        value: int = 0,
+        *,
+        for_cuda: bool = False,
+    ) -> None:
         self.answers = Answers(value)
         self.num_steps = 0
         self._device = "cuda" if step.device.type == "cuda" else "cpu"
@@ -42,6 +53,10 @@ class Tracer:
             self._step = self._world.step(step)
         except Exception as error:  # whatever a copy of a user's model may raise
             raise _cannot_copy(error) from error
+        self._habits: AbstractContextManager[Any] = contextlib.nullcontext()
+        if for_cuda and self._device == "cpu":
+            many_at_once(self._step.optimizer)
+            self._habits = CudaHabits()
 
     def record(self, size: int, *sides: int) -> Recording:
         """Return the recording of a step with a batch of that size (and of those other sides).
@@ -55,7 +70,8 @@ class Tracer:
             with self._world.entered(), torch.compiler.set_stance("force_eager"):
                 batch = self._world.batch(self._make_batch(size, *sides))
                 batch = move_batch(batch, self._device)
-                return trace(self._step, batch, size, answers=self.answers)
+                with self._habits:
+                    return trace(self._step, batch, size, answers=self.answers)
         except StrettoError:
             raise
         except Exception as error:  # whatever a user's model may raise
