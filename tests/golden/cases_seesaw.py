@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from stretto.batching import PeriodSizes, Seesaw
+from stretto.config import build_plan
+from stretto.config.run import RunConfig
 from stretto.schedules import Constant, Cosine, CosineRestarts, Custom, Linear, Periods, Schedule
 from stretto.timing import Horizon
 
@@ -24,6 +26,14 @@ def follow_batches(timer: Any) -> float:
 
 in_a_period = Periods([("10%", 1.0), ("rest", Seesaw(Cosine(), 8).schedule)])
 
+
+def read(**values: Any) -> object:
+    """Read and plan a run file with a Seesaw in it."""
+    least = {"max_duration": "2ep", "data": {"target": "a:b", "num_samples": 100}}
+    schedules = {"lr": {"cosine": {}}}
+    return build_plan(RunConfig.parse({**least, "schedules": schedules, **values}))
+
+
 CASES: list[tuple[str, Callable[[], object]]] = [
     ("seesaw-factor", lambda: Seesaw(Cosine(), 8, factor=1)),
     ("seesaw-factor-text", lambda: Seesaw(Cosine(), 8, factor="smooth")),  # type: ignore[arg-type]
@@ -38,4 +48,11 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("seesaw-beyond", lambda: bind(Cosine(), maximum=4)),
     ("seesaw-sizes", lambda: bind(Cosine(), PeriodSizes([("10%", 8), ("rest", 16)]))),
     ("seesaw-period", lambda: in_a_period.bind(RUN)),
+    ("seesaw-file-no-schedule", lambda: read(schedules={}, batch_size={"seesaw": 8})),
+    (
+        "seesaw-file-rule",
+        lambda: read(learning_rate_rule={"sqrt": 8}, batch_size={"seesaw": 8}),
+    ),
+    ("seesaw-file-beyond", lambda: read(batch_size={"seesaw": 8, "at_most": 4})),
+    ("seesaw-file-factor", lambda: read(batch_size={"seesaw": 8, "factor": "continous"})),
 ]

@@ -220,6 +220,5 @@ def _first(holds: Callable[[int], bool], before: int, after: int) -> int:
 
 def cannot_grow(schedule: Schedule, why: str, instead: str) -> BatchSizeError:
     """Return the error for a schedule whose decay a batch size cannot take over."""
-    return BatchSizeError(
-        cannot(f"grow the batch as {schedule!r} decays", why=why, instead=instead)
-    )
+    what = f"grow the batch with the decay of '{schedule}'"
+    return BatchSizeError(cannot(what, why=why, instead=instead))

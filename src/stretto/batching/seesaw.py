@@ -122,10 +122,10 @@ class Coupling(ABC):
         last = sizes.size_at(_FAR)
         if self.maximum is not None and last > self.maximum:
             why = f"it has {last} samples before, which is beyond the maximum of {self.maximum}"
-            raise cannot_grow(self.decay, why, f"write a maximum of {last} or more")
+            raise cannot_grow(self.decay, why, f"write maximum={last} or more")
         if decay.last == 0 and self.maximum is None:
             why = "it falls to 0 before the end of the run, and nothing bounds the size"
-            raise cannot_grow(self.decay, why, "write a maximum such as 1024")
+            raise cannot_grow(self.decay, why, "write for example maximum=1024")
         return BoundCoupling(
             decay=decay,
             sizes=sizes,

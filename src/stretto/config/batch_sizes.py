@@ -9,7 +9,8 @@ from pydantic import Field, Tag
 
 from stretto.batching import BatchSizePolicy, PeriodSizes, as_policy
 from stretto.config.building import Building
-from stretto.config.fields import Count, check_duration, check_no_duration, shape_of
+from stretto.config.coupled_sizes import CoupledSizes, InsteadSizes, SeesawSizes, shape_among
+from stretto.config.fields import Count, Section, check_duration, check_no_duration, shape_of
 from stretto.config.sizes import (
     DoublingSizes,
     FunctionSizes,
@@ -23,7 +24,7 @@ from stretto.config.sizes import (
     StepsText,
 )
 from stretto.config.source import Path
-from stretto.config.targets import nearest_to
+from stretto.schedules import Schedule
 
 
 class PeriodicSizes(Sizes):
@@ -41,7 +42,7 @@ class PeriodicSizes(Sizes):
         return PeriodSizes(policies)
 
 
-_KEYS: Mapping[str, type[Sizes]] = {
+_KEYS: Mapping[str, type[Section]] = {
     "size": OneSize,
     "steps": SteppedSizes,
     "periods": PeriodicSizes,
@@ -49,30 +50,20 @@ _KEYS: Mapping[str, type[Sizes]] = {
     "increase": IncreasedSizes,
 }
 """The key that says which way a batch size is written."""
-_RAMPS: Mapping[str, type[Sizes]] = {
-    "linear": LinearSizes,
-    "double": DoublingSizes,
-    "stages": StagedSizes,
+_COUPLED: Mapping[str, type[Section]] = {
+    "seesaw": SeesawSizes,
+    "increase_instead_of_decay": InsteadSizes,
 }
 
 
 def _shape(value: object) -> str | None:
-    """The tag of the way in which a batch size is written."""
-    if isinstance(value, Sizes):
-        return f"<{type(value).__name__}>"
-    if isinstance(value, str):
-        return "<text>"
-    if not isinstance(value, Mapping):
-        return "<number>"
-    if value and all(str(key)[:1].isdigit() for key in value):
-        return "<steps>"
-    keys = [*_KEYS, "ramp"]
-    found = next((key for key in keys if key in value), None)
-    found = found or next(filter(None, (nearest_to(str(key), keys) for key in value)), None)
-    if found != "ramp":
-        return f"<{_KEYS[found].__name__}>" if found else None
-    kind = nearest_to(str(value.get("ramp")), _RAMPS)
-    return f"<{_RAMPS[kind or 'double'].__name__}>"
+    """The tag of the way in which the sizes of a period are written."""
+    return shape_among(_KEYS, value)
+
+
+def _shape_of_run(value: object) -> str | None:
+    """The tag of the way in which the batch size of a run is written."""
+    return shape_among({**_COUPLED, **_KEYS}, value)
 
 
 _Written: TypeAlias = (
@@ -93,9 +84,11 @@ BatchSize: TypeAlias = Annotated[
     Annotated[Count, Tag("<number>")]
     | Annotated[StepsText, Tag("<text>")]
     | Annotated[StepsMapping, Tag("<steps>")]
-    | _Written,
+    | _Written
+    | Annotated[SeesawSizes, Tag("<SeesawSizes>")]
+    | Annotated[InsteadSizes, Tag("<InsteadSizes>")],
     shape_of(
-        _shape,
+        _shape_of_run,
         "write a number, '0ep:8 1ep:16', or for example "
         "{ramp: double, start: 8, end: 64, over: 40%}",
     ),
@@ -106,7 +99,7 @@ PeriodicSizes.model_rebuild()
 
 
 def build_batch_size(value: BatchSize, building: Building, path: Path) -> BatchSizePolicy:
-    """Return the policy that a `batch_size` of a run file says.
+    """Return the policy that a `batch_size` of a run file says, one that stands for itself.
 
     >>> from stretto.config.building import CHECKING
     >>> build_batch_size("0ep:8 1ep:16", CHECKING, ("batch_size",))
@@ -120,3 +113,26 @@ def build_batch_size(value: BatchSize, building: Building, path: Path) -> BatchS
             check_no_duration(value.duration)
             return value.policy(building, path)
         return as_policy(value)
+
+
+def build_sizes(
+    value: BatchSize, schedules: Mapping[str, Schedule], building: Building, path: Path
+) -> tuple[BatchSizePolicy, Mapping[str, Schedule]]:
+    """Return the policy that a `batch_size` says, and what becomes of the schedules with it.
+
+    Sizes that take over the decay of the learning rate take it from its schedule.
+
+    >>> from stretto.config.building import CHECKING
+    >>> from stretto.schedules import Linear
+    >>> pair = SeesawSizes.model_validate({"seesaw": 16})
+    >>> build_sizes(pair, {"lr": Linear()}, CHECKING, ("batch_size",))
+    (Seesaw(Linear(), Fixed(16)).policy, {'lr': Seesaw(Linear(), Fixed(16)).schedule})
+
+    Raises:
+        ConfigError: it cannot be built; the message says where it stands.
+    """
+    if not isinstance(value, CoupledSizes):
+        return build_batch_size(value, building, path), schedules
+    with building.source.at(*path):
+        pair = value.coupling(schedules["lr"], building, path)
+        return pair.policy, {**schedules, "lr": pair.schedule}

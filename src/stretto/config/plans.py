@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, final
 
 from stretto.batching import BatchSizePolicy, LearningRateRule
-from stretto.config.batch_sizes import build_batch_size
+from stretto.config.batch_sizes import build_sizes
 from stretto.config.building import Building
 from stretto.config.fields import Target
 from stretto.config.run import RunConfig
@@ -124,17 +124,17 @@ def build_run(
             tokens_per_sample=sizes["tokens_per_sample"],
             last_batch=config.last_batch,
         ).scaled(ratio)
-    policy = build_batch_size(config.batch_size, building, ("batch_size",)).scaled(ratio)
-    schedules = {
-        name: build_schedule(value, building, ("schedules", name)).scaled(ratio)
+    written = {
+        name: build_schedule(value, building, ("schedules", name))
         for name, value in config.schedules.items()
     }
+    policy, schedules = build_sizes(config.batch_size, written, building, ("batch_size",))
     intervals = _intervals(config)
     rule = config.learning_rate_rule
     return Run(
         horizon,
-        policy,
-        schedules,
+        policy.scaled(ratio),
+        {name: schedule.scaled(ratio) for name, schedule in schedules.items()},
         {name: Every(every).scaled(ratio) for name, (_, every) in intervals.items()},
         {name: path for name, (path, _) in intervals.items()},
         None if rule is None else rule.build(building, ("learning_rate_rule",)),

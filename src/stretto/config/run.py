@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationError, model_validator
 
 from stretto.config.batch_sizes import BatchSize
+from stretto.config.coupled_sizes import CoupledSizes
 from stretto.config.fields import (
     Count,
     CountOrAuto,
@@ -157,6 +158,28 @@ class RunConfig(Section):
                     f"evaluate twice as {twice!r}",
                     why="their metrics would have the same names",
                     instead="give each evaluation a 'name' of its own",
+                )
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_coupling(self) -> Self:
+        if not isinstance(self.batch_size, CoupledSizes):
+            return self
+        if "lr" not in self.schedules:
+            raise ConfigError(
+                cannot(
+                    "grow the batch as the learning rate decays",
+                    why="there is no 'schedules.lr'",
+                    instead="write for example 'schedules: {lr: {cosine: {warmup: 5%}}}'",
+                )
+            )
+        if self.learning_rate_rule is not None:
+            raise ConfigError(
+                cannot(
+                    "follow the batch size by a 'learning_rate_rule'",
+                    why="the batch size itself says how the learning rate goes with it",
+                    instead="leave it out",
                 )
             )
         return self

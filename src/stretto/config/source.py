@@ -79,6 +79,7 @@ _WORDS = (
     (r"\bAtMost\(policy, (\d+)\)", r"at_most: \1"),
     (r"\bAtLeast\(policy, (\d+)\)", r"at_least: \1"),
     (r"\bMultipleOf\(policy, (\d+)\)", r"multiple_of: \1"),
+    (r"\bmaximum=(\d+)", r"at_most: \1"),
     (r"\blast_batch='(\w+)'", r"last_batch: \1"),
 )
 
