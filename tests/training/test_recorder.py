@@ -107,7 +107,9 @@ def test_a_run_that_died_before_its_first_checkpoint_is_done_once_more(
         problem().trainer(callbacks=[FailAt(5)], **settings).fit()
     again = problem().trainer(**settings)
     assert again.resume("auto") is None
+    before = (tmp_path / "ledger.csv").read_text()
     again.fit()
+    assert (tmp_path / "ledger.csv.old1").read_text() == before
     assert samples(tmp_path) == [step.timestamp.sample for step in again.plan.batches()]
     assert [line["ba"] for line in metrics(tmp_path)] == list(range(2, 17, 2))
 

@@ -71,6 +71,14 @@ def _hold(file: IO[bytes], folder: Path) -> None:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
 
+def set_aside(path: Path) -> Path:
+    """Rename what another one takes the place of, to end in `.old1`, or the next number."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.old{number}")).exists():
+        number += 1
+    return path.rename(target)
+
+
 def unwritable(folder: Path, error: OSError) -> TrainingError:
     """Return the error for a run folder that cannot be written to."""
     return TrainingError(

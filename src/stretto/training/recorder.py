@@ -14,7 +14,7 @@ from stretto.timing import Horizon, Timestamp
 from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.appending import Appender
 from stretto.training.finite import SkippedSteps
-from stretto.training.lock import unwritable
+from stretto.training.lock import set_aside, unwritable
 from stretto.training.loggers import JsonLinesLogger, MetricLogger
 from stretto.training.ranks import Ranks
 from stretto.training.running_loss import RunningLoss
@@ -221,16 +221,19 @@ class Recorder:
         self._lengths = {name: int(state["files"][name]) for name in FILES} if is_own else {}
 
     def start_over(self) -> None:
-        """Empty the files: what a run left that had no checkpoint yet is done once more."""
+        """Set the files aside: what a run left that had no checkpoint yet is done once more."""
         self._goes_on = True
         self._lengths = dict.fromkeys(FILES, 0)
 
     def _cut(self, folder: Path) -> None:
         for name, length in self._lengths.items():
             path = folder / name
-            if path.exists():
+            size = path.stat().st_size if path.exists() else 0
+            if size > length == 0:
+                set_aside(path)
+            elif size > length:
                 with path.open("r+b") as file:
-                    file.truncate(min(length, path.stat().st_size))
+                    file.truncate(length)
         self._lengths = {}
 
 

@@ -14,7 +14,7 @@ from stretto.checkpoint import (
     open_checkpoint,
 )
 from stretto.errors import CheckpointError, TrainingError, cannot
-from stretto.training.lock import locked, unwritable
+from stretto.training.lock import locked, set_aside, unwritable
 from stretto.training.ranks import Ranks
 
 FOLDER = "checkpoints"
@@ -65,11 +65,8 @@ def set_newer_aside(run_folder: Path, sample: int) -> list[Path]:
     own = checkpoint_path(run_folder / FOLDER, sample)
     for path in checkpoints(run_folder / FOLDER):
         if path.name > own.name:
-            number = 1
-            while (target := path.with_name(f"{path.name}.old{number}")).exists():
-                number += 1
             try:
-                moved.append(path.rename(target))
+                moved.append(set_aside(path))
             except OSError as error:
                 raise unwritable(path.parent, error) from error
     return moved
