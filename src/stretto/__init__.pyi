@@ -15,7 +15,10 @@ from stretto.batching import LinearRule as LinearRule
 from stretto.batching import Monotone as Monotone
 from stretto.batching import MultipleOf as MultipleOf
 from stretto.batching import NoRule as NoRule
+from stretto.batching import NoiseScale as NoiseScale
+from stretto.batching import NormTest as NormTest
 from stretto.batching import PeriodSizes as PeriodSizes
+from stretto.batching import Plateau as Plateau
 from stretto.batching import PowerOfTwo as PowerOfTwo
 from stretto.batching import Seesaw as Seesaw
 from stretto.batching import Signals as Signals
@@ -142,10 +145,13 @@ __all__ = [
     "MultipleOf",
     "NoRule",
     "NoiseEstimator",
+    "NoiseScale",
+    "NormTest",
     "PeriodSizes",
     "Periods",
     "Plan",
     "PlanError",
+    "Plateau",
     "Polynomial",
     "PowerOfTwo",
     "Product",

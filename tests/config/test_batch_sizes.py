@@ -16,7 +16,10 @@ from stretto.batching import (
     LinearRamp,
     Monotone,
     MultipleOf,
+    NoiseScale,
+    NormTest,
     PeriodSizes,
+    Plateau,
     PowerOfTwo,
     SizeFunction,
     StagedRamp,
@@ -68,6 +71,18 @@ def policy(value: Any, building: Building | None = None) -> BatchSizePolicy:
         (
             {"size": 100, "power_of_two": "down", "monotone": True, "at_least": 32},
             AtLeast(Monotone(PowerOfTwo(Fixed(100))), 32),
+        ),
+        (
+            {"noise_scale": 0.3, "start": 8, "maximum": 64, "power_of_two": "down"},
+            PowerOfTwo(NoiseScale(8, 64, c=0.3)),
+        ),
+        (
+            {"norm_test": 0.5, "start": 8, "maximum": 64, "window": 10},
+            NormTest(8, 64, eta=0.5, window=10),
+        ),
+        (
+            {"plateau": "test/loss", "start": 8, "maximum": 64, "mode": "max", "patience": 4},
+            Plateau("test/loss", start=8, maximum=64, mode="max", patience=4),
         ),
         ({"size": 100, "hysteresis": 1.5}, Hysteresis(Fixed(100), 1.5)),
         ({"size": 100, "multiple_of": 16}, MultipleOf(Fixed(100), 16)),

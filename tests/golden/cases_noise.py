@@ -1,13 +1,56 @@
-"""Errors about measuring the noise of gradients."""
+"""Errors about measuring the noise of gradients, and about batch sizes that follow it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
+from torch import nn
+
+from stretto.batching import NoiseScale, NormTest, Plateau, as_policy
 from stretto.noise import NoiseEstimator, noise_terms
+from stretto.training import Stepping, Trainer
+
+wrong: Any = None
+"""A value that a type checker would refuse."""
+
+
+def follows(policy: object, **settings: Any) -> Trainer:
+    """A run whose batch size follows something."""
+    model = nn.Linear(3, 1)
+    return Trainer(
+        model,
+        torch.zeros(20, 3),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda model, batch: model(batch).mean(),
+        max_duration="2ep",
+        batch_size=policy,
+        **settings,
+    )
+
+
+def plateau(**settings: Any) -> Plateau:
+    """A plateau with one setting changed."""
+    return Plateau(**{"metric": "validation/loss", "start": 8, "maximum": 64, **settings})
+
 
 CASES: list[tuple[str, Callable[[], object]]] = [
     ("noise-window", lambda: NoiseEstimator(window=1)),
     ("noise-confidence", lambda: NoiseEstimator(confidence=1.0)),
     ("noise-sizes", lambda: noise_terms([1.0, 2.0], [3], 1.0)),
+    ("noise-steps", lambda: Stepping(measure_noise=0)),
+    ("noise-off", lambda: follows(NoiseScale(8, 64), stepping=Stepping(measure_noise=None))),
+    ("noise-scale-above", lambda: NoiseScale(128, 64)),
+    ("noise-scale-below", lambda: NoiseScale(8, 64, minimum=16)),
+    ("noise-scale-part", lambda: NoiseScale(8, 64, c=0)),
+    ("noise-scale-sure", lambda: NoiseScale(8, 64, confidence=wrong)),
+    ("noise-scale-word", lambda: as_policy({"noise_scale": 1, "start": 8})),
+    ("norm-test-eta", lambda: NormTest(8, 64, eta=1.5)),
+    ("plateau-metric", lambda: plateau(metric="loss")),
+    ("plateau-factor", lambda: plateau(factor=1)),
+    ("plateau-patience", lambda: plateau(patience=0)),
+    ("plateau-threshold", lambda: plateau(threshold=-1)),
+    ("plateau-mode", lambda: plateau(mode="less")),
+    ("plateau-not-measured", lambda: follows(plateau())),
 ]

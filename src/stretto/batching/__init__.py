@@ -4,8 +4,11 @@ from stretto.batching.fixed import Fixed, Steps, StepsLike
 from stretto.batching.functions import SizeFunction
 from stretto.batching.hysteresis import Hysteresis
 from stretto.batching.increase import IncreaseFunction, awaits_maximum, with_maximum
+from stretto.batching.noise_scale import NoiseScale
+from stretto.batching.norm_test import NormTest
 from stretto.batching.parse import PolicyLike, as_policy
 from stretto.batching.periods import PeriodSizes
+from stretto.batching.plateau import Plateau
 from stretto.batching.policy import (
     NO_SIGNALS,
     BatchSizePolicy,
@@ -50,7 +53,10 @@ __all__ = [
     "MultipleOf",
     "NO_SIGNALS",
     "NoRule",
+    "NoiseScale",
+    "NormTest",
     "PeriodSizes",
+    "Plateau",
     "PolicyLike",
     "PolicyState",
     "PowerOfTwo",

@@ -13,6 +13,10 @@ from stretto.errors import BatchSizeError, cannot, shown
 LARGEST = 1e100
 """Values beyond it are taken for broken: their squares would come near the end of what a float
 holds, and no gradient has such a norm."""
+_LEAST_STEPS = 20
+"""Below it the spread of the steps is itself too badly known."""
+STEADY = 3.0
+"""A ratio that is known to within this factor counts as known."""
 
 
 class Interval(NamedTuple):
@@ -89,6 +93,13 @@ class RatioAverage:
     def effective_steps(self) -> float:
         """How many steps of equal weight would give means that vary as these do."""
         return self.weight * self.weight / self.weight_squares if self.steps else 0.0
+
+    def is_over_enough(self, window: int) -> bool:
+        """Return whether there are enough steps for their spread to mean something.
+
+        Twenty, or three quarters of a shorter window.
+        """
+        return self.effective_steps >= min(_LEAST_STEPS, 0.75 * window)
 
     @property
     def ratio(self) -> float | None:

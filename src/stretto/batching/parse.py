@@ -9,7 +9,10 @@ from typing import NoReturn, TypeAlias
 from stretto.batching.fixed import Fixed, Steps
 from stretto.batching.functions import SizeCallable, SizeFunction
 from stretto.batching.hysteresis import Hysteresis
+from stretto.batching.noise_scale import NoiseScale
+from stretto.batching.norm_test import NormTest
 from stretto.batching.periods import PeriodSizes
+from stretto.batching.plateau import Plateau
 from stretto.batching.policy import BatchSizePolicy
 from stretto.batching.ramps import DoublingRamp, LinearRamp, StagedRamp
 from stretto.batching.wrappers import AtLeast, AtMost, Monotone, MultipleOf, PowerOfTwo
@@ -26,6 +29,12 @@ _RAMPS: dict[str, tuple[Callable[..., BatchSizePolicy], tuple[str, ...], tuple[s
     "double": (DoublingRamp, ("start", "end", "over"), ()),
     "stages": (StagedRamp, ("sizes", "over"), ()),
 }
+# The word is also the name of what is written behind it.
+_FOLLOWING: dict[str, tuple[Callable[..., BatchSizePolicy], str, tuple[str, ...]]] = {
+    "noise_scale": (NoiseScale, "c", ("minimum", "window", "confidence")),
+    "norm_test": (NormTest, "eta", ("window",)),
+    "plateau": (Plateau, "metric", ("factor", "patience", "threshold", "mode")),
+}
 # In this order, whatever the order they are written in: bounds have the last word.
 _WRAPPERS: dict[str, Callable[..., BatchSizePolicy]] = {
     "power_of_two": PowerOfTwo,
@@ -35,7 +44,7 @@ _WRAPPERS: dict[str, Callable[..., BatchSizePolicy]] = {
     "at_least": AtLeast,
     "at_most": AtMost,
 }
-_ALTERNATIVES = ("ramp", "steps", "size", "periods")
+_ALTERNATIVES = ("ramp", "steps", "size", "periods", *_FOLLOWING)
 
 
 def as_policy(value: object) -> BatchSizePolicy:
@@ -44,9 +53,10 @@ def as_policy(value: object) -> BatchSizePolicy:
     A number is a size for the whole run; text is steps, or a number; a mapping from times is
     steps; a function `(timestamp, current) -> size` is asked before every batch. A mapping with
     keywords has one of `ramp` (`linear`, `double` or `stages`, with `start`, `end`, `sizes`,
-    `over`, `increment`), `steps`, `size` or `periods` (each with a `duration`), and may have
-    `power_of_two` (`down` or `up`), `multiple_of`, `hysteresis` (a ratio), `monotone: true`,
-    `at_least` and `at_most`, which apply in this order.
+    `over`, `increment`), `steps`, `size`, `periods` (each with a `duration`), or one that follows
+    what is measured, with `start` and `maximum`: `noise_scale` (its `c`), `norm_test` (its `eta`)
+    or `plateau` (a metric). It may have `power_of_two` (`down` or `up`), `multiple_of`,
+    `hysteresis` (a ratio), `monotone: true`, `at_least` and `at_most`, which apply in this order.
 
     >>> as_policy(64), as_policy("0ep:32 2ep:64")
     (Fixed(64), Steps('0ep:32 2ep:64'))
@@ -54,6 +64,8 @@ def as_policy(value: object) -> BatchSizePolicy:
     DoublingRamp(start=8, end=64, over=Time('0.4dur'))
     >>> as_policy({"ramp": "linear", "start": 8, "end": 64, "over": "1ep", "multiple_of": 8})
     MultipleOf(LinearRamp(start=8, end=64, over=Time('1ep'), increment=1), 8)
+    >>> as_policy({"norm_test": 0.5, "start": 8, "maximum": 64})
+    NormTest(start=8, maximum=64, eta=0.5, window=20)
 
     Raises:
         BatchSizeError: it is none of these; the message says what to write.
@@ -89,6 +101,8 @@ def _from_mapping(mapping: Mapping[object, object]) -> BatchSizePolicy:
     kind = given[0]
     if kind == "ramp":
         policy = _ramp(words)
+    elif kind in _FOLLOWING:
+        policy = _following(str(kind), words)
     else:
         _check_words(mapping, {kind, *_WRAPPERS})
         policy = _periods(words[kind]) if kind == "periods" else as_policy(words[kind])
@@ -114,6 +128,16 @@ def _ramp(words: Mapping[object, object]) -> BatchSizePolicy:
     if missing:
         _refuse(words, f"{missing[0]!r} is missing", f"{_listed(needed)} with it")
     return make(**{str(name): value for name, value in words.items() if name != "ramp"})
+
+
+def _following(kind: str, words: Mapping[object, object]) -> BatchSizePolicy:
+    make, name, optional = _FOLLOWING[kind]
+    needed = ("start", "maximum")
+    _check_words(words, {kind, *needed, *optional})
+    missing = [word for word in needed if word not in words]
+    if missing:
+        _refuse(words, f"{missing[0]!r} is missing", f"{_listed(needed)} with it")
+    return make(**{name if word == kind else str(word): value for word, value in words.items()})
 
 
 def _periods(value: object) -> BatchSizePolicy:

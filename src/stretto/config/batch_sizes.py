@@ -11,6 +11,7 @@ from stretto.batching import BatchSizePolicy, PeriodSizes, as_policy
 from stretto.config.building import Building
 from stretto.config.coupled_sizes import CoupledSizes, InsteadSizes, SeesawSizes, shape_among
 from stretto.config.fields import Count, Section, check_duration, check_no_duration, shape_of
+from stretto.config.following_sizes import NoiseScaleSizes, NormTestSizes, PlateauSizes
 from stretto.config.sizes import (
     DoublingSizes,
     FunctionSizes,
@@ -48,6 +49,9 @@ _KEYS: Mapping[str, type[Section]] = {
     "periods": PeriodicSizes,
     "target": FunctionSizes,
     "increase": IncreasedSizes,
+    "noise_scale": NoiseScaleSizes,
+    "norm_test": NormTestSizes,
+    "plateau": PlateauSizes,
 }
 """The key that says which way a batch size is written."""
 _COUPLED: Mapping[str, type[Section]] = {
@@ -75,6 +79,9 @@ _Written: TypeAlias = (
     | Annotated[PeriodicSizes, Tag("<PeriodicSizes>")]
     | Annotated[FunctionSizes, Tag("<FunctionSizes>")]
     | Annotated[IncreasedSizes, Tag("<IncreasedSizes>")]
+    | Annotated[NoiseScaleSizes, Tag("<NoiseScaleSizes>")]
+    | Annotated[NormTestSizes, Tag("<NormTestSizes>")]
+    | Annotated[PlateauSizes, Tag("<PlateauSizes>")]
 )
 SizesInPeriod: TypeAlias = Annotated[
     _Written, shape_of(_shape, "write for example {duration: 10%, size: 8}")

@@ -155,6 +155,7 @@ def make_stepping(config: RunConfig, run: Run, source: Source) -> Stepping:
         precision=section.precision,
         clip_norm=section.clip_norm,
         non_finite=section.non_finite,
+        measure_noise=section.measure_noise,
         compile=section.compile,
         device=section.device,
     )

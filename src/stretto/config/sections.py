@@ -11,6 +11,7 @@ from stretto.batching import FunctionRule, LearningRateRule, LinearRule, SquareR
 from stretto.config.building import Building
 from stretto.config.fields import (
     Count,
+    CountOrAuto,
     Length,
     Natural,
     Part,
@@ -138,6 +139,9 @@ class SteppingSection(Section):
     """The largest norm of the whole step's gradient."""
     non_finite: Literal["stop", "skip", "ignore"] = "stop"
     """What happens to a step whose loss or gradient is nan or infinite."""
+    measure_noise: CountOrAuto = "auto"
+    """In how many steps the noise of the gradient is measured once, where something follows it;
+    `auto`: in each."""
     compile: bool = False
     """Whether the model runs through torch.compile."""
     loss_weight: LossWeight = "samples"

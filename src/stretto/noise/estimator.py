@@ -6,16 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 from stretto.batching.averages import (
+    STEADY,
     Interval,
     RatioAverage,
     checked_confidence,
     checked_window,
 )
 from stretto.noise.terms import NoiseTerms, noise_terms
-
-LEAST_STEPS = 20
-"""Below it the spread of the steps is itself too badly known."""
-_FACTOR = 3.0
 
 
 @final
@@ -76,8 +73,9 @@ class NoiseEstimator:
     @property
     def is_steady(self) -> bool:
         """Whether the noise scale is known well enough to be told."""
-        enough = self._average.effective_steps >= min(LEAST_STEPS, 0.75 * self._window)
-        return enough and self._interval.is_within(_FACTOR) and self._average.ratio is not None
+        average = self._average
+        has_ratio = average.ratio is not None and average.is_over_enough(self._window)
+        return has_ratio and self._interval.is_within(STEADY)
 
     @property
     def noise_scale(self) -> float | None:

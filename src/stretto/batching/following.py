@@ -1,0 +1,92 @@
+"""What policies have in common that follow what the run measures."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import final
+
+from stretto.batching.policy import BoundPolicy, PolicyState, checked_size
+from stretto.errors import BatchSizeError, cannot, shown
+from stretto.timing import Timestamp, TimeUnit
+
+
+class FollowingPolicy(BoundPolicy):
+    """A bound policy that goes by signals alone, whatever the clock says."""
+
+    __slots__ = ()
+
+    @property
+    @final
+    def is_static(self) -> bool:
+        """False: only the run can tell the sizes."""
+        return False
+
+    @property
+    @final
+    def units(self) -> frozenset[TimeUnit]:
+        """No unit: it does not read the clock."""
+        return frozenset()
+
+    @property
+    @abstractmethod
+    def reads(self) -> frozenset[str]:
+        """The signals that it follows."""
+
+    @final
+    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> None:
+        """Return None: the next signals may change the size."""
+
+
+def checked_bounds(start: object, maximum: object, minimum: object = None) -> tuple[int, int, int]:
+    """Return the least size, the first and the largest, if they can be that.
+
+    >>> checked_bounds(8, 64)
+    (8, 8, 64)
+
+    Raises:
+        BatchSizeError: one is no size, or they are out of order.
+    """
+    first = checked_size(start, "the first batch size")
+    most = checked_size(maximum, "the largest batch size")
+    least = first if minimum is None else checked_size(minimum, "the least batch size")
+    if not least <= first <= most:
+        name, bound = ("maximum", most) if first > most else ("minimum", least)
+        raise BatchSizeError(
+            cannot(
+                f"start with a batch size of {first}",
+                why=f"it is {'above' if first > most else 'below'} {name}={bound}",
+                instead=f"write a {name} of {'at least' if first > most else 'at most'} {first}",
+            )
+        )
+    return least, first, most
+
+
+def checked_number(
+    value: object, what: str, *, above: float = 0.0, below: float = math.inf
+) -> float:
+    """Return a finite number between two others, both excluded.
+
+    Raises:
+        BatchSizeError: it is none.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not above < value < below:  # type: ignore[arg-type,operator]
+        ends = f"above {above:g}" + ("" if math.isinf(below) else f" and below {below:g}")
+        raise BatchSizeError(
+            cannot(
+                f"use {shown(value)} as {what}",
+                why=f"it is not a number {ends}",
+                instead=f"write a number such as {min(above + 0.5, below)}",
+            )
+        )
+    return float(value)  # type: ignore[arg-type]
+
+
+def rounded_size(size: float, least: int, most: int) -> int:
+    """Return the whole size nearest to `size` within bounds, which may be infinite.
+
+    >>> rounded_size(46.4, 8, 256), rounded_size(math.inf, 8, 256)
+    (46, 256)
+    """
+    return round(min(max(size, least), most))

@@ -1,0 +1,133 @@
+"""`NoiseScale`: the batch follows the measured noise of the gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast, final
+
+from stretto.batching.averages import (
+    STEADY,
+    RatioAverage,
+    checked_confidence,
+    checked_window,
+)
+from stretto.batching.following import (
+    FollowingPolicy,
+    checked_bounds,
+    checked_number,
+    rounded_size,
+)
+from stretto.batching.policy import BatchSizePolicy, PolicyState, Signals
+from stretto.timing import Horizon, Time, Timestamp
+from stretto.timing.time import Number
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NoiseScale(BatchSizePolicy):
+    """Follows `c * B_noise`, where `B_noise = tr(Sigma) / |G|^2` is the gradient noise scale.
+
+    Far below the noise scale, twice the batch needs about half the steps; far above it, about as
+    many as before (McCandlish et al. 2018, arXiv 1812.06162, section 2.2). Both terms are averaged
+    over `window` steps and divided at the end, with Fieller's interval around the ratio.
+
+    The size stays as long as it lies within `c` times the interval, so that chance alone does not
+    move it. Where it does not, it moves to `c * B_noise`; or, where that is not known to within a
+    factor of 3, to the nearer end of the interval. The wrappers round it, or hold it back further:
+    `PowerOfTwo(NoiseScale(8, 256))`.
+
+    >>> from stretto import Horizon, Signals, Timestamp
+    >>> bound = NoiseScale(8, 256, c=0.5, window=20).bind(Horizon("1ep"))
+    >>> state = bound.start()
+    >>> for batch in range(40):
+    ...     seen = Signals(noise_numerator=90.0 + batch % 3, noise_denominator=1.0)
+    ...     size, state = bound.decide(Timestamp(batch=batch), state, seen)
+    >>> size
+    45
+
+    Args:
+        start: the size until the noise is known.
+        maximum: the size is never above it.
+        c: which part of the noise scale the batch is.
+        minimum: the size is never below it; left out, `start`.
+        window: how many measured steps the averages are over.
+        confidence: the probability with which the interval holds the true noise scale.
+
+    Raises:
+        BatchSizeError: a size is not an integer of at least 1, `start` is not from `minimum` to
+            `maximum`, `c` is not a positive number, or `window` or `confidence` cannot be.
+    """
+
+    start: int
+    maximum: int
+    c: float = field(default=1.0, kw_only=True)
+    minimum: int | None = field(default=None, kw_only=True)
+    window: int = field(default=100, kw_only=True)
+    confidence: float = field(default=0.9, kw_only=True)
+
+    def __post_init__(self) -> None:
+        least, first, most = checked_bounds(self.start, self.maximum, self.minimum)
+        values = {
+            "start": first,
+            "maximum": most,
+            "minimum": least,
+            "c": checked_number(self.c, "the part of the noise scale that the batch is"),
+            "window": checked_window(self.window),
+            "confidence": checked_confidence(self.confidence),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def bind(self, horizon: Horizon) -> BoundNoiseScale:
+        """Return the policy on one run."""
+        del horizon
+        return BoundNoiseScale(self, cast(int, self.minimum))
+
+    def scaled(self, ratio: Number) -> NoiseScale:
+        """Return the policy itself: it has no times."""
+        del ratio
+        return self
+
+    def times(self) -> tuple[Time, ...]:
+        """Return no times."""
+        return ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BoundNoiseScale(FollowingPolicy):
+    """The noise scale on one run; remembers the size and the averages."""
+
+    policy: NoiseScale
+    minimum: int
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The noise of the gradient."""
+        return frozenset({"noise"})
+
+    def start(self) -> PolicyState:
+        """Return the first size, with nothing measured."""
+        return {"size": self.policy.start, **RatioAverage().to_state()}
+
+    def decide(
+        self, timestamp: Timestamp, state: PolicyState, signals: Signals
+    ) -> tuple[int, PolicyState]:
+        """Return the size, moved where the noise is surely another one."""
+        del timestamp
+        average = RatioAverage.from_state(state).extended(
+            signals.noise_numerator, signals.noise_denominator, window=self.policy.window
+        )
+        size = self._moved(cast(int, state["size"]), average)
+        return size, {"size": size, **average.to_state()}
+
+    def _moved(self, size: int, average: RatioAverage) -> int:
+        if not average.is_over_enough(self.policy.window):
+            return size
+        c, interval = self.policy.c, average.interval(self.policy.confidence)
+        if c * interval.lower <= size <= c * interval.upper:
+            return size
+        wanted = interval.lower if size < c * interval.lower else interval.upper
+        if interval.is_within(STEADY) and average.ratio is not None:
+            wanted = average.ratio
+        return rounded_size(c * wanted, self.minimum, self.policy.maximum)

@@ -1,0 +1,84 @@
+"""Batch sizes that follow what the run measures."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from stretto.batching import BatchSizePolicy, NoiseScale, NormTest, Plateau
+from stretto.config.fields import Count, Number
+from stretto.config.sizes import WrittenSizes
+
+
+class NoiseScaleSizes(WrittenSizes):
+    """Follows a part of the gradient noise scale."""
+
+    noise_scale: Number
+    """Which part of the noise scale the batch is, such as 0.3."""
+    start: Count
+    """The size until the noise is known."""
+    maximum: Count
+    """The size is never above it."""
+    minimum: Count | None = None
+    """The size is never below it; left out, `start`."""
+    window: Count = 100
+    """How many measured steps the noise is averaged over."""
+    confidence: Number = 0.9
+    """The probability with which the interval holds that the size stays in."""
+
+    def _written(self) -> BatchSizePolicy:
+        return NoiseScale(
+            self.start,
+            self.maximum,
+            c=self.noise_scale,
+            minimum=self.minimum,
+            window=self.window,
+            confidence=self.confidence,
+        )
+
+
+class NormTestSizes(WrittenSizes):
+    """Grows where the gradient of the batch is not sure enough of its direction."""
+
+    norm_test: Number
+    """How large the error of the gradient may be beside it, below 1."""
+    start: Count
+    """The first size."""
+    maximum: Count
+    """The size is never above it."""
+    window: Count = 20
+    """How many measured steps are averaged."""
+
+    def _written(self) -> BatchSizePolicy:
+        return NormTest(self.start, self.maximum, eta=self.norm_test, window=self.window)
+
+
+class PlateauSizes(WrittenSizes):
+    """Grows when a metric has stopped improving."""
+
+    plateau: Annotated[str, Field(examples=["validation/loss"])]
+    """Which metric: the name of an evaluation and what it measures."""
+    start: Count
+    """The first size."""
+    maximum: Count
+    """The size is never above it."""
+    factor: Number = 2.0
+    """By how much it grows at once."""
+    patience: Count = 2
+    """After how many evaluations without improvement."""
+    threshold: Number = 1e-4
+    """By which part of the best value another must be better."""
+    mode: Literal["min", "max"] = "min"
+    """Whether less or more of the metric is better."""
+
+    def _written(self) -> BatchSizePolicy:
+        return Plateau(
+            self.plateau,
+            start=self.start,
+            maximum=self.maximum,
+            factor=self.factor,
+            patience=self.patience,
+            threshold=self.threshold,
+            mode=self.mode,
+        )

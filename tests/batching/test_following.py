@@ -1,0 +1,245 @@
+"""Policies that follow measurements: where they go, and the bounds that they never leave."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.batching import (
+    AtMost,
+    BatchSizePolicy,
+    Fixed,
+    Hysteresis,
+    Monotone,
+    MultipleOf,
+    NoiseScale,
+    NormTest,
+    PeriodSizes,
+    Plateau,
+    PolicyState,
+    PowerOfTwo,
+    Signals,
+    as_policy,
+    checked_state,
+)
+from stretto.errors import BatchSizeError, PlanError
+from stretto.planning import plan
+from stretto.timing import Horizon, Timestamp
+
+RUN = Horizon("1000ba")
+POLICIES = [
+    NoiseScale(8, 100, minimum=4, window=12),
+    NoiseScale(8, 100, c=0.01, minimum=1, window=2, confidence=0.01),
+    NormTest(8, 100, eta=0.01, window=2),
+    Plateau("a/b", start=8, maximum=100, factor=1.3, patience=1),
+    Plateau("a/b", start=8, maximum=100, factor=1e300, mode="max", threshold=0),
+    PeriodSizes([("100ba", NormTest(8, 100)), ("rest", NoiseScale(4, 100, window=5))]),
+    PowerOfTwo(Hysteresis(Monotone(NoiseScale(8, 64, window=3)), 1.5, wait="3ba")),
+]
+odd = st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-320, 1e308, -1e308])
+values = st.none() | odd | st.floats() | st.floats(0, 100)
+signals = st.builds(
+    Signals,
+    loss=values,
+    metric=values,
+    noise_numerator=values,
+    noise_denominator=values,
+    gradient_square=values,
+)
+
+
+def sizes_of(policy: BatchSizePolicy, seen: list[Signals]) -> tuple[list[int], PolicyState]:
+    """The sizes of a run in which this was measured before each batch."""
+    bound = policy.bind(RUN)
+    state, sizes = bound.start(), []
+    for batch, measured in enumerate(seen):
+        size, state = bound.decide(Timestamp(batch=batch, sample=8 * batch), state, measured)
+        sizes.append(size)
+    return sizes, state
+
+
+def noisy(scale: float, steps: int, seed: int = 0) -> list[Signals]:
+    """Measurements of a gradient whose noise scale is `scale`."""
+    chance = random.Random(seed)
+    return [
+        Signals(
+            noise_numerator=chance.gauss(scale, 0.1 * scale),
+            noise_denominator=chance.gauss(1.0, 0.5),
+            gradient_square=chance.gauss(3.0, 0.1),
+        )
+        for _ in range(steps)
+    ]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@given(seen=st.lists(signals, max_size=40))
+def test_bounds_are_never_left(policy: BatchSizePolicy, seen: list[Signals]) -> None:
+    sizes, state = sizes_of(policy, seen)
+    assert all(type(size) is int and 1 <= size <= 100 for size in sizes)
+    assert json.loads(json.dumps(state, allow_nan=False)) == state
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@given(seen=st.lists(signals, max_size=25), cut=st.integers(0, 25))
+def test_a_saved_state_goes_on_to_the_last_bit(
+    policy: BatchSizePolicy, seen: list[Signals], cut: int
+) -> None:
+    whole, last = sizes_of(policy, seen)
+    first, state = sizes_of(policy, seen[:cut])
+    bound = policy.bind(RUN)
+    state = checked_state(bound, json.loads(json.dumps(state)))
+    for batch, measured in enumerate(seen[cut:], start=len(first)):
+        size, state = bound.decide(Timestamp(batch=batch, sample=8 * batch), state, measured)
+        first.append(size)
+    assert first == whole
+    assert state == last
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_a_policy_is_a_value(policy: BatchSizePolicy) -> None:
+    names: dict[str, Any] = {
+        one.__name__: one
+        for one in (
+            NoiseScale, NormTest, Plateau, PeriodSizes, PowerOfTwo, Hysteresis, Monotone, MultipleOf
+        )
+    }  # fmt: skip
+    text = repr(policy)
+    if not isinstance(policy, PeriodSizes):
+        assert eval(text, names) == policy
+    assert policy.scaled(2.0).bind(RUN).reads == policy.bind(RUN).reads
+    assert not policy.bind(RUN).is_static
+    with pytest.raises(PlanError, match="they follow what the run measures"):
+        plan(RUN, policy)
+
+
+def test_the_size_follows_the_noise_scale_and_then_keeps_still() -> None:
+    sizes, _ = sizes_of(NoiseScale(8, 1000), noisy(60.0, 400))
+    assert sizes[:19] == [8] * 19
+    assert sizes[-1] == pytest.approx(60, rel=0.2)
+    assert sum(one != other for one, other in itertools.pairwise(sizes[100:])) <= 5
+    sizes, _ = sizes_of(NoiseScale(8, 1000, c=0.5), noisy(60.0, 400))
+    assert sizes[-1] == pytest.approx(30, rel=0.2)
+
+
+def test_the_size_follows_the_noise_up_and_down_within_bounds() -> None:
+    seen = noisy(200.0, 200) + noisy(5.0, 300, seed=1)
+    sizes, _ = sizes_of(NoiseScale(16, 128, minimum=8, window=40), seen)
+    assert max(sizes) == 128
+    assert sizes[-1] == 8
+    sizes, _ = sizes_of(NoiseScale(16, 128, window=40), seen)
+    assert min(sizes) == 16
+
+
+def test_where_the_gradient_is_lost_in_noise_the_size_moves_to_what_is_sure() -> None:
+    """The denominator is not surely above zero, so that the noise scale has no upper end."""
+    chance = random.Random(4)
+    seen = [
+        Signals(noise_numerator=chance.gauss(50, 1), noise_denominator=chance.gauss(0.2, 5.0))
+        for _ in range(100)
+    ]
+    sizes, _ = sizes_of(NoiseScale(8, 10_000), seen)
+    assert 8 < sizes[-1] < 250
+
+
+def test_a_step_without_a_measurement_changes_nothing() -> None:
+    policy, seen = NoiseScale(8, 1000), noisy(60.0, 60)
+    sizes, state = sizes_of(policy, seen)
+    mixed = [one for signal in seen for one in (signal, Signals(loss=1.0))]
+    often, other = sizes_of(policy, mixed)
+    assert other == state
+    assert often[::2] == sizes
+
+
+def test_the_norm_test_grows_to_what_would_pass_and_never_shrinks() -> None:
+    sizes, _ = sizes_of(NormTest(8, 1000, eta=0.5), noisy(60.0, 100) + noisy(1.0, 100))
+    assert sizes[0] == 8
+    assert sizes[99] == pytest.approx(60 / (0.25 * 3), rel=0.1)
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == sizes[99]
+    assert sizes_of(NormTest(8, 50, eta=0.1), noisy(60.0, 100))[0][-1] == 50
+    assert set(sizes_of(NormTest(32, 1000), noisy(60.0, 100))[0]) == {32}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "sizes"),
+    [
+        ([3.0, 2.0, 1.0, 0.5], [8, 8, 8, 8]),
+        ([3.0, 3.0, 3.0, 3.0, 3.0], [8, 8, 12, 12, 18]),
+        ([3.0, math.nan, math.nan, 1.0], [8, 8, 12, 12]),
+        ([math.nan, math.nan, 3.0, 3.0, 2.0], [8, 12, 12, 12, 12]),
+        ([3.0, 2.98, 2.96], [8, 8, 12]),
+        ([3.0, None, 3.0, None, 3.0], [8, 8, 8, 8, 12]),
+        ([3.0] * 9, [8, 8, 12, 12, 18, 18, 20, 20, 20]),
+        ([math.inf, 5.0, -math.inf], [8, 8, 8]),
+    ],
+    ids=["falls", "stands", "nan", "nan first", "too little", "none", "maximum", "infinite"],
+)
+def test_a_plateau(metrics: list[float | None], sizes: list[int]) -> None:
+    policy = Plateau("a/b", start=8, maximum=20, factor=1.5, threshold=0.05)
+    assert sizes_of(policy, [Signals(metric=value) for value in metrics])[0] == sizes
+
+
+def test_a_plateau_of_a_metric_of_which_more_is_better() -> None:
+    policy = Plateau("a/b", start=8, maximum=20, mode="max", patience=1)
+    assert sizes_of(policy, [Signals(metric=m) for m in (0.1, 0.2, 0.2)])[0] == [8, 8, 16]
+    below_zero = Plateau("a/b", start=8, maximum=20, patience=1)
+    assert sizes_of(below_zero, [Signals(metric=m) for m in (-1.0, -2.0, -1.5)])[0] == [8, 8, 16]
+
+
+@pytest.mark.parametrize(
+    ("policy", "reads"),
+    [
+        (NoiseScale(8, 64), {"noise"}),
+        (AtMost(Hysteresis(Monotone(NormTest(8, 64)), 1.5), 32), {"noise"}),
+        (PeriodSizes([("10%", 8), ("rest", Plateau("a/b", start=8, maximum=9))]), {"a/b"}),
+        (Fixed(8), set()),
+        (as_policy(lambda timestamp, current: 8), set()),
+    ],
+    ids=repr,
+)
+def test_what_is_read(policy: BatchSizePolicy, reads: set[str]) -> None:
+    assert policy.bind(RUN).reads == reads
+
+
+@pytest.mark.parametrize(
+    ("written", "policy"),
+    [
+        ({"noise_scale": 0.3, "start": 8, "maximum": 64}, NoiseScale(8, 64, c=0.3)),
+        (
+            {"noise_scale": 1, "start": 8, "maximum": 64, "minimum": 2, "monotone": True},
+            Monotone(NoiseScale(8, 64, minimum=2)),
+        ),
+        ({"norm_test": 0.5, "start": 8, "maximum": 64}, NormTest(8, 64, eta=0.5)),
+        (
+            {"plateau": "a/b", "start": 8, "maximum": 64, "patience": 5},
+            Plateau("a/b", start=8, maximum=64, patience=5),
+        ),
+    ],
+)
+def test_as_they_are_written(written: dict[str, Any], policy: BatchSizePolicy) -> None:
+    assert as_policy(written) == policy
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"noise_scale": 0.3, "start": 8}, "'maximum' is missing"),
+        ({"norm_test": 0.3, "start": 8, "maximum": 9, "c": 1}, "does not know 'c'"),
+    ],
+)
+def test_mistakes_in_what_is_written(written: dict[str, Any], message: str) -> None:
+    with pytest.raises(BatchSizeError, match=message):
+        as_policy(written)
+
+
+def test_a_policy_of_two_signals_over_a_long_run_stays_near_the_truth() -> None:
+    """Over many runs the size that is reached is not biased by when it stops moving."""
+    reached = [sizes_of(NoiseScale(8, 1000), noisy(60.0, 150, seed))[0][-1] for seed in range(30)]
+    assert sum(reached) / len(reached) == pytest.approx(60, rel=0.15)
