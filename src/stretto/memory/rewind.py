@@ -34,7 +34,7 @@ class RandomState:
 
     torch_state: Tensor
     device_states: Mapping[str, tuple[Tensor, ...]]
-    """By kind of device: one of each device of that kind."""
+    """One of each device, by the kind of device."""
     python_state: Any
     numpy_state: Any
     """None while nobody has imported NumPy."""
