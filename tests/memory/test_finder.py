@@ -365,7 +365,7 @@ def test_a_batch_may_be_a_function() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"method": "guess"}, FitError, "by 'guess': there is no such way; write 'auto'"),
+        ({"method": "guess"}, FitError, "by 'guess': there is no such choice; write 'auto'"),
         ({"device_memory": "80G"}, ConfigError, "1000 or 1024"),
         ({"margin": "100%"}, ConfigError, "nothing would be left"),
         ({"minimum": 0}, FitError, "minimum=0"),

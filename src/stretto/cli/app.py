@@ -87,6 +87,81 @@ def plan(
     run(run_file or [], as_json=json, batches=batches, plot=plot, unit=unit, against=against)
 
 
+@app.command("find-batch-size")
+def find_batch_size(
+    run_file: RunFileArguments = None,
+    *,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AMOUNT",
+            help="What the device has, such as 80GiB; left out, what this one has left.",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|cuda",
+            help="What kind of device that is; left out, cuda where its memory is stated.",
+            show_default=False,
+        ),
+    ] = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|predict|probe|try|halve",
+            help="On fake tensors, from tiny real steps, by real trials, by halving; or the "
+            "cheapest that can tell.",
+        ),
+    ] = "auto",
+    margin: Annotated[
+        str, typer.Option(metavar="PERCENT|AMOUNT", help="What stays free: 3% or 512MiB.")
+    ] = "3%",
+    minimum: Annotated[int, typer.Option(help="The smallest size that is wanted.")] = 1,
+    maximum: Annotated[
+        int | None,
+        typer.Option(
+            help="The largest size that is wanted; left out, all samples there are.",
+            show_default=False,
+        ),
+    ] = None,
+    multiple_of: Annotated[int, typer.Option(help="What sizes are multiples of.")] = 1,
+    power_of_two: Annotated[
+        bool, typer.Option("--power-of-two", help="Only powers of two.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Take a real step of the answer, however sure it is.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw the memory of each size as PNG, SVG or PDF.",
+            show_default=False,
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+) -> None:
+    """Find the largest micro-batch that a run has memory for, on this device or another."""
+    from stretto.cli.finding import find as run
+
+    run(
+        run_file or [],
+        method=method,
+        device_memory=device_memory,
+        device=device,
+        margin=margin,
+        minimum=minimum,
+        maximum=maximum,
+        multiple_of=multiple_of,
+        power_of_two=power_of_two,
+        check=check,
+        plot=plot,
+        as_json=json,
+    )
+
+
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The folder of a run.")],

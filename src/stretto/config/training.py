@@ -56,7 +56,7 @@ def build_trainer(
         ConfigError: something in it cannot be built; the message says where it stands.
         StrettoError: the run cannot be as described.
     """
-    _check_complete(config, source)
+    check_complete(config, source)
     world_size = _world_size(config, source)
     spec = make_spec(config, source=source)
     run = build_run(config, known_sizes(spec), source=source, world_size=world_size)
@@ -133,7 +133,12 @@ def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
     )
 
 
-def _check_complete(config: RunConfig, source: Source) -> None:
+def check_complete(config: RunConfig, source: Source) -> None:
+    """Refuse a run file that is enough for a plan and not for training.
+
+    Raises:
+        ConfigError: there is no model, or no optimizer.
+    """
     examples = {
         "model": "model: {target: my.models:Model}",
         "optimizer": "optimizer: {target: torch.optim:AdamW, lr: 3.0e-4}",

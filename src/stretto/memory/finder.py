@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -34,6 +34,7 @@ def find_batch_size(
     *,
     method: FindMethod = "auto",
     device_memory: str | int | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
     margin: str | int = MARGIN,
     minimum: int = 1,
     maximum: int = 1 << 24,
@@ -61,6 +62,8 @@ def find_batch_size(
             function that makes one of a given size.
         method: how to find it.
         device_memory: what the device has, such as `"80GiB"`; left out: what this one has left.
+        device: the kind of device that has it, which a prediction then is for: the kernels and the
+            allocator of `cuda` take more than the tensors do. Left out: the tensors are counted.
         margin: what stays free, in percent of that (`"3%"`) or in bytes (`"512MiB"`).
         minimum: the smallest size that is wanted.
         maximum: the largest size that is wanted.
@@ -82,14 +85,8 @@ def find_batch_size(
         FitError: no size that is wanted fits, or this way cannot tell.
         ConfigError: an amount of memory cannot be read.
     """
-    if method not in METHODS:
-        raise FitError(
-            cannot(
-                f"find a batch size by {shown(method)}",
-                why="there is no such way",
-                instead=f"write {', '.join(map(repr, METHODS))}",
-            )
-        )
+    _one_of("by", method, METHODS)
+    _one_of("for", device, ("cpu", "cuda", None))
     start = time.perf_counter()
     limit = _limit(step, device_memory)
     question = Question(
@@ -101,11 +98,23 @@ def find_batch_size(
         reserve=Margin.parse(margin).of(limit.bytes),
         is_here=device_memory is None,
         also=tuple(also),
+        device=device,
         is_checked=check,
     )
     answer = Ladder(question, Together(agree_minimum)).climb(method)
     cost = answer.cost._replace(seconds=time.perf_counter() - start)
     return dataclasses.replace(answer, cost=cost)
+
+
+def _one_of(what: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        raise FitError(
+            cannot(
+                f"find a batch size {what} {shown(value)}",
+                why="there is no such choice",
+                instead=f"write {', '.join(map(repr, choices))}",
+            )
+        )
 
 
 def _maker(batch: Any, device: torch.device | None) -> Callable[[int], Any]:

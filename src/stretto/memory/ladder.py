@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 from stretto.errors import FitError, cannot
 from stretto.memory.amounts import show_bytes
@@ -55,6 +55,8 @@ class Question:
     is_here: bool
     """Whether the limit is that of the device that the step is on."""
     also: tuple[object, ...] = ()
+    device: Literal["cpu", "cuda"] | None = None
+    """The kind of device that a prediction is for; None: tensors are counted, wherever they are."""
     is_checked: bool = False
     """Whether a step of the answer itself is to be taken."""
 
@@ -111,7 +113,7 @@ class Ladder:
             return self._probed()
         try:
             oracle = self._make(self._predicting)
-        except _NoOracleError as error:
+        except NoOracleError as error:
             self._notes.append(f"not predicted: {error}")
             return self._without_prediction()
         if oracle.certainty == "exact" or not self._question.is_here:
@@ -119,14 +121,14 @@ class Ladder:
         self._notes.append(f"prediction is but an {oracle.certainty}: {oracle.reason}")
         try:
             return self._probed()
-        except _NoOracleError as error:
+        except NoOracleError as error:
             self._notes.append(f"not probed: {error}")
             return self._foretold(oracle)
 
     def _without_prediction(self) -> Answer:
         try:
             return self._probed()
-        except _NoOracleError as error:
+        except NoOracleError as error:
             if not self._question.is_here:
                 raise
             self._notes.append(f"not probed: {error}")
@@ -139,7 +141,8 @@ class Ladder:
         return self._question.step.device.type != "meta"
 
     def _predicting(self) -> Oracle:
-        return self._predict(self._question.step, self._question.make_fake)
+        question = self._question
+        return self._predict(question.step, question.make_fake, device=question.device)
 
     def _probing(self) -> Oracle:
         question = self._question
@@ -167,7 +170,7 @@ class Ladder:
             return bool(made)
 
         if not self._together.all(work):
-            raise _NoOracleError(str(said[0]) if said else "another rank could not") from (
+            raise NoOracleError(str(said[0]) if said else "another rank could not") from (
                 said[0] if said else None
             )
         self._oracles.append(made[0])
@@ -374,8 +377,8 @@ class Ladder:
         )
 
 
-class _NoOracleError(FitError):
-    """An oracle cannot tell."""
+class NoOracleError(FitError):
+    """An oracle cannot tell, where another way may."""
 
 
 def _is_confirmed(oracle: Oracle, found: Found) -> bool:

@@ -113,7 +113,7 @@ class _Kept:
         else:
             raise FitError(
                 cannot(
-                    f"put back a {type(root).__name__} after a trial",
+                    f"put back what is of type {type(root).__name__} after a trial",
                     why="it has no state_dict and load_state_dict",
                     instead="leave it out of 'also', or put it back yourself",
                 )

@@ -1,0 +1,117 @@
+"""A run file to the training step whose memory is asked about."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from stretto.config.parts import (
+    make_loading,
+    make_loss,
+    make_optimizer,
+    make_spec,
+    wrong_kind,
+)
+from stretto.config.run import RunConfig
+from stretto.config.source import NO_SOURCE, Source
+from stretto.config.targets import call_target
+from stretto.config.training import check_complete, seed_everything
+from stretto.data import DataSpec, StepLoader
+from stretto.errors import ConfigError, cannot
+from stretto.memory import TrainingStep
+
+EXAMPLES = 32
+"""Samples from all over the data set that are looked at for the longest one."""
+MICRO_BATCHES = 2
+"""Of a step with several, the second is the one that needs the most: the gradients are there."""
+
+
+class Finding(NamedTuple):
+    """What a search for a batch size needs to know of a run."""
+
+    step: TrainingStep
+    batch: Any
+    """A few samples, padded to the longest of them."""
+    num_samples: int | None
+    """Samples in the data set; None where that is not known."""
+
+
+def build_finding(
+    config: RunConfig, *, source: Source = NO_SOURCE, on_meta: bool = False
+) -> Finding:
+    """Return the training step of the run that a file describes, and an example of a batch.
+
+    Args:
+        config: the run file.
+        source: where its values were written, for messages.
+        on_meta: whether the model is built without memory, so that it may be larger than this
+            machine; else it is built and moved to where it trains.
+
+    Raises:
+        ConfigError: something in it cannot be built; the message says where it stands.
+        StrettoError: the run cannot be as described.
+    """
+    check_complete(config, source)
+    seed_everything(config.seed)
+    spec = make_spec(config, source=source)
+    batch = _examples(config, spec, source)
+    assert config.model is not None, "checked above"
+    device = torch.device("meta") if on_meta else _device(config, source)
+    if on_meta:
+        with device:
+            model = call_target(config.model, source=source, path=("model",))
+    else:
+        model = call_target(config.model, source=source, path=("model",))
+    if not isinstance(model, nn.Module):
+        raise wrong_kind("model", config.model.target, model, "a torch.nn.Module", source)
+    model.to(device)
+    optimizer = make_optimizer(config, model, source)
+    loss = make_loss(config, model, source)
+    stepping = config.stepping
+    compiles = stepping.compile and not on_meta
+    step = TrainingStep(
+        torch.compile(model) if compiles else model,  # type: ignore[arg-type]
+        optimizer,
+        loss,
+        precision=stepping.precision,
+        clip_norm=stepping.clip_norm,
+        accumulation=MICRO_BATCHES,
+        loss_reduction=stepping.loss_reduction,
+    )
+    return Finding(step, batch, spec.known_num_samples)
+
+
+def _examples(config: RunConfig, spec: DataSpec, source: Source) -> Any:
+    if spec.is_map_style:
+        collate = make_loading(config, source).collate_fn
+        loader = StepLoader(spec, 1, max_duration="1ba", collate_fn=collate, rank=0, world_size=1)
+        return loader.example_batch(EXAMPLES)
+    for batch in spec.data:
+        return batch
+    raise ConfigError(
+        cannot(
+            "find a batch size",
+            why="the data have no batch to look at",
+            instead="write data that yield at least one",
+            where=source.where(("data",)),
+        )
+    )
+
+
+def _device(config: RunConfig, source: Source) -> torch.device:
+    name = config.stepping.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            cannot(
+                f"use the device {name!r}",
+                why=str(error).splitlines()[0].lower().rstrip("."),
+                instead="write one that this machine has, or ask with --device-memory",
+                where=source.where(("stepping", "device")),
+            )
+        ) from None
+    return device

@@ -1,0 +1,147 @@
+"""A picture of what a step needs: memory over the batch size, by what it is for, and the limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto._optional import import_optional
+from stretto.errors import FitError, cannot
+from stretto.memory import Answer
+from stretto.memory.amounts import show_bytes
+from stretto.report.drawing import (
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
+    ORANGE,
+    PURPLE,
+    STYLE,
+    check_format,
+    panels,
+    save,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+POINTS = 48
+"""Sizes that are drawn; the curve between them is nearly straight."""
+BEYOND = 1.25
+"""How far beyond the answer the picture goes."""
+KINDS = {
+    "parameters": (("parameters", "buffers"), BLUE),
+    "optimizer": (("optimizer",), GREEN),
+    "gradients": (("gradients",), PURPLE),
+    "activations": (("activations", "batch"), ORANGE),
+    "temporaries": (("temporaries", "other"), MUTED),
+}
+"""What is drawn as one area, from the bottom up, and its colour."""
+
+
+def draw_memory(answer: Answer, path: Path) -> None:
+    """Draw what a step needs for each size, by what it is for at the peak, and the limit.
+
+    Args:
+        answer: what a finder has found.
+        path: a name that ends in `.png`, `.svg` or `.pdf`.
+
+    Raises:
+        ConfigError: the file cannot be written, or is of another kind.
+        FitError: only trials know the answer, which tell of no other size.
+        MissingPackageError: matplotlib is not installed.
+    """
+    check_format(path)
+    if answer.oracle is None:
+        raise FitError(
+            cannot(
+                "draw what a step needs",
+                why="the answer was found by trials, which tell of no other size",
+                instead="find it with --method predict or probe",
+            )
+        )
+    sizes, areas = memory_areas(answer)
+    with import_optional("matplotlib", "plot").rc_context(STYLE):
+        title = f"largest micro-batch that fits: {answer.size:,} samples ({answer.certainty})"
+        figure, (axes,) = panels([3.6], title)
+        _draw_areas(axes, sizes, areas)
+        _draw_limit(axes, answer, sizes[-1])
+        _finish(axes, answer, sizes)
+        save(figure, path)
+
+
+def memory_areas(answer: Answer) -> tuple[list[int], dict[str, list[int]]]:
+    """Return the sizes that are drawn, and for each kind of memory its bytes at the peak.
+
+    What a process takes beyond its tensors, as far as it was measured, is a kind of its own.
+    """
+    top = max(int(answer.size * BEYOND), answer.size + 1, 4)
+    step = max(1, top // POINTS)
+    sizes = sorted({*range(1, top, step), answer.size, top})
+    areas: dict[str, list[int]] = {name: [] for name in KINDS}
+    extra = []
+    per_sample = _extra_per_sample(answer)
+    for size in sizes:
+        by_category = answer.oracle.at(size).by_category
+        for name, (categories, _) in KINDS.items():
+            areas[name].append(sum(by_category.get(one, 0) for one in categories))
+        extra.append(int(per_sample * size))
+    if any(extra):
+        areas["beyond tensors"] = extra
+    return sizes, {name: values for name, values in areas.items() if any(values)}
+
+
+def _extra_per_sample(answer: Answer) -> float:
+    if answer.peak is None:
+        return 0.0
+    foretold: int = answer.oracle.peak(answer.size)
+    return max(answer.peak - foretold, 0) / answer.size
+
+
+def _draw_areas(axes: Axes, sizes: list[int], areas: dict[str, list[int]]) -> None:
+    colors = {name: color for name, (_, color) in KINDS.items()}
+    axes.stackplot(
+        sizes,
+        list(areas.values()),
+        labels=list(areas),
+        colors=[colors.get(name, INK) for name in areas],
+        alpha=0.45,
+        linewidth=0,
+    )
+    axes.plot(sizes, [sum(column) for column in zip(*areas.values(), strict=True)], color=INK)
+
+
+def _draw_limit(axes: Axes, answer: Answer, right: int) -> None:
+    usable = answer.limit.bytes - answer.reserve
+    axes.axhline(usable, color=INK, linestyle="--", linewidth=1.2)
+    label = f"limit: {show_bytes(answer.limit.bytes)}"
+    if answer.reserve:
+        label += f", {show_bytes(answer.reserve)} left free"
+        axes.axhspan(usable, answer.limit.bytes, color=INK, alpha=0.08, linewidth=0)
+    axes.annotate(label, (0.012 * right, answer.limit.bytes), (0, 4), textcoords="offset points")
+    if answer.peak is not None:
+        axes.plot([answer.size], [answer.peak], "o", color=INK, markersize=6)
+        axes.annotate(
+            f"{answer.size:,}",
+            (answer.size, answer.peak),
+            (-6, 8),
+            textcoords="offset points",
+            ha="right",
+            fontweight="bold",
+        )
+
+
+def _finish(axes: Axes, answer: Answer, sizes: list[int]) -> None:
+    ticker: Any = import_optional("matplotlib.ticker", "plot")
+    axes.set_title("memory at the peak of a step")
+    axes.set_xlabel("samples in a micro-batch")
+    axes.set_xlim(0, sizes[-1])
+    axes.set_ylim(0, answer.limit.bytes * 1.22)
+    # Binary units at round numbers of them.
+    unit = max(1, 1 << (max(answer.limit.bytes.bit_length() - 3, 0)))
+    axes.yaxis.set_major_locator(ticker.MultipleLocator(unit))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: show_bytes(int(value))))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    handles, labels = axes.get_legend_handles_labels()
+    # In the order in which they lie upon each other.
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))

@@ -1,0 +1,36 @@
+"""An answer of the finder as a table: what sizes need, and what they leave."""
+
+from __future__ import annotations
+
+from stretto.memory import Answer
+from stretto.memory.amounts import show_bytes
+
+HEADS = ("batch size", "peak", "headroom", "")
+
+
+def memory_table(answer: Answer) -> str:
+    """Return what sizes around an answer need, a line each; empty where only trials know.
+
+    >>> from stretto.memory.limits import Room
+    >>> from stretto.memory.result import Cost
+    >>> answer = Answer(8, "exact", 9, Room(1024, "as stated"), 24, 990, Cost(),
+    ...                 peaks={4: 500, 8: 990, 9: 1110})
+    >>> print(memory_table(answer))
+    batch size      peak  headroom
+             4     500 B     500 B
+             8     990 B      10 B  the largest that fits
+             9  1.08 KiB    -110 B
+    """
+    if not answer.peaks:
+        return ""
+    rows = [HEADS]
+    for row in answer.rows():
+        mark = "the largest that fits" if row.size == answer.size else ""
+        rows.append((f"{row.size:,}", show_bytes(row.peak), show_bytes(row.headroom), mark))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        "  ".join(
+            [*(cell.rjust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]
+        ).rstrip()
+        for row in rows
+    )

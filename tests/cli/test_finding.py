@@ -1,0 +1,161 @@
+"""`stretto find-batch-size`: the answer, the table, the picture; for devices that are not here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Stretto = Callable[..., Any]
+
+WIDE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+class Vectors(TensorDataset):
+    def __init__(self):
+        super().__init__(torch.randn(64, 512))
+
+
+class Wide(nn.Sequential):
+    def __init__(self, width=1024, reads=False):
+        if reads:
+            torch.zeros(()).item()
+        super().__init__(nn.Linear(512, width), nn.ReLU(), nn.Linear(width, 512))
+
+    @staticmethod
+    def loss(model, batch):
+        return model(batch[0]).square().mean()
+"""
+RUN = """\
+max_duration: 2ep
+model: {target: cli_wide:Wide}
+data: {target: cli_wide:Vectors}
+optimizer: {target: torch.optim:AdamW}
+batch_size: 8
+"""
+
+
+@pytest.fixture
+def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "cli_wide.py").write_text(WIDE)
+    (tmp_path / "run.yaml").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "cli_wide", raising=False)
+    return tmp_path
+
+
+CPU = ("--device", "cpu", "--maximum", "1000000")
+
+
+def test_for_a_device_that_is_not_here(wide: Path, stretto: Stretto) -> None:
+    said = stretto("find-batch-size", "run.yaml", "--device-memory", "1GiB", *CPU)
+    assert said.code == 0, said.err
+    lines = said.out.splitlines()
+    assert lines[0].split() == ["batch", "size", "peak", "headroom"]
+    (chosen,) = [line for line in lines if "the largest that fits" in line]
+    answer = next(line for line in lines if line.startswith("largest micro-batch that fits: "))
+    assert f" {chosen.split()[0]} samples (exact)" in answer
+    assert "0 real ones" in said.out
+
+
+def test_as_json(wide: Path, stretto: Stretto) -> None:
+    arguments = ("run.yaml", "--device-memory", "1GiB", *CPU, "--multiple-of", "64", "--json")
+    found = json.loads(stretto("find-batch-size", *arguments).out)
+    assert found["size"] % 64 == 0
+    assert found["too_large"] == found["size"] + 64
+    assert found["certainty"] == "exact"
+    assert found["peak_bytes"] <= found["limit_bytes"] - found["reserve_bytes"]
+    assert found["cost"]["fake_steps"] <= 5
+    assert {row["size"] for row in found["peaks"]} >= {found["size"], found["too_large"]}
+
+
+def test_a_model_larger_than_this_machine(wide: Path, stretto: Stretto) -> None:
+    # 200 million times 1,024 weights: 820 GB, and four times that to train them.
+    arguments = ("run.yaml", "model.width=200000000", "--device-memory", "8TiB", *CPU, "--json")
+    found = json.loads(stretto("find-batch-size", *arguments).out)
+    assert found["size"] > 1_000
+    said = stretto("find-batch-size", *arguments[:2], "--device-memory", "1TiB", *CPU)
+    assert (said.code, said.out) == (2, "")
+    assert "cannot fit 1 sample into 1.00 TiB (as stated): a step needs" in said.err
+
+
+def test_a_gpu_is_meant_where_its_memory_is_stated(wide: Path, stretto: Stretto) -> None:
+    said = stretto("find-batch-size", "run.yaml", "--device-memory", "1GiB")
+    assert "(estimate)" in said.out
+    assert "CUDA" in said.out
+
+
+def test_all_samples_there_are_is_the_most(wide: Path, stretto: Stretto) -> None:
+    said = stretto("find-batch-size", "run.yaml", "--device-memory", "1GiB", "--power-of-two")
+    assert "largest micro-batch that fits: 64 samples" in said.out
+
+
+def test_a_model_that_reads_values_while_it_is_built(wide: Path, stretto: Stretto) -> None:
+    arguments = ("run.yaml", "model.reads=true", "--device-memory", "1GiB", *CPU)
+    assert "(exact)" in stretto("find-batch-size", *arguments).out
+
+
+def test_the_picture(wide: Path, stretto: Stretto) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ("run.yaml", "--device-memory", "1GiB", *CPU, "--plot", "memory.svg")
+    said = stretto("find-batch-size", *arguments)
+    assert (said.code, said.err) == (0, "drew memory.svg\n")
+    assert Path("memory.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--device-memory 80G", "may be 1000 or 1024; write 80GiB or 80GB"),
+        ("--method guess", "find a batch size by 'guess'"),
+        ("--device tpu --device-memory 1GiB", "find a batch size for 'tpu'"),
+        ("--margin all --device-memory 1GiB", "read 'all' as memory"),
+        ("--device-memory 1GiB --method try", "only be tried on the device that has it"),
+        ("--plot memory.doc", "does not say what kind of picture"),
+        ("optimizer=null", "there is no 'optimizer'"),
+        ("stepping.device=nonsense", "use the device 'nonsense'"),
+    ],
+)
+def test_mistakes(arguments: str, message: str, wide: Path, stretto: Stretto) -> None:
+    words = arguments.split()
+    assigned = [word for word in words if "=" in word]
+    said = stretto("find-batch-size", "run.yaml", *assigned, *(w for w in words if "=" not in w))
+    assert said.code == 2
+    assert message in said.err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits")
+def test_here_under_a_real_limit(wide: Path) -> None:
+    code = """
+import resource, sys
+from stretto.cli import main
+import torch, stretto.memory, stretto.training
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+now = int(status["VmData"].split()[0]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (now + 200 * 2**20, -1))
+main(["find-batch-size", "run.yaml", "--maximum", "20000", *sys.argv[1:]])
+"""
+    for arguments, certainty in (([], "calibrated"), (["--method", "halve"], "tried")):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments, "--json"],
+            cwd=wide,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            env={"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["certainty"] == certainty
+        assert "RLIMIT_DATA" in found["limit"]
+        assert found["size"] > 2_000

@@ -1,0 +1,49 @@
+"""Searches for a batch size that cannot be, and amounts of memory that are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stretto.memory import Sizes, TrainingStep, find_batch_size, sandbox, search
+from stretto.memory.amounts import Margin, parse_bytes
+from stretto.memory.limits import room
+from stretto.memory.ranks import Together
+
+
+def find(device: str = "cpu", **options: Any) -> object:
+    model = nn.Linear(4, 1, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainingStep(model, optimizer, lambda m, x: m(x).sum())
+    return find_batch_size(step, torch.ones(2, 4), **options)
+
+
+def enter(model: nn.Module, *also: object) -> None:
+    with sandbox(model, also=also):
+        pass
+
+
+CASES = [
+    ("memory-unit-in-doubt", lambda: parse_bytes("80G")),
+    ("memory-unit-unknown", lambda: parse_bytes("80 parsecs")),
+    ("memory-unit-wrong", lambda: parse_bytes("8XB")),
+    ("memory-without-unit", lambda: parse_bytes("80")),
+    ("memory-no-number", lambda: parse_bytes("lots")),
+    ("memory-margin-of-all", lambda: Margin.parse("100%")),
+    ("memory-minimum", lambda: Sizes(minimum=0)),
+    ("memory-no-power-of-two", lambda: Sizes(power_of_two=True, multiple_of=3)),
+    ("memory-no-size", lambda: Sizes(minimum=5, maximum=7, multiple_of=4)),
+    ("memory-nothing-fits", lambda: search(lambda size: False, Sizes())),
+    ("memory-method", lambda: find(method="guess")),
+    ("memory-device", lambda: find(device_memory="1GiB", device="cpu", method="try")),
+    ("memory-meta", lambda: find("meta")),
+    ("memory-meta-probe", lambda: find("meta", device_memory="1GiB", method="probe")),
+    ("memory-too-little", lambda: find(device_memory="16B", margin=0)),
+    ("memory-sandbox-lazy", lambda: enter(nn.LazyLinear(3))),
+    ("memory-sandbox-other", lambda: enter(nn.Linear(1, 1), object())),
+    ("memory-unknown", lambda: room(torch.device("cpu"), root=Path("nowhere"))),
+    ("memory-other-rank", lambda: Together(lambda number: -1).least(lambda: 5)),
+]

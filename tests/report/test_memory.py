@@ -1,0 +1,82 @@
+"""An answer as a table and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from stretto.errors import ConfigError, FitError
+from stretto.memory import Answer
+from stretto.memory.limits import Room
+from stretto.memory.result import Cost
+from stretto.report.memory_picture import draw_memory, memory_areas
+from stretto.report.memory_table import memory_table
+
+
+class FakePeak(NamedTuple):
+    by_category: dict[str, int]
+
+
+class FakeOracle:
+    def peak(self, size: int) -> int:
+        return 1000 + 10 * size
+
+    def at(self, size: int) -> FakePeak:
+        return FakePeak({"parameters": 600, "buffers": 400, "activations": 10 * size})
+
+
+def answer(*, oracle: Any = None, peak: int | None = 2000, size: int = 100) -> Answer:
+    return Answer(
+        size=size,
+        certainty="exact" if oracle else "tried",
+        too_large=size + 1,
+        limit=Room(2050, "as stated"),
+        reserve=50,
+        peak=peak,
+        cost=Cost(),
+        peaks={} if peak is None else {1: 1010, size: peak, size + 1: 2010},
+        oracle=oracle,
+    )
+
+
+def test_the_areas_add_up_to_the_peak() -> None:
+    oracle = FakeOracle()
+    sizes, areas = memory_areas(answer(oracle=oracle))
+    assert set(areas) == {"parameters", "activations"}
+    assert 100 in sizes
+    assert sizes[-1] == 125
+    assert [sum(column) for column in zip(*areas.values(), strict=True)] == [
+        oracle.peak(size) for size in sizes
+    ]
+
+
+def test_what_was_measured_beyond_tensors_is_drawn_too() -> None:
+    sizes, areas = memory_areas(answer(oracle=FakeOracle(), peak=2200))
+    assert areas["beyond tensors"] == [2 * size for size in sizes]
+
+
+@pytest.mark.parametrize("size", [1, 2, 100_000])
+def test_sizes_that_are_drawn(size: int) -> None:
+    sizes, _ = memory_areas(answer(oracle=FakeOracle(), size=size))
+    assert size in sizes
+    assert sizes[-1] > size
+    assert len(sizes) <= 100
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("a.png", "b.png"):
+        draw_memory(answer(oracle=FakeOracle()), tmp_path / name)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    draw_memory(answer(oracle=FakeOracle(), size=1), tmp_path / "one.svg")
+    assert (tmp_path / "one.svg").stat().st_size > 1_000
+
+
+def test_trials_have_no_picture_and_no_table(tmp_path: Path) -> None:
+    with pytest.raises(FitError, match="trials, which tell of no other size"):
+        draw_memory(answer(peak=None), tmp_path / "a.png")
+    with pytest.raises(ConfigError, match="kind of picture"):
+        draw_memory(answer(oracle=FakeOracle()), tmp_path / "a.doc")
+    assert memory_table(answer(peak=None)) == ""
