@@ -87,7 +87,10 @@ class MicroGradients:
         They are averaged as without it, to the last bit.
         """
         self._world_size = dist.get_world_size(model.process_group)
-        model.register_comm_hook(model.process_group, self._average)
+        # Without annotations, which torch would read and compare as objects.
+        model.register_comm_hook(
+            model.process_group, lambda group, bucket: self._average(group, bucket)
+        )
 
     def begin(self) -> None:
         """Forget the step before; no gradient is there yet."""

@@ -1,0 +1,104 @@
+"""The noise of a gradient that several processes share: gloo through torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stretto.noise import NoiseSums
+
+SCRIPT = Path(__file__).with_name("distributed_noise.py")
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
+
+Rank = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
+    """What two ranks saw, in all scenarios."""
+    out = tmp_path_factory.mktemp("noise")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", "2", str(SCRIPT), str(out)),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((out / f"noise{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def steps(ranks: list[Rank], scenario: str) -> Iterator[tuple[list[Any], list[list[Any]]]]:
+    """For each step what was measured, and the groups of each rank."""
+    mine, other = (rank[scenario] for rank in ranks)
+    assert mine["terms"] == other["terms"], "ranks must know the same, to the last bit"
+    assert mine["terms"], "nothing was measured"
+    for terms, *groups in zip(mine["terms"], mine["groups"], other["groups"], strict=True):
+        yield terms, groups
+
+
+def expected(groups: list[tuple[int, list[float]]], num_samples: int) -> tuple[float, ...]:
+    """The terms of groups, each with its units and its mean gradient; and |G|^2."""
+    sizes = [units for units, _ in groups]
+    gradients = [torch.tensor(g, dtype=torch.float64) * units for units, g in groups if units]
+    whole = torch.stack(gradients).sum(0) / sum(sizes)
+    kept = [units for units in sizes if units]
+    squares = [float((g / n).square().sum()) for g, n in zip(gradients, kept, strict=True)]
+    square = float(whole.square().sum())
+    terms = NoiseSums.of(squares, sizes=kept, whole=square).terms(num_samples)
+    assert terms is not None
+    return (*terms, square)
+
+
+@pytest.mark.parametrize("scenario", ["samples", "one pass", "an empty share", "tokens"])
+def test_the_groups_are_the_micro_batches_of_all_ranks(ranks: list[Rank], scenario: str) -> None:
+    sizes = ranks[0][scenario]["sizes"]
+    for size, (terms, groups) in zip(sizes, steps(ranks, scenario), strict=True):
+        assert terms == pytest.approx(expected(groups[0] + groups[1], size), rel=1e-9)
+
+
+@pytest.mark.parametrize("scenario", ["sharded", "sharded, tokens"])
+def test_of_a_sharded_model_the_groups_go_over_the_ranks(ranks: list[Rank], scenario: str) -> None:
+    for terms, groups in steps(ranks, scenario):
+        joint = []
+        for pair in zip_longest(*groups):
+            units = sum(one[0] for one in pair)
+            mean = sum(n * torch.tensor(g, dtype=torch.float64) for n, g in pair if n) / units
+            joint.append((units, mean.tolist()))
+        assert terms == pytest.approx(expected(joint, 13), rel=1e-9)
+
+
+def test_a_single_pass_of_a_sharded_model_is_cut_in_two(ranks: list[Rank]) -> None:
+    for terms, groups in steps(ranks, "sharded, one pass"):
+        assert sorted(units for rank in groups for units, _ in rank) == [6, 7]
+        assert terms[2] == pytest.approx(expected(groups[0] + groups[1], 13)[2], rel=1e-9)
+        assert terms[0] > 0
+
+
+def test_two_processes_with_uneven_shares_are_unbiased(ranks: list[Rank]) -> None:
+    outcome = ranks[0]["truth"]
+    assert outcome == ranks[1]["truth"]
+    assert outcome["steps"] == 1200
+    assert all(abs(errors) < 2 for errors in outcome["away"])
+
+
+def test_measuring_changes_no_bit(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        plain, measured = rank["unchanged"]["weights"]
+        assert plain == measured
+
+
+def test_ranks_decide_alike(ranks: list[Rank]) -> None:
+    mine, other = (rank["followed"] for rank in ranks)
+    assert mine == other
+    assert len(set(mine["sizes"])) > 2
