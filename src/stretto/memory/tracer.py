@@ -16,6 +16,7 @@ from stretto.memory.cuda import CudaHabits, many_at_once
 from stretto.memory.fakes import FakeWorld
 from stretto.memory.recording import Recording
 from stretto.memory.rewind import RandomState
+from stretto.memory.shortcuts import Shortcuts
 from stretto.memory.step import TrainingStep
 from stretto.memory.trace import trace
 
@@ -48,6 +49,7 @@ class Tracer:
         self.num_steps = 0
         self._device = "cuda" if step.device.type == "cuda" else "cpu"
         self._world = FakeWorld(self._device)
+        self._shortcuts = Shortcuts(self._world.mode)
         self._make_batch = make_batch
         try:
             self._step = self._world.step(step)
@@ -71,7 +73,9 @@ class Tracer:
                 batch = self._world.batch(self._make_batch(size, *sides))
                 batch = move_batch(batch, self._device)
                 with self._habits:
-                    return trace(self._step, batch, size, answers=self.answers)
+                    return trace(
+                        self._step, batch, size, answers=self.answers, shortcuts=self._shortcuts
+                    )
         except StrettoError:
             raise
         except Exception as error:  # whatever a user's model may raise
