@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from stretto.batching import NoiseScale, NormTest, Plateau, as_policy
+from stretto.batching import LinearRule, NoiseScale, NormTest, Plateau, as_policy
 from stretto.noise import NoiseEstimator, noise_terms
 from stretto.training import Stepping, Trainer
+from stretto.training.algorithms import AdaScale, NoiseReport
 
 wrong: Any = None
 """A value that a type checker would refuse."""
@@ -53,4 +54,11 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("plateau-threshold", lambda: plateau(threshold=-1)),
     ("plateau-mode", lambda: plateau(mode="less")),
     ("plateau-not-measured", lambda: follows(plateau())),
+    ("noise-report", lambda: NoiseReport(c=-1)),
+    (
+        "ada-scale-rule",
+        lambda: follows(
+            8, callbacks=[AdaScale(8)], stepping=Stepping(learning_rate_rule=LinearRule(8))
+        ).fit(),
+    ),
 ]

@@ -87,6 +87,25 @@ class NoiseEstimator:
         """Where `B_simple` lies with the probability `confidence`; None before it is steady."""
         return self._interval if self.is_steady else None
 
+    def gain(self, size: int, reference: int) -> float:
+        """Return the AdaScale gain of a batch over one of `reference` samples.
+
+        `r = (S/b + G2) / (S/B + G2)` for a batch of B samples and a reference of b, where S is
+        tr(Sigma) and G2 is |mu|^2: between 1 and `B / b` (Johnson et al. 2020, arXiv 2007.05105,
+        equation 3). 1 before enough steps were measured.
+
+        >>> estimator = NoiseEstimator()
+        >>> for step in range(40):
+        ...     estimator.add(NoiseTerms(64.0, 1.0))
+        >>> round(estimator.gain(128, 64), 3)
+        1.333
+        """
+        average = self._average
+        variance, square = max(0.0, average.numerator), max(0.0, average.denominator)
+        if not average.is_over_enough(self._window) or variance + square == 0:
+            return 1.0
+        return (variance / reference + square) / (variance / size + square)
+
     @property
     def _interval(self) -> Interval:
         return self._average.interval(self._confidence)

@@ -87,10 +87,12 @@ class MicroGradients:
         They are averaged as without it, to the last bit.
         """
         self._world_size = dist.get_world_size(model.process_group)
-        # Without annotations, which torch would read and compare as objects.
-        model.register_comm_hook(
-            model.process_group, lambda group, bucket: self._average(group, bucket)
-        )
+
+        # A function without annotations: torch would compare those with types, and ours are text.
+        def hook(group, bucket):  # type: ignore[no-untyped-def]
+            return self._average(group, bucket)
+
+        model.register_comm_hook(model.process_group, hook)
 
     def begin(self) -> None:
         """Forget the step before; no gradient is there yet."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from stretto.batching import Signals
 from stretto.errors import TrainingError, cannot
 
 
@@ -20,6 +21,13 @@ class NoiseTerms(NamedTuple):
     """Of tr(Sigma), the variance of the gradient of one sample."""
     denominator: float
     """Of |mu|^2, the squared norm of the true gradient; often negative in a single step."""
+
+    @classmethod
+    def of(cls, signals: Signals) -> NoiseTerms | None:
+        """Return what a step has measured; None where it has not."""
+        if signals.noise_numerator is None or signals.noise_denominator is None:
+            return None
+        return cls(signals.noise_numerator, signals.noise_denominator)
 
 
 class NoiseSums(NamedTuple):

@@ -65,6 +65,10 @@ class Callback:
     def on_fit_end(self, trainer: Trainer) -> None:
         """Training has ended, was stopped, or has failed: undo what `on_fit_start` did."""
 
+    def log_values(self, trainer: Trainer) -> Mapping[str, float]:  # noqa: ARG002
+        """Return what belongs on the line of metrics that is about to be logged, by name."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """Return what must survive a resume, as JSON."""
         return {}
@@ -77,7 +81,7 @@ class Callback:
 class Events:
     """The listeners of each event of a run: only those that do listen."""
 
-    __slots__ = ("_listeners", "_trainer")
+    __slots__ = ("_listeners", "_loggers", "_trainer")
 
     def __init__(self, callbacks: Sequence[Callback], trainer: Trainer) -> None:
         self._trainer = trainer
@@ -85,6 +89,14 @@ class Events:
             name: [getattr(callback, name) for callback in callbacks if _overrides(callback, name)]
             for name in EVENTS
         }
+        self._loggers = [one for one in callbacks if _overrides(one, "log_values")]
+
+    def values(self) -> dict[str, float]:
+        """Return what callbacks have to say on the next line of metrics."""
+        named: dict[str, float] = {}
+        for callback in self._loggers:
+            named |= callback.log_values(self._trainer)
+        return named
 
     def listeners(self, event: str) -> list[Callable[..., Any]]:
         """Return whoever listens to `event`, in the order of the callbacks."""

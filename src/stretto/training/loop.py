@@ -198,7 +198,8 @@ class Loop:
 
     def _log(self, step: Step) -> None:
         self.logged_at = self.timer.batch
-        self.events.tell("on_log", self.recorder.log(step, self.timer.timestamp))
+        values = self.events.values()
+        self.events.tell("on_log", self.recorder.log(step, self.timer.timestamp, values))
 
     def evaluate(self, evaluator: Evaluator) -> dict[str, float]:
         """Measure the model on one evaluation's data, and log what comes out."""

@@ -112,8 +112,10 @@ class Recorder:
                 f"{tokens},{len(step.micro_batches)},{values}\n"
             )
 
-    def log(self, step: Step, timestamp: Timestamp) -> dict[str, float]:
-        """Log what was measured since the last call. Every rank must call it."""
+    def log(
+        self, step: Step, timestamp: Timestamp, values: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Log what was measured since the last call, and `values`. Every rank must call it."""
         before, self._since = self._since, timestamp
         passed = timestamp.run_nanoseconds - before.run_nanoseconds - self._paused_nanoseconds
         self._paused_nanoseconds = 0
@@ -129,6 +131,7 @@ class Recorder:
             record["skipped_steps"] = self._skipped.count
         if timestamp.token:
             record["tokens_per_second"] = (timestamp.token - before.token) / seconds
+        record |= values
         self.write(record)
         return record
 

@@ -1,8 +1,17 @@
-"""Callbacks that change how a model is trained, each in units of time."""
+"""Callbacks that change how a model is trained, each in units of time; and one that reports."""
 
+from stretto.training.algorithms.ada_scale import AdaScale
 from stretto.training.algorithms.layer_freezing import LayerFreezing
+from stretto.training.algorithms.noise_report import NoiseReport
 from stretto.training.algorithms.selective_backprop import SelectiveBackprop
 from stretto.training.algorithms.sequence_length import SequenceLengthWarmup
 from stretto.training.algorithms.stochastic_depth import StochasticDepth
 
-__all__ = ["LayerFreezing", "SelectiveBackprop", "SequenceLengthWarmup", "StochasticDepth"]
+__all__ = [
+    "AdaScale",
+    "LayerFreezing",
+    "NoiseReport",
+    "SelectiveBackprop",
+    "SequenceLengthWarmup",
+    "StochasticDepth",
+]

@@ -1,0 +1,97 @@
+"""AdaScale: the learning rate follows the batch size by as much as the noise allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor
+
+from stretto.batching import NoRule, Signals, checked_size
+from stretto.data import Step
+from stretto.errors import TrainingError, cannot
+from stretto.noise import NoiseEstimator, NoiseTerms
+from stretto.training.callback import Callback
+
+if TYPE_CHECKING:
+    from stretto.training.trainer import Trainer
+
+
+@final
+class AdaScale(Callback):
+    """Multiplies the learning rate by the AdaScale gain of the batch size over a reference.
+
+    With batches s times the reference, the gain is between 1 and s: s where noise is all there is,
+    which larger batches average away, and 1 where there is none (Johnson et al. 2020, arXiv
+    2007.05105, equation 3; the gain of a single step: see `NoiseEstimator.gain`). Made for SGD. The
+    paper also stretches the schedule by the gain; `gained` is what it would have the schedule read
+    instead of a count of steps. It takes the place of a learning rate rule.
+
+    >>> AdaScale(256)
+    AdaScale(256, window=100)
+
+    Args:
+        reference: the batch size that the learning rate is meant for.
+        window: how many measured steps are averaged.
+
+    Raises:
+        BatchSizeError: a value cannot be.
+        TrainingError: when training begins: there is a learning rate rule as well.
+    """
+
+    def __init__(self, reference: int, *, window: int = 100) -> None:
+        self._reference = checked_size(reference, "the reference of AdaScale")
+        self._window = window
+        self._estimator = NoiseEstimator(window=window)
+        self.gain = 1.0
+        """The gain in force."""
+        self.gained = 0.0
+        """The sum of the gains of all steps: as many steps of the reference size they stand for."""
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Refuse a rule that would multiply it once more."""
+        rule = trainer.hyperparameters.rule
+        if not isinstance(rule, NoRule):
+            raise TrainingError(
+                cannot(
+                    "follow the batch size by AdaScale",
+                    why=f"{rule!r} does so already",
+                    instead="leave learning_rate_rule out",
+                )
+            )
+
+    def on_batch_start(self, trainer: Trainer, step: Step) -> None:
+        """Multiply the learning rates that were just set."""
+        self.gain = self._estimator.gain(step.batch_size, self._reference)
+        for group in trainer.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].mul_(self.gain)
+            else:
+                group["lr"] *= self.gain
+
+    def on_noise(self, trainer: Trainer, step: Step, signals: Signals) -> None:
+        """Take what a step measured."""
+        del trainer, step
+        self._estimator.add(NoiseTerms.of(signals))
+
+    def on_batch_end(self, trainer: Trainer, step: Step) -> None:
+        """Count the step by its gain."""
+        del trainer, step
+        self.gained += self.gain
+
+    def log_values(self, trainer: Trainer) -> Mapping[str, float]:
+        """Return the gain, and the sum of all."""
+        del trainer
+        return {"gain": self.gain, "gained": self.gained}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages and the sum."""
+        return {"estimator": self._estimator.state_dict(), "gained": self.gained}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from saved averages."""
+        self._estimator.load_state_dict(state["estimator"])
+        self.gained = float(state["gained"])
+
+    def __repr__(self) -> str:
+        return f"AdaScale({self._reference}, window={self._window})"

@@ -1,0 +1,172 @@
+"""What is done with the noise besides a batch size: a report, and a learning rate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stretto.batching import LinearRule, Signals, as_policy
+from stretto.config import parse_run_file
+from stretto.errors import BatchSizeError, TrainingError
+from stretto.noise import NoiseEstimator, NoiseTerms
+from stretto.training import Callback, Checkpointing, Logging, Stepping, Trainer
+from stretto.training.algorithms import AdaScale, NoiseReport
+
+Make = Callable[..., Any]
+
+
+def known(*callbacks: Callback, **settings: Any) -> Trainer:
+    """Gradients are drawn with |mu|^2 = 1 and tr(Sigma) = 40, whatever the weights are."""
+    draws = torch.randn(4000, 10, generator=torch.Generator().manual_seed(6)) * 2.0
+    draws[:, 0] += 1.0
+    model = nn.Linear(10, 1, bias=False)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        mean: Tensor = model(batch).mean()
+        return mean
+
+    given = {"max_duration": "4000sp", "batch_size": 40, "micro_batch_size": 5, **settings}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Trainer(model, draws, optimizer=optimizer, loss=loss, callbacks=callbacks, **given)
+
+
+def told(report: NoiseReport, scales: list[float]) -> None:
+    """Let a report see lines of metrics that are spread over a run."""
+    for number, scale in enumerate(scales):
+        report.on_log(None, {"dur": number / len(scales), "noise_scale": scale})  # type: ignore[arg-type]
+
+
+def test_the_noise_scale_is_logged_with_its_interval(tmp_path: Path) -> None:
+    report = NoiseReport(minimum=4)
+    known(report, folder=tmp_path, log=Logging("10ba")).fit()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert "noise_scale" not in lines[0]
+    last = lines[-1]
+    assert last["noise_scale"] == pytest.approx(40, rel=0.35)
+    assert last["noise_scale_low"] < last["noise_scale"] < last["noise_scale_high"]
+    written = (tmp_path / "suggested_batch_size.yaml").read_text()
+    assert written.rstrip() == report.suggestion()
+    parse_run_file(f"max_duration: 1ep\ndata: {{target: 'a:b'}}\n{written}")
+
+
+@pytest.mark.parametrize(
+    ("scales", "settings", "steps"),
+    [
+        ([10, 20, 40, 80], {}, "0%:8 25%:16 50%:32 75%:64"),
+        ([10, 20, 40, 80], {"minimum": 12}, "0%:12 50%:24 75%:48"),
+        ([10, 20, 40, 80], {"c": 0.5, "maximum": 16, "minimum": 4}, "0%:4 25%:8 50%:16"),
+        ([100, 10, 40, 20], {"minimum": 4}, "0%:8 50%:16"),
+        ([1, 1, 1], {"minimum": 4}, "0%:4"),
+    ],
+    ids=["growing", "from a minimum", "a part", "a passing peak", "too small"],
+)
+def test_a_ramp_is_suggested_that_stays_below(
+    scales: list[float], settings: dict[str, Any], steps: str
+) -> None:
+    report = NoiseReport(**settings)
+    told(report, scales)
+    suggested = report.suggestion().splitlines()[1].removeprefix("batch_size: ")
+    expected = dict(one.split(":") for one in steps.split())
+    assert suggested == "{" + ", ".join(f"{at}: {size}" for at, size in expected.items()) + "}"
+    as_policy({at: int(size) for at, size in expected.items()})
+
+
+def test_nothing_is_suggested_that_is_not_known(tmp_path: Path) -> None:
+    known(NoiseReport(), folder=tmp_path, max_duration="5ba").fit()
+    text = (tmp_path / "suggested_batch_size.yaml").read_text()
+    assert text == "# the noise scale is not known yet: measure more steps\n"
+
+
+def test_a_report_leaves_the_run_as_it_is(problem: Make) -> None:
+    plain, reported = problem(), problem()
+    plain.trainer(micro_batch_size=2).fit()
+    reported.trainer(micro_batch_size=2, callbacks=[NoiseReport()]).fit()
+    assert torch.equal(plain.weights(), reported.weights())
+
+
+@pytest.mark.parametrize(
+    "make", [NoiseReport, lambda: AdaScale(4, window=10)], ids=["report", "ada"]
+)
+def test_a_resumed_run_goes_on_to_the_last_bit(
+    make: Callable[[], Callback], problem: Make, tmp_path: Path
+) -> None:
+    whole, cut, states = problem(), problem(), []
+    one = make()
+    settings = {"micro_batch_size": 2, "max_duration": "60ba", "log": Logging("7ba")}
+    whole.trainer(**settings, callbacks=[one]).fit()
+    states.append(one.state_dict())
+
+    class Stop(Callback):
+        def on_batch_end(self, trainer: Any, step: Any) -> None:
+            if trainer.timer.batch == 31:
+                trainer.stop("cut")
+
+    keep = {"checkpoint": Checkpointing("31ba"), "folder": tmp_path}
+    cut.trainer(**settings, **keep, callbacks=[make(), Stop()]).fit()
+    again, other = problem(), make()
+    trainer = again.trainer(**settings, **keep, callbacks=[other])
+    trainer.resume()
+    trainer.fit()
+    assert other.state_dict()["estimator"] == states[0]["estimator"]
+    assert torch.equal(again.weights(), whole.weights())
+
+
+def test_the_gain_is_that_of_the_noise() -> None:
+    estimator = NoiseEstimator()
+    assert estimator.gain(64, 8) == 1.0
+    for step in range(60):
+        estimator.add(NoiseTerms(64.0 + (-1) ** step, 1.0))
+    scale = estimator.noise_scale
+    assert scale is not None
+    for size in (8, 16, 64, 4096):
+        expected = (scale / 8 + 1) / (scale / size + 1)
+        assert estimator.gain(size, 8) == pytest.approx(expected)
+        assert 1 <= estimator.gain(size, 8) <= size / 8
+    assert estimator.gain(8, 8) == 1.0
+
+
+def test_the_gain_is_all_or_nothing_where_there_is_only_noise_or_none() -> None:
+    noise, still = NoiseEstimator(), NoiseEstimator()
+    for _ in range(40):
+        noise.add(NoiseTerms(50.0, -0.1))
+        still.add(NoiseTerms(-0.1, 2.0))
+    assert noise.gain(64, 8) == 8.0
+    assert still.gain(64, 8) == 1.0
+
+
+def test_ada_scale_multiplies_the_learning_rate_afresh_in_each_step() -> None:
+    rates: list[float] = []
+
+    class Watch(Callback):
+        def on_batch_end(self, trainer: Trainer, step: Any) -> None:
+            rates.append(trainer.optimizer.param_groups[0]["lr"])
+
+    ada = AdaScale(10)
+    known(ada, Watch()).fit()
+    # 40 samples instead of 10, at a noise scale of 40: a gain of 2.5.
+    assert rates[:20] == [0.1] * 20
+    assert rates[-1] == pytest.approx(0.25, rel=0.1)
+    assert ada.gained == pytest.approx(sum(rates) / 0.1)
+
+
+def test_ada_scale_takes_the_place_of_a_rule() -> None:
+    trainer = known(AdaScale(10), stepping=Stepping(learning_rate_rule=LinearRule(10)))
+    with pytest.raises(TrainingError, match=r"LinearRule\(reference=10\) does so already"):
+        trainer.fit()
+
+
+def test_values_that_cannot_be() -> None:
+    with pytest.raises(BatchSizeError, match="the part of the noise scale"):
+        NoiseReport(c=-1)
+    with pytest.raises(BatchSizeError, match="the reference of AdaScale"):
+        AdaScale(0)
+
+
+def test_signals_without_noise_are_no_terms() -> None:
+    assert NoiseTerms.of(Signals(loss=1.0)) is None
