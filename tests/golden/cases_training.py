@@ -90,8 +90,6 @@ def averaged() -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
 
 
-
-
 def in_use() -> None:
     with locked(Path("run")):
         Path("run", LOCK).write_text("process 7 on a.example\n")
