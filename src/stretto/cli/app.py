@@ -116,8 +116,8 @@ def find_batch_size(
         ),
     ] = "auto",
     margin: Annotated[
-        str, typer.Option(metavar="PERCENT|AMOUNT", help="What stays free: 3% or 512MiB.")
-    ] = "3%",
+        str, typer.Option(metavar="PERCENT|AMOUNT", help="What stays free: 2% or 512MiB.")
+    ] = "2%",
     minimum: Annotated[int, typer.Option(help="The smallest size that is wanted.")] = 1,
     maximum: Annotated[
         int | None,

@@ -24,7 +24,7 @@ from stretto.memory.trace import state_tensors
 
 FindMethod = Literal["auto", "predict", "probe", "try", "halve"]
 METHODS: tuple[FindMethod, ...] = ("auto", "predict", "probe", "try", "halve")
-MARGIN = "3%"
+MARGIN = "2%"
 """What is left free unless said otherwise: what the same step varies by on a busy machine."""
 
 
@@ -64,7 +64,7 @@ def find_batch_size(
         device_memory: what the device has, such as `"80GiB"`; left out: what this one has left.
         device: the kind of device that has it, which a prediction then is for: the kernels and the
             allocator of `cuda` take more than the tensors do. Left out: the tensors are counted.
-        margin: what stays free, in percent of that (`"3%"`) or in bytes (`"512MiB"`).
+        margin: what stays free, in percent of that (`"2%"`) or in bytes (`"512MiB"`).
         minimum: the smallest size that is wanted.
         maximum: the largest size that is wanted.
         multiple_of: what sizes are to be multiples of.
