@@ -30,6 +30,7 @@ from stretto.memory.real import record_step
 RESULTS = Path(__file__).parent / "results"
 SIZES = (8, 17, 40)
 CALIBRATED_AT = 5
+REPEATS = 5
 QUICK = ("MLP, AdamW fused", "GPT, SDPA, bf16", "U-Net")
 LARGE = {
     # name: layers, width, heads, length, tied, limit
@@ -124,6 +125,13 @@ def apart(what: str, name: str, python: str = sys.executable) -> dict[str, Any]:
     return result
 
 
+def least(name: str) -> dict[str, Any]:
+    """Return the quickest of several searches: other programs on the machine slow all down."""
+    rows = [apart("large", name) for _ in range(REPEATS)]
+    every = [row["processor_seconds"] for row in rows]
+    return {**min(rows, key=lambda row: row["processor_seconds"]), "every": every}
+
+
 def measure(*, is_quick: bool) -> dict[str, Any]:
     """Return all rows."""
     with_transformers = FOLDER / "transformers" / "bin" / "python"
@@ -134,7 +142,7 @@ def measure(*, is_quick: bool) -> dict[str, Any]:
                 families[name] = apart("family", name, str(with_transformers))
         elif not is_quick or name in QUICK:
             families[name] = measure_family(name)
-    large = {} if is_quick else {name: apart("large", name) for name in LARGE}
+    large = {} if is_quick else {name: least(name) for name in LARGE}
     return {"families": families, "large": large}
 
 
