@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,29 +16,29 @@ from stretto.data import StepLoader
 from stretto.errors import DataError
 
 
-class Noisy(Dataset):
+class Noisy(Dataset[Any]):
     """Samples with chance from torch, Python and NumPy in them."""
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 64
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> Any:
         chance = np.random.rand()  # noqa: NPY002  the generator that data sets draw from
         return torch.tensor([index, torch.rand(()), random.random(), chance])
 
 
 class Deadly(Noisy):
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> Any:
         if index == 20 and get_worker_info() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.tensor([float(index)])
 
 
-def batches(loader):
+def batches(loader: StepLoader) -> list[list[Any]]:
     return [[micro.batch for micro in step] for step in loader]
 
 
-def same(one, other):
+def same(one: list[list[Any]], other: list[list[Any]]) -> bool:
     return len(one) == len(other) and all(
         torch.equal(a, b)
         for x, y in zip(one, other, strict=True)
@@ -46,8 +47,10 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("sizes", ["0sp:6 40sp:10", lambda timestamp, current: 7])
-def test_what_workers_draw_is_the_same_after_a_resume_and_for_any_number_of_them(sizes):
-    def loader(workers):
+def test_what_workers_draw_is_the_same_after_a_resume_and_for_any_number_of_them(
+    sizes: Any,
+) -> None:
+    def loader(workers: int) -> StepLoader:
         return StepLoader(
             Noisy(),
             sizes,
@@ -71,7 +74,7 @@ def test_what_workers_draw_is_the_same_after_a_resume_and_for_any_number_of_them
     assert len(values[:, 1].unique()) == len(values)  # no two samples share their chance
 
 
-def test_ranks_do_not_share_their_chance():
+def test_ranks_do_not_share_their_chance() -> None:
     drawn = [
         torch.cat(
             [
@@ -89,18 +92,19 @@ def test_ranks_do_not_share_their_chance():
     assert len(values[:, 1].unique()) == len(values) == 64
 
 
-def test_a_worker_start_function_sees_the_data_set_itself():
-    def check(worker):
-        assert type(get_worker_info().dataset) is Noisy
-        get_worker_info().dataset.started = worker
+def test_a_worker_start_function_sees_the_data_set_itself() -> None:
+    def check(worker: int) -> None:
+        del worker
+        info: Any = get_worker_info()
+        assert isinstance(info.dataset, Noisy)
 
     data = DataLoader(Noisy(), batch_size=8, num_workers=2, worker_init_fn=check)
     assert len(batches(StepLoader(data, 8, max_duration="1ep"))) == 8
 
 
-def test_a_worker_that_dies_is_told_with_what_to_do():
+def test_a_worker_that_dies_is_told_with_what_to_do() -> None:
     loader = StepLoader(Deadly(), 4, max_duration="1ep", num_workers=1, shuffle=False)
-    seen = []
+    seen: list[Any] = []
     with pytest.raises(DataError, match=r"one of them ended .*then resume"):
         seen.extend(loader)
     assert loader.timer.sample <= 16

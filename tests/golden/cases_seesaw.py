@@ -30,7 +30,7 @@ in_a_period = Periods([("10%", 1.0), ("rest", Seesaw(Cosine(), 8).schedule)])
 def read(**values: Any) -> object:
     """Read and plan a run file with a Seesaw in it."""
     least = {"max_duration": "2ep", "data": {"target": "a:b", "num_samples": 100}}
-    schedules = {"lr": {"cosine": {}}}
+    schedules: dict[str, Any] = {"lr": {"cosine": {}}}
     return build_plan(RunConfig.parse({**least, "schedules": schedules, **values}))
 
 

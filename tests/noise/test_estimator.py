@@ -59,7 +59,7 @@ def test_the_mean_of_ratios_would_be_far_off() -> None:
 
 def test_nothing_is_told_before_it_is_steady() -> None:
     estimator = NoiseEstimator()
-    assert estimator.noise_scale is estimator.interval is estimator.numerator is None
+    assert [estimator.noise_scale, estimator.interval, estimator.numerator] == [None] * 3
     for step in range(19):
         estimator.add(NoiseTerms(100.0 + step, 2.0))
     assert estimator.noise_scale is None

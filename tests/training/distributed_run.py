@@ -114,13 +114,14 @@ def main(settings: dict[str, Any], out: Path) -> None:
         trainer.resume()
     trainer.fit()
     rank = int(os.environ.get("RANK", "0"))
+    net = trainer._loop.stepper.net
     report = {
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
         "samples": remember.samples,
         "losses": remember.losses,
         "clock": trainer.timer.state_dict(),
         "stop_reason": trainer.stop_reason,
-        "net": None if trainer.fitting is None else trainer._loop.stepper.net.state_dict(),
+        "net": None if net is None else net.state_dict(),
     }
     (out / f"rank{rank}.json").write_text(json.dumps(report))
 

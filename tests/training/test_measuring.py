@@ -57,7 +57,7 @@ class BoundReads(BoundPolicy):
     reads = frozenset()
 
     def __init__(self, reads: frozenset[str]) -> None:
-        self.reads = reads  # type: ignore[misc]
+        self.reads = reads
         self.told: list[Signals] = []
 
     def start(self) -> PolicyState:
@@ -162,7 +162,7 @@ def test_loss_scaling_changes_nothing(problem: Make) -> None:
             max_duration="1ba",
             batch_size=24,
             micro_batch_size=6,
-            stepping=Stepping(precision=precision, clip_norm=0.1),  # type: ignore[arg-type]
+            stepping=Stepping(precision=precision, clip_norm=0.1),
             callbacks=[listener],
         ).fit()
         signals = listener.heard[0][1]
@@ -190,7 +190,7 @@ def test_by_tokens_the_terms_are_still_those_of_a_sample(problem: Make) -> None:
             max_duration="1ba",
             batch_size=20,
             micro_batch_size=6,
-            stepping=Stepping(loss_weight=weight),  # type: ignore[arg-type]
+            stepping=Stepping(loss_weight=weight),
             callbacks=[listener],
         ).fit()
         signals = listener.heard[0][1]

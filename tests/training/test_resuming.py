@@ -51,6 +51,8 @@ def measured(folder: Path) -> list[list[str]]:
 class Fail(Callback):
     """Fails once, in an event of choice."""
 
+    has_failed = False
+
     def __init__(self, event: str, batch: int) -> None:
         def fail(trainer: Any, *details: Any) -> Any:
             if trainer.timer.batch >= batch and not self.has_failed:
@@ -110,7 +112,7 @@ def test_a_checkpoint_that_became_whole_while_the_run_failed_is_one(
     trainer = problem().trainer(
         folder=tmp_path, checkpoint=Checkpointing("2ba"), callbacks=[FailBesides()]
     )
-    write_part = saver.write_part
+    write_part: Any = vars(saver)["write_part"]
     closing = trainer._loop.saver.close
 
     def close() -> None:

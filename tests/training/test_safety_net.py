@@ -138,7 +138,7 @@ def test_it_grows_back_and_waits_longer_if_that_was_too_early(
     net = SafetyNet(run.model, trainer.loader.spec, trainer._ranks, size=8)
     trainer._loop.stepper.net = net
     trainer.fit()
-    largest = {}
+    largest: dict[int, int] = {}
     for batch, size in memory.sizes:
         largest[batch] = max(size, largest.get(batch, 0))
     changes = [batch for batch in range(1, 60) if largest[batch] != largest[batch - 1]]

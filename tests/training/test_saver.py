@@ -178,7 +178,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open = threading.Event()
         self.threads: set[str] = set()
-        write = saver.write_part
+        write: Any = vars(saver)["write_part"]
 
         def held(*arguments: Any, **options: Any) -> None:
             self.threads.add(threading.current_thread().name)
@@ -244,7 +244,8 @@ def test_a_full_disk_is_reported_and_training_goes_on(
     import errno
     import os
 
-    fsync, failures = os.fsync, []
+    fsync = os.fsync
+    failures: list[int] = []
 
     def full(descriptor: int) -> None:
         if len(failures) < 2 and threading.current_thread().name == "stretto-checkpoint":

@@ -78,7 +78,7 @@ def test_what_the_optimizer_is_built_with_otherwise_holds_from_there_on(
         def on_batch_end(self, trainer: Any, step: Any) -> None:
             trainer.optimizer.param_groups[0]["dampening"] = 0.25
 
-    def trainer(duration: str, **built: float) -> Any:
+    def trainer(duration: str, **built: Any) -> Any:
         run = problem()
         parts = [run.model[0], run.model[2]]
         split = [{"params": list(part.parameters())} for part in parts]
