@@ -67,6 +67,7 @@ bench: $(VENV)/.develop  ## the shortest form of every benchmark
 	$(BIN)/python bench/saving.py --quick
 	$(BIN)/python bench/clock.py --quick
 	$(BIN)/python bench/step_cost.py --quick
+	$(BIN)/python bench/study.py --quick --runs 4
 
 bench-peers: $(VENV)/.develop  ## step and clock cost beside the peers' (makes 5 GB of environments)
 	$(BIN)/python bench/clock.py

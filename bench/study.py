@@ -1,0 +1,181 @@
+"""Batch sizes that follow the gradient against constant ones: loss, steps and samples.
+
+Run `python bench/study.py`. A byte-level GPT (2 layers, width 64, 64 bytes of context) learns the
+packaged text from 4 million bytes, once with each side of `study_arms.py`. Every side has its
+learning rate and its warm-up tuned by the same search, on a seed of its own; then it is trained
+with 5 other seeds. One run takes about a minute on an idle core, all of them about three hours.
+
+Each result is a line of `bench/results/study.jsonl`, written when it is there: start the command
+again, and it goes on; `--runs 10` stops after ten. `--report` writes the table `study.txt` and the
+picture `study.png` of what there is. `--quick` runs a hundredth of it and saves nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from machine import processor
+from study_arms import ARMS, LENGTH, RATES, WARMUPS, Setting, train
+from study_report import picture, table
+
+RESULTS = Path(__file__).parent / "results"
+NUM_SAMPLES = 62_500
+TUNING_SEED = 100
+SEEDS = (0, 1, 2, 3, 4)
+QUICK = ("constant-16", "warmup-seesaw", "noise")
+
+
+class Key(NamedTuple):
+    """What tells one run from the others."""
+
+    arm: str
+    setting: Setting
+    seed: int
+
+    @classmethod
+    def of(cls, result: Mapping[str, Any]) -> Key:
+        """Return the key of a result."""
+        return cls(result["arm"], Setting(*result["setting"]), result["seed"])
+
+
+Losses = Mapping[Key, float]
+
+
+def next_setting(losses: Mapping[Setting, float]) -> Setting | None:
+    """Return what to try next: the start, then the neighbours of the best; None: it is tuned.
+
+    The best is then one that none of its four neighbours in the grid beats.
+
+    >>> next_setting({}), next_setting({Setting(): 1.5})
+    (Setting(rate=4, warmup=2), Setting(rate=3, warmup=2))
+    """
+    if not losses:
+        return Setting()
+    best = min(losses, key=losses.__getitem__)
+    for rate, warmup in ((-1, 0), (1, 0), (0, -1), (0, 1)):
+        near = Setting(best.rate + rate, best.warmup + warmup)
+        exists = 0 <= near.rate < len(RATES) and 0 <= near.warmup < len(WARMUPS)
+        if exists and near not in losses:
+            return near
+    return None
+
+
+def tuning(arm: str, losses: Losses) -> dict[Setting, float]:
+    """Return the losses of the settings of a side that were tried."""
+    found = {key: loss for key, loss in losses.items() if key.arm == arm}
+    return {key.setting: loss for key, loss in found.items() if key.seed == TUNING_SEED}
+
+
+def tuned(arm: str, losses: Losses) -> Setting | None:
+    """Return the setting of a side that the search has come to; None while it goes on."""
+    tried = tuning(arm, losses)
+    return None if next_setting(tried) else min(tried, key=tried.__getitem__)
+
+
+def wanted(arms: Sequence[str], seeds: Sequence[int], losses: Losses) -> Iterator[Key]:
+    """Yield the runs that are missing and can be done now, a turn of each side."""
+    # The side with the fewest runs first, so that all are about as far.
+    for arm in sorted(arms, key=lambda arm: len(tuning(arm, losses))):
+        setting = next_setting(tuning(arm, losses))
+        if setting is not None:
+            yield Key(arm, setting, TUNING_SEED)
+    for seed in seeds:
+        for arm in arms:
+            best = tuned(arm, losses)
+            if best is not None and Key(arm, best, seed) not in losses:
+                yield Key(arm, best, seed)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the results there are; a line that a stopped run left unfinished is left out."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def run(
+    path: Path,
+    arms: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    num_samples: int,
+    most: int,
+    every: str = "5%",
+) -> None:
+    """Train up to `most` runs, and append each result to `path`."""
+    for _ in range(most):
+        losses = {Key.of(result): result["loss"] for result in read(path)}
+        key = next(wanted(arms, seeds, losses), None)
+        if key is None:
+            return
+        found = train(
+            key.arm, key.setting, seed=key.seed, num_samples=num_samples, measure_every=every
+        )
+        result = {**key._asdict(), "tokens": num_samples * LENGTH, **found, **machine()}
+        with path.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        print(
+            f"{key.arm:14s} seed {key.seed:3d}  learning rate {found['learning_rate']:.2g}, "
+            f"warm-up {found['warmup']:.0%}: {found['loss']:.4f} after {found['steps']:,} steps "
+            f"({found['seconds']:.0f} s)",
+            flush=True,
+        )
+
+
+def machine() -> dict[str, Any]:
+    """Return what it ran on."""
+    return {
+        "torch": torch.__version__,
+        "processor": processor(),
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+
+
+def report(path: Path, folder: Path) -> str:
+    """Write the table and the picture of all results, and return the table."""
+    results = read(path)
+    losses = {Key.of(result): result["loss"] for result in results}
+    best = {arm: tuned(arm, losses) for arm in ARMS}
+    final = [
+        result
+        for result in results
+        if result["seed"] != TUNING_SEED and Setting(*result["setting"]) == best[result["arm"]]
+    ]
+    text = table(final, [result for result in results if result["seed"] == TUNING_SEED], best)
+    (folder / "study.txt").write_text(text)
+    picture(final, folder / "study.png")
+    return text
+
+
+def main() -> None:
+    """Train what is missing, and report."""
+    parser = argparse.ArgumentParser(description="batch sizes that follow the gradient, or do not")
+    parser.add_argument("--quick", action="store_true", help="a minute, and nothing is saved")
+    parser.add_argument("--runs", type=int, default=10**6, help="stop after so many")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="only these sides")
+    parser.add_argument("--report", action="store_true", help="train nothing")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.quick:
+        with tempfile.TemporaryDirectory() as name:
+            path = Path(name) / "study.jsonl"
+            arms = arguments.arms or QUICK
+            run(path, arms, (0, 1), num_samples=640, most=arguments.runs, every="50%")
+            print(report(path, Path(name)))
+        return
+    os.nice(19 - os.nice(0))
+    path = RESULTS / "study.jsonl"
+    if not arguments.report:
+        arms = arguments.arms or list(ARMS)
+        run(path, arms, SEEDS, num_samples=NUM_SAMPLES, most=arguments.runs)
+    print(report(path, RESULTS))
+
+
+if __name__ == "__main__":
+    main()

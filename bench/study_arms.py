@@ -1,0 +1,149 @@
+"""The sides of the study of batch sizes, and how one of them is trained."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from stretto.batching import (
+    BatchSizePolicy,
+    DoublingRamp,
+    Fixed,
+    LearningRateRule,
+    NoiseScale,
+    Seesaw,
+    SquareRootRule,
+)
+from stretto.examples.text import PythonDocs, next_byte_loss
+from stretto.examples.tiny_gpt import TinyGPT
+from stretto.schedules import Cosine, Schedule
+from stretto.training import Callback, Evaluation, Loading, Stepping, Trainer
+
+BASE_RATE = 2.8e-3
+"""The learning rate at batches of 16; at another size times the root of its ratio."""
+LENGTH = 64
+"""Bytes of a sample."""
+MICRO_BATCH = 8
+"""Where the noise is measured: between micro-batches of this size."""
+LARGEST = 256
+"""No batch that grows by itself goes beyond it."""
+
+
+RATES = tuple(round(2 ** (power / 2), 4) for power in range(-4, 5))
+"""Times the base learning rate."""
+WARMUPS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
+"""The part of the run over which the learning rate rises."""
+
+
+class Setting(NamedTuple):
+    """What is tuned for each side, as positions in the two lists: neighbours differ by one."""
+
+    rate: int = 4
+    warmup: int = 2
+
+
+class Parts(NamedTuple):
+    """What a side gives the trainer."""
+
+    policy: BatchSizePolicy
+    schedule: Schedule
+    rule: LearningRateRule | None = None
+    micro_batch_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One side of the study."""
+
+    title: str
+    reference: int
+    """The size that its learning rate is meant for."""
+    parts: Callable[[Schedule], Parts]
+    """What becomes of a cosine to 0."""
+
+
+def _seesaw(size: Any, **options: Any) -> Callable[[Schedule], Parts]:
+    def parts(cosine: Schedule) -> Parts:
+        pair = Seesaw(cosine, size, maximum=LARGEST, **options)
+        return Parts(pair.policy, pair.schedule)
+
+    return parts
+
+
+_WARMUP = DoublingRamp(8, 32, "15%")
+_NOISE = NoiseScale(16, LARGEST, c=0.3, minimum=MICRO_BATCH)
+ARMS: Mapping[str, Arm] = {
+    "constant-16": Arm("constant 16", 16, lambda cosine: Parts(Fixed(16), cosine)),
+    "constant-24": Arm("constant 24", 24, lambda cosine: Parts(Fixed(24), cosine)),
+    "constant-32": Arm("constant 32", 32, lambda cosine: Parts(Fixed(32), cosine)),
+    "warmup": Arm(
+        "batch warm-up 8-16-32", 32, lambda cosine: Parts(_WARMUP, cosine, SquareRootRule(32))
+    ),
+    "seesaw": Arm("Seesaw from 16", 16, _seesaw(16)),
+    "seesaw-smooth": Arm("Seesaw from 16, smooth", 16, _seesaw(16, smooth=True)),
+    "warmup-seesaw": Arm("batch warm-up, then Seesaw", 32, _seesaw(_WARMUP)),
+    "noise": Arm(
+        "noise-driven, c = 0.3",
+        16,
+        lambda cosine: Parts(_NOISE, cosine, SquareRootRule(16), MICRO_BATCH),
+    ),
+}
+BASELINE = "constant-16"
+"""What all others are held against."""
+
+
+class _Curve(Callback):
+    """Notes the validation loss and the clock at each evaluation."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, int, float]] = []
+
+    def on_evaluation_end(self, trainer: Trainer, name: str, metrics: Mapping[str, float]) -> None:
+        """Note where the run stands."""
+        del name
+        now = trainer.timer.timestamp
+        self.points.append((now.batch, now.token, round(metrics["loss"], 5)))
+
+
+def train(
+    arm: str, setting: Setting, *, seed: int, num_samples: int, measure_every: str = "5%"
+) -> dict[str, Any]:
+    """Train one run, and return what there is to know of it."""
+    torch.manual_seed(seed)
+    model = TinyGPT(2, 64, heads=2, context=LENGTH)
+    side = ARMS[arm]
+    parts = side.parts(Cosine(warmup=f"{WARMUPS[setting.warmup]:g}dur"))
+    rate = BASE_RATE * RATES[setting.rate] * math.sqrt(side.reference / 16)
+    curve, started = _Curve(), time.monotonic()
+    trainer = Trainer(
+        model,
+        PythonDocs(LENGTH),
+        optimizer=torch.optim.AdamW(
+            model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1
+        ),
+        loss=next_byte_loss,
+        max_duration=f"{num_samples}sp",
+        batch_size=parts.policy,
+        micro_batch_size=parts.micro_batch_size,
+        schedules={"lr": parts.schedule},
+        loading=Loading(seed=seed, last_batch="carry"),
+        stepping=Stepping(clip_norm=1.0, learning_rate_rule=parts.rule),
+        evaluate=Evaluation(PythonDocs(LENGTH, split="validation"), measure_every, batch_size=256),
+        callbacks=[curve],
+    )
+    trainer.fit()
+    if not trainer.horizon.is_done(trainer.timer.timestamp):
+        raise SystemExit("stopped in the middle of a run, which is not counted")
+    return {
+        "loss": curve.points[-1][2],
+        "steps": trainer.timer.timestamp.batch,
+        "learning_rate": round(rate, 6),
+        "warmup": WARMUPS[setting.warmup],
+        "seconds": round(time.monotonic() - started, 1),
+        "curve": curve.points,
+    }

@@ -1,0 +1,113 @@
+"""The table and the picture of the study of batch sizes."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from study_arms import ARMS, BASELINE, LARGEST, RATES, WARMUPS, Setting
+
+from stretto._optional import import_optional
+from stretto.report.drawing import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE, STYLE, short
+
+COLOURS = (INK, MUTED, "#b0b0b0", ORANGE, BLUE, "#56b4e9", GREEN, PURPLE)
+
+
+def table(
+    final: Sequence[Mapping[str, Any]],
+    tried: Sequence[Mapping[str, Any]],
+    best: Mapping[str, Setting | None],
+) -> str:
+    """Return the results as text: the sides with their seeds, then all that was tried."""
+    by_arm = _by_arm(final)
+    base = by_arm.get(BASELINE, [])
+    lines = [_columns("", "learning", "", "", "fewer", "validation loss", "minus the baseline")]
+    lines += [
+        _columns("", "rate", "warm-up", "steps", "steps", "mean (sd)", "(standard error)")
+        + "  seeds"
+    ]
+    lines += [_row(ARMS[arm].title, by_arm[arm], base) for arm in ARMS if arm in by_arm]
+    lines += ["", "Tuned on a seed of its own; validation loss by learning rate and warm-up:"]
+    for arm, runs in _by_arm(tried).items():
+        lines += ["", *_grid(ARMS[arm].title, runs, best.get(arm))]
+    lines += ["", f"No batch that grows by itself goes beyond {LARGEST}."]
+    return "\n".join(lines) + "\n"
+
+
+def _by_arm(runs: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    found: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for run in runs:
+        found[run["arm"]].append(run)
+    return {arm: found[arm] for arm in ARMS if arm in found}
+
+
+def _row(title: str, runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]) -> str:
+    losses, steps = [run["loss"] for run in runs], statistics.mean(run["steps"] for run in runs)
+    fewer = difference = ""
+    if base:
+        most = statistics.mean(run["steps"] for run in base)
+        fewer = f"{1 - steps / most:.1%}"
+        # Seeds are shared: the order of the data and the first weights are the same on all sides.
+        other = {run["seed"]: run["loss"] for run in base}
+        pairs = [run["loss"] - other[run["seed"]] for run in runs if run["seed"] in other]
+        if runs[0]["arm"] != BASELINE and pairs:
+            error = _deviation(pairs) / len(pairs) ** 0.5
+            difference = f"{statistics.mean(pairs):+.4f} ({error:.4f})"
+    mean = f"{statistics.mean(losses):.4f} ({_deviation(losses):.4f})"
+    rate, warmup = f"{runs[0]['learning_rate']:.2g}", f"{runs[0]['warmup']:.0%}"
+    return (
+        f"{_columns(title, rate, warmup, f'{steps:,.0f}', fewer, mean, difference)}{len(runs):>7d}"
+    )
+
+
+def _columns(  # noqa: PLR0917 (a row, from left to right)
+    title: str, rate: str, warmup: str, steps: str, fewer: str, loss: str, difference: str
+) -> str:
+    return f"{title:28s}{rate:>9s}{warmup:>9s}{steps:>8s}{fewer:>8s}{loss:>18s}{difference:>20s}"
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else float("nan")
+
+
+def _grid(title: str, runs: Sequence[Mapping[str, Any]], best: Setting | None) -> list[str]:
+    losses = {Setting(*run["setting"]): run["loss"] for run in runs}
+    rates = sorted({setting.rate for setting in losses})
+    warmups = sorted({setting.warmup for setting in losses})
+    head = "".join(f"{WARMUPS[warmup]:>9.0%}" for warmup in warmups)
+    state = "" if best else " (the search goes on)"
+    lines = [f"{title}{state}: times the base rate, and warm-up", f"{'':>8s}{head}"]
+    for rate in rates:
+        cells = [losses.get(Setting(rate, warmup)) for warmup in warmups]
+        shown = "".join(f"{'':>9s}" if cell is None else f"{cell:>9.4f}" for cell in cells)
+        lines.append(f"{RATES[rate]:>8g}{shown}")
+    return lines
+
+
+def picture(final: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the validation loss over steps and over tokens, the mean of the seeds."""
+    with import_optional("matplotlib", "plot").rc_context(STYLE):
+        figure = import_optional("matplotlib.figure", "plot").Figure(
+            figsize=(10, 4.6), layout="constrained"
+        )
+        panels = figure.subplots(1, 2, sharey=True)
+        for colour, (arm, runs) in zip(COLOURS, _by_arm(final).items(), strict=False):
+            points = list(zip(*(run["curve"] for run in runs), strict=False))
+            loss = [statistics.mean(at[2] for at in each) for each in points]
+            for panel, number in zip(panels, (0, 1), strict=True):
+                where = [statistics.mean(at[number] for at in each) for each in points]
+                panel.plot(where, loss, color=colour, label=ARMS[arm].title)
+        for panel, name in zip(panels, ("optimizer steps", "tokens"), strict=True):
+            panel.set_xlabel(name)
+            panel.set_xlim(left=0)
+            panel.xaxis.set_major_formatter(lambda value, _: short(value))
+        last = [run["curve"][-1][2] for run in final]
+        if last:
+            panels[0].set_ylim(min(last) - 0.02, min(last) + 0.5)
+            panels[1].legend()
+        panels[0].set_ylabel("validation loss, nats per byte")
+        figure.suptitle("Batches that grow, and constant ones: the same samples in other numbers of steps", x=0.012, ha="left")
+        figure.savefig(path, dpi=150)
