@@ -109,5 +109,5 @@ def picture(final: Sequence[Mapping[str, Any]], path: Path) -> None:
             panels[0].set_ylim(min(last) - 0.02, min(last) + 0.5)
             panels[1].legend()
         panels[0].set_ylabel("validation loss, nats per byte")
-        figure.suptitle("Batches that grow, and constant ones: the same samples in other numbers of steps", x=0.012, ha="left")
+        figure.suptitle("Batches that grow, and constant ones", x=0.012, ha="left")
         figure.savefig(path, dpi=150)
