@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,3 +35,21 @@ def test_an_error_on_one_rank_ends_all(on_ranks: Any) -> None:
     assert isinstance(first, FitError)
     assert "another rank has failed" in str(first)
     assert isinstance(second, ValueError)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_processes_with_different_memory_find_one_answer(tmp_path: Path) -> None:
+    program = Path(__file__).with_name("distributed_find.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    subprocess.run(
+        [*command, "3", str(program), str(tmp_path)],
+        check=True,
+        capture_output=True,
+        timeout=110,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    for one in seen:
+        assert one == {"try": [11, 12], "halve": [8, 16], "same": True, "weights": one["weights"]}
+    assert seen[0]["weights"] == seen[1]["weights"] == seen[2]["weights"]

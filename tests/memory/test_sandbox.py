@@ -11,8 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stretto.errors import FitError
 from stretto.memory.copies import Copies
@@ -293,6 +297,23 @@ def test_what_cannot_be_put_back_is_refused() -> None:
         pass
     with pytest.raises(FitError, match="no shape yet"), sandbox(nn.LazyLinear(3)):
         pass
+
+
+def test_models_that_are_spread_over_ranks() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        locals_before = [p.to_local().detach() for p in model.parameters()]  # type: ignore[attr-defined]
+        before = [local.clone() for local in locals_before]
+        for on_disk in (False, True):
+            with sandbox(model, on_disk=on_disk):
+                for local in locals_before:
+                    local.zero_()
+            after = [p.to_local() for p in model.parameters()]  # type: ignore[attr-defined]
+            assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_views_of_one_memory_are_kept_once() -> None:

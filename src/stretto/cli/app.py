@@ -116,8 +116,13 @@ def find_batch_size(
         ),
     ] = "auto",
     margin: Annotated[
-        str, typer.Option(metavar="PERCENT|AMOUNT", help="What stays free: 2% or 512MiB.")
-    ] = "2%",
+        str | None,
+        typer.Option(
+            metavar="PERCENT|AMOUNT",
+            help="What stays free: 3% or 512MiB; left out, 2%, or 5% where no real step is taken.",
+            show_default=False,
+        ),
+    ] = None,
     minimum: Annotated[int, typer.Option(help="The smallest size that is wanted.")] = 1,
     maximum: Annotated[
         int | None,

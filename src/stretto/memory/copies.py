@@ -45,9 +45,10 @@ class Copies:
         Raises:
             FitError: there is no room for them on the disk.
         """
-        if hasattr(tensor, "__tensor_flatten__"):  # made of others, such as a distributed tensor
-            for name in tensor.__tensor_flatten__()[0]:
-                self.keep(getattr(tensor, name))
+        parts = parts_of(tensor)
+        if parts is not None:
+            for part in parts:
+                self.keep(part)
         elif tensor.layout is not torch.strided:
             self._keep_whole(tensor)
         elif tensor.device.type != "meta":
@@ -105,6 +106,18 @@ class Copies:
         self._file.seek(start)
         # Read straight into the tensor: there may be no memory for more.
         self._file.readinto(_buffer(memory))
+
+
+def parts_of(tensor: Tensor) -> list[Tensor] | None:
+    """Return the tensors that one is made of, such as a distributed one; None for a plain one.
+
+    >>> parts_of(torch.ones(2)) is None
+    True
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    named = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [part for part in named if isinstance(part, Tensor)]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ FindMethod = Literal["auto", "predict", "probe", "try", "halve"]
 METHODS: tuple[FindMethod, ...] = ("auto", "predict", "probe", "try", "halve")
 MARGIN = "2%"
 """What is left free unless said otherwise: what the same step varies by on a busy machine."""
+MARGIN_OF_PREDICTIONS = "5%"
+"""And where no step was taken on the device: buffers of libraries, kernels' scratch, fragments."""
 
 
 def find_batch_size(
@@ -35,7 +37,7 @@ def find_batch_size(
     method: FindMethod = "auto",
     device_memory: str | int | None = None,
     device: Literal["cpu", "cuda"] | None = None,
-    margin: str | int = MARGIN,
+    margin: str | int | None = None,
     minimum: int = 1,
     maximum: int = 1 << 24,
     multiple_of: int = 1,
@@ -64,7 +66,8 @@ def find_batch_size(
         device_memory: what the device has, such as `"80GiB"`; left out: what this one has left.
         device: the kind of device that has it, which a prediction then is for: the kernels and the
             allocator of `cuda` take more than the tensors do. Left out: the tensors are counted.
-        margin: what stays free, in percent of that (`"2%"`) or in bytes (`"512MiB"`).
+        margin: what stays free, in percent of that (`"3%"`) or in bytes (`"512MiB"`). Left out: 2
+            percent, or 5 where no real step is taken on the device.
         minimum: the smallest size that is wanted.
         maximum: the largest size that is wanted.
         multiple_of: what sizes are to be multiples of.
@@ -89,6 +92,9 @@ def find_batch_size(
     _one_of("for", device, ("cpu", "cuda", None))
     start = time.perf_counter()
     limit = _limit(step, device_memory)
+    is_here = device_memory is None
+    if margin is None:
+        margin = MARGIN if is_here and method != "predict" else MARGIN_OF_PREDICTIONS
     question = Question(
         step=step,
         make_batch=_maker(batch, step.device),
@@ -96,7 +102,7 @@ def find_batch_size(
         sizes=Sizes(minimum, maximum, multiple_of, power_of_two),
         limit=limit,
         reserve=Margin.parse(margin).of(limit.bytes),
-        is_here=device_memory is None,
+        is_here=is_here,
         also=tuple(also),
         device=device,
         is_checked=check,

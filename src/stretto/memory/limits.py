@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stretto.errors import FitError, cannot
 from stretto.memory.amounts import show_bytes
+from stretto.memory.copies import parts_of
 
 ROOT = Path("/")
 """Where the system's files are."""
@@ -105,11 +106,11 @@ def process_status(root: Path = ROOT) -> dict[str, int]:
 
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _leaves(getattr(tensor, name))
-    else:
+    parts = parts_of(tensor)
+    if parts is None:
         yield tensor
+    for part in parts or ():
+        yield from _leaves(part)
 
 
 def _device_rooms(device: torch.device) -> Iterator[Room]:

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from stretto.errors import FitError, cannot
-from stretto.memory.copies import Copies
+from stretto.memory.copies import Copies, parts_of
 from stretto.memory.rewind import RandomState
 
 
@@ -232,7 +232,7 @@ class _Kept:
 
 
 def _is_same_memory(tensor: Tensor, memory: Tensor) -> bool:
-    if hasattr(tensor, "__tensor_flatten__") or tensor.device != memory.device:
+    if parts_of(tensor) is not None or tensor.device != memory.device:
         return tensor.device == memory.device
     return (
         tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
