@@ -1,6 +1,7 @@
 """The Trainer: one readable loop, events, callbacks, metrics."""
 
 from stretto.training.callback import Callback
+from stretto.training.critical import Branch, CriticalBatchSize
 from stretto.training.loggers import (
     JsonLinesLogger,
     MetricLogger,
@@ -13,8 +14,10 @@ from stretto.training.sharding import shard_blocks
 from stretto.training.trainer import Trainer
 
 __all__ = [
+    "Branch",
     "Callback",
     "Checkpointing",
+    "CriticalBatchSize",
     "Evaluation",
     "JsonLinesLogger",
     "Loading",

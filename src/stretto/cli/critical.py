@@ -1,0 +1,114 @@
+"""`stretto critical-batch-size`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from stretto.batching import LearningRateRule, LinearRule, NoRule, SquareRootRule
+from stretto.cli.files import add_working_folder, read_arguments
+from stretto.config.branching import Trunk, default_sizes
+from stretto.errors import ConfigError, cannot
+from stretto.report.critical import critical_table, draw_critical
+from stretto.timing import Time
+from stretto.training.critical import CriticalBatchSize, check_branches
+
+RULES: dict[str, LearningRateRule] = {
+    "sqrt": SquareRootRule(1),
+    "linear": LinearRule(1),
+    "none": NoRule(),
+}
+
+
+def critical_batch_size(
+    arguments: Sequence[str],
+    *,
+    checkpoint: Path,
+    sizes: str | None,
+    over: str,
+    rule: str | None,
+    seeds: int,
+    tolerance: float,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Branch short runs off a checkpoint at several batch sizes, and compare their losses."""
+    if plot is not None:
+        from stretto.report.drawing import check_format
+
+        check_format(plot)
+    chosen, wanted = _rule(rule), None if sizes is None else _sizes(sizes)
+    add_working_folder()
+    config, source = read_arguments(arguments)
+    trunk = Trunk.at(config, checkpoint, source=source, rule=chosen)
+    samples = trunk.samples(Time(over))
+    tried = wanted or default_sizes(trunk.size, samples)
+    check_branches(tried, samples)
+    samples -= samples % tried[-1]  # so that the last batch is whole, where sizes are doublings
+    branches = []
+    for seed in range(seeds):
+        for size in tried:
+            branch = trunk.branch(size, seed=seed, samples=samples)
+            branches.append(branch)
+            typer.echo(
+                f"seed {seed}, batch size {size:,}: loss {branch.loss:.4f} after "
+                f"{branch.steps:,} steps at a learning rate of {branch.learning_rate:.3g}",
+                err=True,
+            )
+    found = CriticalBatchSize.of(branches, samples=samples, tolerance=tolerance)
+    if as_json:
+        typer.echo(json.dumps(_plain(found, trunk), indent=2))
+    else:
+        typer.echo(f"{critical_table(found)}\n\n{found}")
+    if plot is not None:
+        draw_critical(found, plot)
+        typer.echo(f"drew {plot}", err=True)
+
+
+def _rule(name: str | None) -> LearningRateRule | None:
+    if name is None:
+        return None
+    if name not in RULES:
+        raise ConfigError(
+            cannot(
+                f"let the learning rate go with the size by the rule {name!r}",
+                why="there is no such rule",
+                instead=f"write {', '.join(RULES)}",
+                where="--rule",
+            )
+        )
+    return RULES[name]
+
+
+def _sizes(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) <= 18 for part in parts):
+        raise ConfigError(
+            cannot(
+                f"read {text!r} as batch sizes",
+                why="it is not a list of whole numbers",
+                instead="write for example 16,32,64,128",
+                where="--sizes",
+            )
+        )
+    return [int(part) for part in parts]
+
+
+def _plain(found: CriticalBatchSize, trunk: Trunk) -> dict[str, Any]:
+    return {
+        "size": found.size,
+        "low": found.low,
+        "high": found.high,
+        "tolerance": found.tolerance,
+        "samples": found.samples,
+        "at": {"sample": trunk.timestamp.sample, "batch_size": trunk.size},
+        "branches": [
+            branch._asdict() | {"loss": branch.loss if isfinite(branch.loss) else None}
+            for branch in found.branches
+        ],
+    }

@@ -1,0 +1,229 @@
+"""Short runs that branch off a checkpoint of the run that a file describes, at other sizes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stretto.batching import NO_SIGNALS, LearningRateRule, SquareRootRule
+from stretto.checkpoint import CheckpointReader, checkpoints, open_checkpoint, unpack_optimizer
+from stretto.config.parts import (
+    known_sizes,
+    make_evaluation,
+    make_loading,
+    make_loss,
+    make_optimizer,
+    make_spec,
+    make_stepping,
+    wrong_kind,
+)
+from stretto.config.plans import Run, build_run
+from stretto.config.run import RunConfig
+from stretto.config.source import NO_SOURCE, Source
+from stretto.config.targets import call_target
+from stretto.config.training import check_complete, seed_everything
+from stretto.data import DataSpec
+from stretto.errors import CheckpointError, ConfigError, StrettoError, cannot
+from stretto.timing import Time, Timestamp
+from stretto.training import Callback, Evaluation, Logging, Trainer
+from stretto.training.critical import LEAST_STEPS, Branch
+from stretto.training.resuming import FOLDER
+
+ORDER_SEEDS = 1_000_003
+"""Branches see samples in orders of their own, from seeds that no run is likely to have."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Trunk:
+    """A run at a checkpoint, which short runs branch off.
+
+    A branch has the weights and the optimizer of the checkpoint, a constant batch size, and the
+    learning rate that was in force, times what the rule says for its size. All else is as the run
+    file says, but for its callbacks, schedules and loggers: a branch has none.
+    """
+
+    config: RunConfig
+    source: Source
+    spec: DataSpec
+    run: Run
+    reader: CheckpointReader
+    path: Path
+    rule: LearningRateRule
+    timestamp: Timestamp
+    """Where the checkpoint stands."""
+    size: int
+    """The batch size in force there."""
+
+    @classmethod
+    def at(
+        cls,
+        config: RunConfig,
+        checkpoint: Path,
+        *,
+        source: Source = NO_SOURCE,
+        rule: LearningRateRule | None = None,
+    ) -> Trunk:
+        """Return the run of a file at a checkpoint.
+
+        Args:
+            config: the run file.
+            checkpoint: a checkpoint of that run, or its folder, whose newest is meant.
+            source: where the file's values were written, for messages.
+            rule: how the learning rate goes with the size; left out, the file's
+                `learning_rate_rule`, or the square root.
+
+        Raises:
+            ConfigError: something in the file cannot be built.
+            CheckpointError: the checkpoint is damaged, or not one of a run.
+        """
+        check_complete(config, source)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                cannot(
+                    "branch off a checkpoint on several ranks",
+                    why="branches are short runs of one process",
+                    instead="start it without torchrun",
+                )
+            )
+        if (checkpoint / FOLDER).is_dir():
+            checkpoint = next(reversed(checkpoints(checkpoint / FOLDER)), checkpoint)
+        spec = make_spec(config, source=source)
+        run = build_run(config, known_sizes(spec), source=source)
+        reader = open_checkpoint(checkpoint)
+        try:
+            records = reader.records["loader"]
+            timestamp = Timestamp.from_state(records["clock"])
+            bound = run.policy.bind(run.horizon.with_batch_sizes(None))
+            state = {**bound.start(), **records["policy"]["state"]}
+            size = bound.decide(timestamp, state, NO_SIGNALS)[0]
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise _no_branch(
+                checkpoint, f"its records are not those of this run ({error})"
+            ) from error
+        rule = rule or run.rule or SquareRootRule(size)
+        return cls(config, source, spec, run, reader, checkpoint, rule, timestamp, size)
+
+    def samples(self, over: Time) -> int:
+        """Return how many samples `over` is, on this run.
+
+        Raises:
+            ConversionError: a fact is missing.
+        """
+        return int(self.run.horizon.convert(over, "sp"))
+
+    def branch(self, size: int, *, seed: int, samples: int) -> Branch:
+        """Train a branch at batches of `size` over `samples`, and return what came out.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model or optimizer.
+            StrettoError: the run file does not allow it.
+        """
+        config, source = self.config, self.source
+        seed_everything(config.seed)
+        assert config.model is not None, "checked when the trunk was made"
+        model = call_target(config.model, source=source, path=("model",))
+        if not isinstance(model, nn.Module):
+            raise wrong_kind("model", config.model.target, model, "a torch.nn.Module", source)
+        optimizer = make_optimizer(config, model, source)
+        self._restore(model, optimizer)
+        if not any(group["lr"] for group in optimizer.param_groups):
+            raise _no_branch(self.path, "the learning rate in force there is 0")
+        factor = self.rule(size) / self.rule(self.size)
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+        losses = _Losses()
+        every = f"{samples}sp"
+        trainer = Trainer(
+            model,
+            self.spec,
+            optimizer=optimizer,
+            loss=make_loss(config, model, source),
+            max_duration=every,
+            batch_size=size,
+            micro_batch_size=config.micro_batch_size,
+            loading=replace(
+                make_loading(config, source), seed=ORDER_SEEDS + seed, last_batch="carry"
+            ),
+            # A size that diverges is told by its loss, and the others go on.
+            stepping=replace(
+                make_stepping(config, self.run, source),
+                learning_rate_rule=None,
+                non_finite="ignore",
+            ),
+            evaluate=[replace(one, every=every) for one in self._evaluations()],
+            log=Logging(f"{max(samples // 4, 1)}sp"),
+            callbacks=[losses],
+        )
+        trainer.fit()
+        if trainer.stop_reason is not None:
+            raise SystemExit(130)
+        rate = float(optimizer.param_groups[0]["lr"])
+        return Branch(size, seed, trainer.timer.batch, rate, losses.last)
+
+    def _evaluations(self) -> Sequence[Evaluation]:
+        """The first evaluation of the file, whose loss is what branches are compared by."""
+        sections = self.config.evaluations[:1]
+        return [make_evaluation(self.config, one, self.run, self.source) for one in sections]
+
+    def _restore(self, model: nn.Module, optimizer: Optimizer) -> None:
+        reader = self.reader
+        try:
+            groups = {name: self._tensors(name) for name in ("model", "optimizer")}
+            model.load_state_dict(groups["model"])
+            unpack_optimizer(optimizer, groups["optimizer"], reader.records["optimizer"])
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if isinstance(error, StrettoError):
+                raise
+            why = f"it is another model's ({' '.join(str(error).split())[:300]})"
+            raise _no_branch(self.path, why) from error
+
+    def _tensors(self, group: str) -> dict[str, Tensor]:
+        return {name: self.reader.tensor(group, name) for name in self.reader.names(group)}
+
+
+class _Losses(Callback):
+    """Keeps the loss at the end: that of the evaluation, or of the last quarter of the training."""
+
+    def __init__(self) -> None:
+        self.last = float("nan")
+        self._is_evaluated = False
+
+    def on_log(self, trainer: Trainer, record: Mapping[str, float]) -> None:
+        """Take the training loss where nothing is evaluated."""
+        del trainer
+        if not self._is_evaluated and "loss" in record:
+            self.last = float(record["loss"])
+
+    def on_evaluation_end(self, trainer: Trainer, name: str, metrics: Mapping[str, float]) -> None:
+        """Take the loss of the evaluation."""
+        del trainer, name
+        self.last, self._is_evaluated = float(metrics["loss"]), True
+
+
+def _no_branch(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        cannot(
+            f"branch off {path}",
+            why=why,
+            instead="name a checkpoint of the run that the run file describes",
+        )
+    )
+
+
+def default_sizes(size: int, samples: int) -> list[int]:
+    """Return sizes around `size` that branches of so many samples can tell about.
+
+    Half of it, itself, and its doublings up to 16 times.
+
+    >>> default_sizes(16, 1024)
+    [8, 16, 32, 64, 128, 256]
+    """
+    wanted = [max(1, size // 2), *(size * 2**power for power in range(5))]
+    return sorted({one for one in wanted if one * LEAST_STEPS <= samples})

@@ -1,0 +1,190 @@
+"""The critical batch size by measurement: what branches of a run at several sizes tell of it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple, TypeAlias, final
+
+from stretto.batching.averages import student
+from stretto.errors import TrainingError, cannot
+
+CONFIDENCE = 0.9
+"""The probability with which an interval holds what it is of."""
+LEAST_STEPS = 4
+"""Fewer optimizer steps than this do not tell how a size trains."""
+
+Verdict: TypeAlias = Literal["below", "open", "above"]
+"""Whether a size is surely below the critical one, surely above, or neither."""
+
+
+class Branch(NamedTuple):
+    """A short run from a checkpoint at one batch size."""
+
+    size: int
+    seed: int
+    """Of the order of samples; branches of one seed see the same samples."""
+    steps: int
+    learning_rate: float
+    loss: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SizeRow:
+    """What the branches of one size say."""
+
+    size: int
+    steps: int
+    learning_rate: float
+    loss: float
+    """The mean over the seeds."""
+    excess: float
+    """By how much it is above that of the smallest size: the mean of the differences by seed.
+    Infinite where a loss is not finite."""
+    reach: float
+    """Half the width of the interval of the excess; infinite for a single seed."""
+    verdict: Verdict
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CriticalBatchSize:
+    """The largest batch that trains as well by the sample as the smallest one, from branches.
+
+    Branches start from one checkpoint and see equally many samples, each at a constant batch size
+    with the learning rate that goes with it. The critical size is where the mean excess of the loss
+    over that of the smallest size passes `tolerance`, on the line between two neighbours in the
+    logarithm of the size. Source: Merrill et al. 2025 (arXiv 2505.23971), section 3; the intervals
+    are of Student's distribution over the differences by seed.
+
+    >>> branches = [
+    ...     Branch(size, seed, 512 // size, 1e-3, loss + 0.001 * seed)
+    ...     for size, loss in ((8, 2.0), (16, 2.0), (32, 2.005), (64, 2.025))
+    ...     for seed in range(3)
+    ... ]
+    >>> found = CriticalBatchSize.of(branches, samples=512, tolerance=0.01)
+    >>> round(found.size), found.low, found.high
+    (38, 32, 64)
+    """
+
+    branches: tuple[Branch, ...]
+    samples: int
+    """What each branch saw."""
+    tolerance: float
+    rows: tuple[SizeRow, ...]
+    size: float | None
+    """Where the mean excess passes the tolerance; None if at no size that was tried."""
+    low: int
+    """The largest size up to which all are surely within the tolerance; at least the smallest."""
+    high: int | None
+    """The smallest size that is surely not; None if there is none."""
+
+    @classmethod
+    def of(cls, branches: Sequence[Branch], *, samples: int, tolerance: float) -> CriticalBatchSize:
+        """Return what `branches` say.
+
+        Raises:
+            TrainingError: there are fewer than two sizes, or a size lacks a seed of the others.
+        """
+        sizes = sorted({branch.size for branch in branches})
+        seeds = {branch.seed for branch in branches}
+        losses = {(branch.size, branch.seed): branch.loss for branch in branches}
+        if len(sizes) < 2 or len(losses) != len(sizes) * len(seeds):
+            raise TrainingError(
+                cannot(
+                    "tell the critical batch size",
+                    why=f"there are {len(losses)} branches of {len(sizes)} sizes and "
+                    f"{len(seeds)} seeds",
+                    instead="train every size, two or more, with every seed",
+                )
+            )
+        rows = tuple(_row(size, sizes[0], branches, tolerance) for size in sizes)
+        within = next((n for n, row in enumerate(rows) if row.verdict != "below"), len(rows))
+        return cls(
+            branches=tuple(branches),
+            samples=samples,
+            tolerance=tolerance,
+            rows=rows,
+            size=_crossing(rows, tolerance),
+            low=rows[max(within - 1, 0)].size,
+            high=next((row.size for row in rows if row.verdict == "above"), None),
+        )
+
+    def __str__(self) -> str:
+        if self.high is None:
+            bounds = f"at least {self.low:,}"
+        else:
+            bounds = f"between {self.low:,} and {self.high:,}"
+        about = "" if self.size is None else f"about {self.size:,.0f}, "
+        return (
+            f"critical batch size: {about}{bounds} "
+            f"(loss within {self.tolerance:g} of that at {self.rows[0].size:,} after "
+            f"{self.samples:,} samples, {CONFIDENCE:.0%} confidence)"
+        )
+
+
+def check_branches(sizes: Sequence[int], samples: int) -> None:
+    """Refuse sizes that branches of so many samples tell nothing about.
+
+    Raises:
+        TrainingError: there are fewer than two, they are not ascending, or the largest has too
+            few steps.
+    """
+    if len(sizes) < 2 or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+        raise TrainingError(
+            cannot(
+                f"compare the batch sizes {', '.join(map(str, sizes))}",
+                why="they are not two or more in ascending order",
+                instead="write for example --sizes 16,32,64,128",
+            )
+        )
+    if samples < LEAST_STEPS * sizes[-1]:
+        raise TrainingError(
+            cannot(
+                f"compare batches of {sizes[-1]:,} over {samples:,} samples",
+                why=f"that is less than {LEAST_STEPS} steps",
+                instead=f"write --over {LEAST_STEPS * sizes[-1]}sp or more, or smaller sizes",
+            )
+        )
+
+
+def _row(size: int, smallest: int, branches: Sequence[Branch], tolerance: float) -> SizeRow:
+    own = [branch for branch in branches if branch.size == size]
+    base = {branch.seed: branch.loss for branch in branches if branch.size == smallest}
+    differences = [branch.loss - base[branch.seed] for branch in own]
+    diverges = not all(map(math.isfinite, differences))
+    excess = math.inf if diverges else statistics.mean(differences)
+    reach, count = math.inf, len(differences)
+    if size == smallest or diverges:
+        reach = 0.0
+    elif count > 1:
+        reach = student(CONFIDENCE, count - 1) * statistics.stdev(differences) / math.sqrt(count)
+    verdict: Verdict = "open"
+    if excess + reach <= tolerance:
+        verdict = "below"
+    elif excess - reach > tolerance:
+        verdict = "above"
+    return SizeRow(
+        size=size,
+        steps=own[0].steps,
+        learning_rate=own[0].learning_rate,
+        loss=statistics.mean(branch.loss for branch in own),
+        excess=excess,
+        reach=reach,
+        verdict=verdict,
+    )
+
+
+def _crossing(rows: Sequence[SizeRow], tolerance: float) -> float | None:
+    """The size at which the line through the mean excesses passes the tolerance first."""
+    for before, after in pairwise(rows):
+        if after.excess > tolerance:
+            if not math.isfinite(after.excess):
+                return float(before.size)
+            part = (tolerance - before.excess) / (after.excess - before.excess)
+            return float(before.size * (after.size / before.size) ** part)
+    return None

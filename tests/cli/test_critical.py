@@ -1,0 +1,101 @@
+"""`stretto critical-batch-size`: branches off a checkpoint, compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import Stretto
+
+SIZES = ("--sizes", "2,4,8", "--over", "32sp", "--seeds", "2")
+
+
+@pytest.fixture
+def trained(stretto: Stretto, project: Path) -> Path:
+    """The folder of a run that is over."""
+    said = stretto("train", "run.yaml", "--folder", "runs/a")
+    assert said.code == 0, said.err
+    return project / "runs" / "a"
+
+
+def test_it_measures_prints_and_draws(stretto: Stretto, trained: Path) -> None:
+    said = stretto(
+        *("critical-batch-size", "run.yaml", "--checkpoint", trained, *SIZES),
+        *("--rule", "linear", "--plot", "critical.png"),
+    )
+    assert said.code == 0, said.err
+    rows = [line.split() for line in said.out.splitlines()]
+    assert [row[:2] for row in rows[1:4]] == [["2", "16"], ["4", "8"], ["8", "4"]]
+    assert "critical batch size: " in said.out
+    assert said.err.count("seed 1") == 3
+    assert Path("critical.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_rate_goes_with_the_size_from_the_one_in_force(stretto: Stretto, trained: Path) -> None:
+    # The last checkpoint but one, where the batch is 8 and the rate in the middle of its cosine.
+    checkpoints = sorted((trained / "checkpoints").iterdir())
+    said = stretto(
+        "critical-batch-size", "run.yaml", "--checkpoint", checkpoints[0], *SIZES, "--json"
+    )
+    assert said.code == 0, said.err
+    found = json.loads(said.out)
+    lines = (trained / "ledger.csv").read_text().splitlines()
+    names, values = lines[0].split(","), [line.split(",") for line in lines[1:]]
+    at = {int(row[names.index("sample")]): row for row in values}
+    before = max(sample for sample in at if sample < found["at"]["sample"])
+    rate = float(at[before][names.index("lr")])
+    size = found["at"]["batch_size"]
+    for branch in found["branches"]:
+        assert branch["learning_rate"] == pytest.approx(rate * (branch["size"] / size) ** 0.5)
+    assert found["samples"] == 32
+    assert {branch["seed"] for branch in found["branches"]} == {0, 1}
+
+
+def test_it_is_the_same_each_time_and_leaves_the_run_alone(stretto: Stretto, trained: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    command = ("critical-batch-size", "run.yaml", "--checkpoint", trained, *SIZES, "--json")
+    assert stretto(*command).out == stretto(*command).out
+    assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--rule", "cubic"), "there is no such rule; write sqrt, linear, none"),
+        (("--sizes", "8,x"), "cannot read '8,x' as batch sizes"),
+        (("--sizes", "8,4"), "not two or more in ascending order"),
+        (("--sizes", "8"), "not two or more in ascending order"),
+        (("--sizes", "8,512"), "that is less than 4 steps"),
+        (("--plot", "critical.gif"), "its name does not say what kind of picture"),
+        (("--checkpoint", "nowhere"), "nowhere"),
+    ],
+)
+def test_what_is_refused(
+    stretto: Stretto, trained: Path, options: tuple[str, str], message: str
+) -> None:
+    said = stretto("critical-batch-size", "run.yaml", "--checkpoint", trained, *options)
+    assert said.code == 2
+    assert message in said.err
+    assert "Traceback" not in said.err
+
+
+def test_a_checkpoint_of_another_model_is_refused(stretto: Stretto, trained: Path) -> None:
+    text = Path("cli_project.py").read_text()
+    Path("cli_other.py").write_text(text.replace("(2, 1)", "(2, 1, bias=False)"))
+    said = stretto(
+        *("critical-batch-size", "run.yaml", "model.target=cli_other:Line", *SIZES),
+        *("--checkpoint", trained),
+    )
+    assert said.code == 2
+    assert "cannot branch off" in said.err
+    assert "another model's" in said.err
+
+
+def test_several_ranks_are_refused(
+    stretto: Stretto, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = stretto("critical-batch-size", "run.yaml", "--checkpoint", trained)
+    assert said.code == 2
+    assert "start it without torchrun" in said.err

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from stretto.errors import TrainingError
+from stretto.training.critical import Branch, CriticalBatchSize, check_branches
+
+SIZES = (8, 16, 32, 64, 128)
+
+
+def branches(excess: dict[int, float], *, noise: float = 0.0, seeds: int = 3) -> list[Branch]:
+    chance = random.Random(7)
+    return [
+        Branch(size, seed, 1024 // size, 1e-3, 2.0 + 0.1 * seed + value + chance.gauss(0, noise))
+        for size, value in excess.items()
+        for seed in range(seeds)
+    ]
+
+
+def test_the_size_is_where_the_excess_passes_the_tolerance() -> None:
+    excess = {8: 0.0, 16: 0.0, 32: 0.0, 64: 0.02, 128: 0.08}
+    found = CriticalBatchSize.of(branches(excess), samples=1024, tolerance=0.01)
+    assert found.size == pytest.approx(32 * math.sqrt(2))
+    assert (found.low, found.high) == (32, 64)
+    assert [row.verdict for row in found.rows] == ["below", "below", "below", "above", "above"]
+
+
+def test_differences_are_by_seed() -> None:
+    # The seeds differ by 0.1, ten times the tolerance; what they share does not count.
+    found = CriticalBatchSize.of(
+        branches({8: 0.0, 16: 0.001, 32: 0.05}), samples=1024, tolerance=0.01
+    )
+    assert (found.low, found.high) == (16, 32)
+    assert found.rows[1].reach < 1e-9
+
+
+def test_noise_widens_the_answer() -> None:
+    excess = {8: 0.0, 16: 0.0, 32: 0.005, 64: 0.02, 128: 0.2}
+    found = CriticalBatchSize.of(branches(excess, noise=0.005), samples=1024, tolerance=0.01)
+    assert found.low < 64
+    assert found.high is not None
+    assert found.high >= 64
+    assert found.low < found.high
+
+
+def test_no_size_is_too_large() -> None:
+    found = CriticalBatchSize.of(branches(dict.fromkeys(SIZES, 0.0)), samples=1024, tolerance=0.01)
+    assert (found.size, found.low, found.high) == (None, 128, None)
+    assert str(found).startswith("critical batch size: at least 128 (loss within 0.01 of that at 8")
+
+
+def test_a_single_seed_tells_no_interval() -> None:
+    found = CriticalBatchSize.of(
+        branches({8: 0.0, 16: 0.0, 32: 0.05}, seeds=1), samples=1024, tolerance=0.01
+    )
+    assert found.size == pytest.approx(16 * 2**0.2)
+    assert (found.low, found.high) == (8, None)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_size_that_diverges_is_beyond(loss: float) -> None:
+    excess = {8: 0.0, 16: 0.0, 32: loss}
+    found = CriticalBatchSize.of(branches(excess), samples=1024, tolerance=0.01)
+    assert found.size == 16
+    assert found.low == 16
+    assert found.rows[-1].verdict == "above"
+
+
+def test_every_size_needs_every_seed() -> None:
+    with pytest.raises(TrainingError, match="train every size, two or more, with every seed"):
+        CriticalBatchSize.of(branches({8: 0.0, 16: 0.0})[:-1], samples=1024, tolerance=0.01)
+
+
+@pytest.mark.parametrize("sizes", [(8,), (16, 8), (8, 8), (0, 8), ()])
+def test_sizes_are_two_or_more_in_order(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(TrainingError, match="not two or more in ascending order"):
+        check_branches(sizes, 1024)
+
+
+def test_the_largest_size_has_some_steps() -> None:
+    check_branches((8, 256), 1024)
+    with pytest.raises(TrainingError, match="that is less than 4 steps"):
+        check_branches((8, 257), 1024)
