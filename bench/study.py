@@ -3,7 +3,7 @@
 Run `python bench/study.py`. A byte-level GPT (2 layers, width 64, 64 bytes of context) learns the
 packaged text from 4 million bytes, once with each side of `study_arms.py`. Every side has its
 learning rate and its warm-up tuned by the same search, on a seed of its own; then it is trained
-with 5 other seeds. One run takes about a minute on an idle core, all of them about three hours.
+with 5 other seeds: about 130 runs of one to two minutes on one core, three to five hours in all.
 
 Each result is a line of `bench/results/study.jsonl`, written when it is there: start the command
 again, and it goes on; `--runs 10` stops after ten. `--report` writes the table `study.txt` and the
