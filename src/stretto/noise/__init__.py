@@ -2,7 +2,7 @@
 
 from stretto.batching.averages import Interval
 from stretto.noise.estimator import NoiseEstimator
-from stretto.noise.measure import MicroGradients, square_norm
+from stretto.noise.measure import MicroGradients
 from stretto.noise.terms import NoiseSums, NoiseTerms, noise_terms
 
 __all__ = [
@@ -12,5 +12,4 @@ __all__ = [
     "NoiseSums",
     "NoiseTerms",
     "noise_terms",
-    "square_norm",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
@@ -13,43 +14,64 @@ _LARGE = 2**17
 """Elements above which a norm on the CPU is summed in pieces: `torch.linalg.vector_norm` adds up in
 float32 and is off by 0.2 percent at 20 million elements, pieces of this size by 0.0001 percent, and
 they take no longer. The variance is a small difference of such squares."""
+_WIDE = (torch.float32, torch.float64)
 
 
-def square_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the sum of the squares of all elements, as one number on their device.
+class Norms:
+    """Norms of parts of a gradient, as numbers that are still on their device.
 
-    >>> round(float(square_norm([torch.ones(3), torch.full((2, 2), 2.0)])), 4)
-    19.0
+    Reading one waits for the device, so they are read together, with `read_squares`.
     """
-    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    sums = []
-    for tensor in map(local_values, tensors):
-        is_plain = tensor.dtype in (torch.float32, torch.float64)
-        if is_plain and tensor.device.type == "cpu" and tensor.numel() > _LARGE:
-            pieces = tensor.reshape(-1).split(_LARGE)
-            sums.append(torch.stack([torch.dot(piece, piece) for piece in pieces]).double().sum())
-        else:
-            lists.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for (device, dtype), group in lists.items():
-        # Half precision would be added up in float32 and rounded to three digits at the end.
-        wide = None if dtype in (torch.float32, torch.float64) else torch.float32
-        norms = torch.stack(torch._foreach_norm(group, 2, wide))  # no public spelling of it
-        sums.append((norms if device.type == "mps" else norms.double()).square().sum())
-    if not sums:
-        return torch.zeros((), dtype=torch.float64)
-    return (
-        sums[0] if len(sums) == 1 else torch.stack([one.to(sums[0].device) for one in sums]).sum()
-    )
+
+    __slots__ = ("norms", "squares")
+
+    def __init__(self) -> None:
+        self.norms: list[Tensor] = []
+        self.squares: list[Tensor] = []
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Take more parts."""
+        single: list[Tensor] = []
+        half: list[Tensor] = []
+        for one in tensors:
+            tensor = one if type(one) is Tensor and one.layout is torch.strided else _values(one)
+            if tensor.dtype not in _WIDE:
+                (half if not tensor.is_complex() else single).append(tensor)
+            elif tensor.numel() > _LARGE and tensor.device.type == "cpu":
+                pieces = tensor.reshape(-1).split(_LARGE)
+                self.squares += [torch.dot(piece, piece) for piece in pieces]
+            else:
+                single.append(tensor)
+        if single:
+            self.norms += torch._foreach_norm(single)  # no public spelling of it
+        if half:
+            # It would be added up in float32 and rounded to three digits at the end.
+            self.norms += torch._foreach_norm(half, 2, torch.float32)
 
 
-def local_values(gradient: Tensor) -> Tensor:
-    """Return the part of a gradient that is in this process, as a dense tensor of real numbers."""
-    gradient = gradient.detach()
-    if gradient.is_sparse:
-        gradient = gradient.coalesce().values()
-    elif hasattr(gradient, "to_local"):
+def read_squares(parts: Sequence[Norms]) -> list[float]:
+    """Return the squared norm of each, all read at once.
+
+    >>> norms = Norms()
+    >>> norms.add([torch.ones(3), torch.full((2, 2), 2.0)])
+    >>> [round(square, 4) for square in read_squares([norms])]
+    [19.0]
+    """
+    scalars = [one for part in parts for one in (*part.norms, *part.squares)]
+    if len({one.device for one in scalars}) > 1:
+        scalars = [one.cpu() for one in scalars]
+    values = iter(torch.stack(scalars).tolist() if scalars else ())
+    return [
+        math.fsum([next(values) ** 2 for _ in part.norms] + [next(values) for _ in part.squares])
+        for part in parts
+    ]
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """The part of a gradient that is in this process, as a dense tensor."""
+    if hasattr(gradient, "to_local"):
         gradient = gradient.to_local()
-    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return gradient.coalesce().values() if gradient.is_sparse else gradient.detach()
 
 
 @final
@@ -65,8 +87,8 @@ class MicroGradients:
     >>> for factor in (1.0, 2.0):
     ...     (factor * weight).sum().backward()
     ...     gradients.take(is_last=factor == 2.0)
-    >>> [round(float(square), 4) for square in gradients.squares], weight.grad
-    ([2.0, 8.0], tensor([3., 3.]))
+    >>> [round(square, 4) for square in gradients.read()], weight.grad
+    ([2.0, 8.0, 18.0], tensor([3., 3.]))
 
     Args:
         parameters: those whose gradients are measured.
@@ -76,10 +98,9 @@ class MicroGradients:
         self._parameters = list({id(p): p for p in parameters}.values())
         self._own = {id(parameter) for parameter in self._parameters}
         self._aside: dict[int, Tensor] = {}
-        self._in_buckets: list[Tensor] | None = None
+        self._in_buckets: Norms | None = None
         self._world_size = 1
-        self.squares: list[Tensor] = []
-        """The squared norm of what each pass left, in their order."""
+        self._measured: list[Norms] = []
 
     def attach(self, model: nn.parallel.DistributedDataParallel) -> None:
         """Look at the gradients of a rank before they are averaged over ranks.
@@ -96,38 +117,35 @@ class MicroGradients:
 
     def begin(self) -> None:
         """Forget the step before; no gradient is there yet."""
-        self.squares = []
+        self._measured = []
         self._aside = {}
         self._in_buckets = None
 
     def expect_average(self) -> None:
         """Note that ranks meet in the next pass, which is the last: `take` comes behind that."""
-        self._in_buckets = []
+        self._in_buckets = Norms()
 
     def take(self, *, is_last: bool) -> None:
         """Measure what a backward pass left, and add it to what was there before it."""
         if self._in_buckets is not None:
-            buckets, self._in_buckets = self._in_buckets, None
-            self.squares.append(torch.stack(buckets).sum() if buckets else self._zero())
-            self._aside = {}
+            self._measured.append(self._in_buckets)
+            self._in_buckets, self._aside = None, {}
             return
         found = [(p, p.grad) for p in self._parameters if p.grad is not None]
-        self.squares.append(square_norm([g for _, g in found]) if found else self._zero())
+        norms = Norms()
+        norms.add([gradient for _, gradient in found])
+        self._measured.append(norms)
         self._add(found)
         for parameter in self._parameters:
             parameter.grad = self._aside.get(id(parameter)) if is_last else None
         if is_last:
             self._aside = {}
 
-    def whole(self) -> Tensor:
-        """Return the squared norm of the gradient that is there now."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        return square_norm(gradients) if gradients else self._zero()
-
-    def _zero(self) -> Tensor:
-        device = self._parameters[0].device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        return torch.zeros((), dtype=dtype, device=device)
+    def read(self) -> list[float]:
+        """Return the squared norm of what each pass left; and last that of the gradient now."""
+        whole = Norms()
+        whole.add([p.grad for p in self._parameters if p.grad is not None])
+        return read_squares([*self._measured, whole])
 
     def _add(self, found: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
         into, more = [], []
@@ -149,12 +167,8 @@ class MicroGradients:
         if self._in_buckets is not None:
             parameters, views = bucket.parameters(), bucket.gradients()
             own = [id(parameter) in self._own for parameter in parameters]
-            measured = (
-                [buffer]
-                if all(own)
-                else [view for view, is_own in zip(views, own, strict=True) if is_own]
-            )
-            self._in_buckets.append(square_norm(measured))
+            views_of_own = [view for view, is_own in zip(views, own, strict=True) if is_own]
+            self._in_buckets.add([buffer] if all(own) else views_of_own)
             pairs = [
                 (self._aside.get(id(p)), view) for p, view in zip(parameters, views, strict=True)
             ]

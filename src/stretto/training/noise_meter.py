@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, final
 
-import torch
 from torch import nn
 
 from stretto.checkpoint.sharding import is_spread
@@ -110,7 +109,7 @@ class NoiseMeter:
         if not self._is_complete:
             return NOTHING
         self._is_complete = False
-        *squares, whole = torch.stack([*self._gradients.squares, self._gradients.whole()]).tolist()
+        *squares, whole = self._gradients.read()
         # Where each pass is one of all ranks, so are its units; and each holds a part of the norm.
         units = self._ranks.agree(self._units) if self.averages_each else self._units
         unit = self._divisor / scale / (1 if self.averages_each else self._ranks.world_size)
