@@ -107,6 +107,7 @@ def run(
     num_samples: int,
     most: int,
     every: str = "5%",
+    compiled: bool = True,
 ) -> None:
     """Train up to `most` runs, and append each result to `path`."""
     for _ in range(most):
@@ -115,7 +116,12 @@ def run(
         if key is None:
             return
         found = train(
-            key.arm, key.setting, seed=key.seed, num_samples=num_samples, measure_every=every
+            key.arm,
+            key.setting,
+            seed=key.seed,
+            num_samples=num_samples,
+            measure_every=every,
+            compiled=compiled,
         )
         result = {**key._asdict(), "tokens": num_samples * LENGTH, **found, **machine()}
         with path.open("a") as file:
@@ -166,7 +172,15 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             path = Path(name) / "study.jsonl"
             arms = arguments.arms or QUICK
-            run(path, arms, (0, 1), num_samples=640, most=arguments.runs, every="50%")
+            run(
+                path,
+                arms,
+                (0, 1),
+                num_samples=640,
+                most=arguments.runs,
+                every="50%",
+                compiled=False,
+            )
             print(report(path, Path(name)))
         return
     os.nice(19 - os.nice(0))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
+import textwrap
 import weakref
 from typing import Any
 
@@ -109,3 +113,44 @@ def test_cycles_are_collected() -> None:
         assert tensor() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or not torch.backends.mkl.is_available(), reason="needs MKL on Linux"
+)
+def test_the_scratch_of_multiplications_is_given_back() -> None:
+    """MKL keeps some for every shape: tens of MiB, which a finder would take for needed."""
+    code = """
+        import torch
+        from torch import nn
+        from stretto.memory.limits import process_status
+        from stretto.memory.release import release_memory
+        torch.set_num_threads(1)
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(24)))
+
+        def held(*sizes):
+            for size in sizes:
+                model(torch.randn(size, 256)).sum().backward()
+                model.zero_grad()
+            return process_status()["VmData"] / 2**20
+
+        held(8)
+        release_memory()
+        before = held()
+        during = held(*range(40, 200, 16))
+        release_memory()
+        print(during - before, held() - before)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+    )
+    assert done.returncode == 0, done.stderr
+    during, after = map(float, done.stdout.split())
+    assert during > 10  # else this test shows nothing
+    assert after < 3

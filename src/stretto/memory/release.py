@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar, final
 
 import torch
@@ -59,7 +60,7 @@ def attempt(work: Callable[[], T], *, in_finder: bool = False) -> Attempt[T]:
 
 
 def release_memory() -> None:
-    """Give back what nothing refers to: cycles, the allocator's cache, the free parts of the heap.
+    """Give back what nothing refers to: cycles, caches, MKL's scratch, free parts of the heap.
 
     >>> release_memory()
     """
@@ -69,6 +70,7 @@ def release_memory() -> None:
         module = torch.get_device_module(torch.accelerator.current_accelerator())
         if getattr(module, "is_initialized", lambda: True)():
             module.empty_cache()
+    _free_scratch()
     _trim_heap()
 
 
@@ -86,6 +88,14 @@ def _let_go(error: BaseException) -> None:
         # The frames that are still running, ours among them, refuse and are skipped.
         traceback.clear_frames(one.__traceback__)
         one.__traceback__ = None
+
+
+def _free_scratch() -> None:
+    # MKL keeps the scratch of every shape that it has multiplied. Its `mkl_free_buffers` has this
+    # name in the library of torch, of which only builds with MKL have it.
+    library = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(str(library)).mkl_serv_free_buffers()
 
 
 def _trim_heap() -> None:
