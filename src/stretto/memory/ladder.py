@@ -271,7 +271,7 @@ class Ladder:
     def _look_again(self) -> None:
         """Take off what the first real steps have taken for good, such as buffers of libraries."""
         question = self._question
-        release_memory()
+        release_memory(scratch=False)
         now = question.room().bytes + question.held()
         if now < self._limit.bytes:
             self._limit = self._limit._replace(bytes=now)

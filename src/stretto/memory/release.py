@@ -59,8 +59,11 @@ def attempt(work: Callable[[], T], *, in_finder: bool = False) -> Attempt[T]:
     return Attempt(None, said)
 
 
-def release_memory() -> None:
+def release_memory(*, scratch: bool = True) -> None:
     """Give back what nothing refers to: cycles, caches, MKL's scratch, free parts of the heap.
+
+    Args:
+        scratch: whether MKL's too, which the next step asks for again.
 
     >>> release_memory()
     """
@@ -70,7 +73,8 @@ def release_memory() -> None:
         module = torch.get_device_module(torch.accelerator.current_accelerator())
         if getattr(module, "is_initialized", lambda: True)():
             module.empty_cache()
-    _free_scratch()
+    if scratch:
+        _free_scratch()
     _trim_heap()
 
 

@@ -120,7 +120,7 @@ class Trials:
         self, size: int, around: Callable[[Callable[[], object]], object] | None = None
     ) -> bool | None:
         """Take a step in what memory there is; None where it runs out."""
-        release_memory()
+        release_memory(scratch=False)
         self.num_steps += 1
         self.num_samples += size * self._step.accumulation
 
