@@ -202,3 +202,18 @@ def test_an_interrupt_saves_and_says_how_to_go_on(project: Path) -> None:
     assert "(received SIGINT)" in out
     assert "to go on:  stretto train runs/run/run.yaml --resume latest" in out
     assert len(list((project / "runs" / "run" / "checkpoints").iterdir())) >= 1
+
+
+def test_what_fails_after_an_error_is_told_with_it(stretto: Stretto) -> None:
+    Path("cli_faulty.py").write_text(
+        "from stretto.errors import TrainingError\n"
+        "from stretto.training import Callback\n"
+        "class Faulty(Callback):\n"
+        "    def on_batch_end(self, trainer, step):\n"
+        "        raise TrainingError('cannot go on')\n"
+        "    def on_fit_end(self, trainer):\n"
+        "        raise ValueError('nor end')\n"
+    )
+    said = stretto("train", "run.yaml", "callbacks=[{target: cli_faulty:Faulty}]")
+    assert said.code == 2
+    assert said.err == ("Error: cannot go on\nand Faulty.on_fit_end failed: ValueError: nor end\n")

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from stretto.training import Callback, Checkpointing, Evaluation, Logging
 from stretto.training.callback import EVENTS, Events
 
@@ -80,3 +82,56 @@ def test_state_of_a_callback_survives_a_resume(problem: Callable[..., Any], tmp_
     trainer = problem().trainer(folder=tmp_path, callbacks=[counter])
     trainer.resume()
     assert counter.count == trainer.timer.batch == 16
+
+
+class Ends(Callback):
+    """Notes when it is told the start and the end, and fails where it is to."""
+
+    def __init__(self, seen: list[str], name: str, fails_at: str = "") -> None:
+        self.seen, self.name, self.fails_at = seen, name, fails_at
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._note("start")
+
+    def on_fit_end(self, trainer: Any) -> None:
+        self._note("end")
+
+    def _note(self, event: str) -> None:
+        self.seen.append(f"{event} {self.name}")
+        if event in self.fails_at:
+            raise ValueError(f"{event} of {self.name}")
+
+
+def test_all_are_told_the_end_where_some_fail_at_it(problem: Callable[..., Any]) -> None:
+    seen: list[str] = []
+    ends = [Ends(seen, "a"), Ends(seen, "b", "end"), Ends(seen, "c", "end"), Ends(seen, "d")]
+    with pytest.raises(ValueError, match=r"^end of b") as raised:
+        problem().trainer(callbacks=ends, max_duration="1ba").fit()
+    assert seen[4:] == ["end a", "end b", "end c", "end d"]
+    assert raised.value.__notes__ == ["and Ends.on_fit_end failed: ValueError: end of c"]
+
+
+def test_who_was_told_the_start_is_told_the_end_where_the_start_of_another_fails(
+    problem: Callable[..., Any],
+) -> None:
+    seen: list[str] = []
+    ends = [Ends(seen, "a", "end"), Ends(seen, "b"), Ends(seen, "c", "start"), Ends(seen, "d")]
+    with pytest.raises(ValueError, match=r"^start of c") as raised:
+        problem().trainer(callbacks=ends).fit()
+    assert seen == ["start a", "start b", "start c", "end a", "end b"]
+    assert raised.value.__notes__ == ["and Ends.on_fit_end failed: ValueError: end of a"]
+
+
+def test_what_ends_a_run_is_raised_before_what_fails_at_its_end(
+    problem: Callable[..., Any],
+) -> None:
+    class Interrupt(Callback):
+        def on_batch_end(self, trainer: Any, step: Any) -> None:
+            raise KeyboardInterrupt
+
+    seen: list[str] = []
+    ends = [Ends(seen, "a", "end"), Ends(seen, "b")]
+    with pytest.raises(KeyboardInterrupt) as raised:
+        problem().trainer(callbacks=[*ends, Interrupt()]).fit()
+    assert seen[2:] == ["end a", "end b"]
+    assert raised.value.__notes__ == ["and Ends.on_fit_end failed: ValueError: end of a"]

@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except StrettoError as error:
         if shows_traceback:
             raise
-        typer.secho(f"Error: {error}", err=True, fg=typer.colors.RED)
+        said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        typer.secho(f"Error: {said}", err=True, fg=typer.colors.RED)
         raise SystemExit(MISUSE) from None
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -29,7 +30,10 @@ class Callback:
     it, and what the data state of an epoch or a sample is not relied upon."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Training begins; the clock stands where the run starts or resumes."""
+        """Training begins; the clock stands where the run starts or resumes.
+
+        Where this fails, it must undo what it has done so far: it is not told the end.
+        """
 
     def on_batch_start(self, trainer: Trainer, step: Step) -> None:
         """The batch is there and hyper-parameters are set; nothing is computed yet."""
@@ -63,7 +67,11 @@ class Callback:
         """A checkpoint is whole and in its place."""
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """Training has ended, was stopped, or has failed: undo what `on_fit_start` did."""
+        """Training has ended, was stopped, or has failed: undo what `on_fit_start` did.
+
+        It comes where `on_fit_start` has, also if that of a later callback or this of an earlier
+        one failed.
+        """
 
     def log_values(self, trainer: Trainer) -> Mapping[str, float]:  # noqa: ARG002
         """Return what belongs on the line of metrics that is about to be logged, by name."""
@@ -81,9 +89,10 @@ class Callback:
 class Events:
     """The listeners of each event of a run: only those that do listen."""
 
-    __slots__ = ("_listeners", "_loggers", "_trainer")
+    __slots__ = ("_callbacks", "_listeners", "_loggers", "_trainer")
 
     def __init__(self, callbacks: Sequence[Callback], trainer: Trainer) -> None:
+        self._callbacks = tuple(callbacks)
         self._trainer = trainer
         self._listeners: dict[str, list[Callable[..., Any]]] = {
             name: [getattr(callback, name) for callback in callbacks if _overrides(callback, name)]
@@ -106,6 +115,43 @@ class Events:
         """Call every listener of `event` with the trainer and the details."""
         for listener in self._listeners[event]:
             listener(self._trainer, *details)
+
+    @contextmanager
+    def fit(self) -> Iterator[None]:
+        """Tell all the start; at the end, however it comes, tell those that know of the start.
+
+        Raises:
+            Exception: the first that is raised; what fails after it becomes its notes.
+        """
+        told: list[Callback] = []
+        try:
+            for callback in self._callbacks:
+                callback.on_fit_start(self._trainer)
+                told.append(callback)
+            yield
+        except BaseException as error:
+            _add_notes(error, self._end(told))
+            raise
+        failures = self._end(told)
+        if failures:
+            _, first = failures.pop(0)
+            _add_notes(first, failures)
+            raise first
+
+    def _end(self, told: Iterable[Callback]) -> list[tuple[str, Exception]]:
+        """Tell the end; return who failed at that, and how."""
+        failures = []
+        for callback in told:
+            try:
+                callback.on_fit_end(self._trainer)
+            except Exception as error:  # noqa: BLE001  the others are told nevertheless
+                failures.append((type(callback).__qualname__, error))
+        return failures
+
+
+def _add_notes(error: BaseException, failures: Iterable[tuple[str, Exception]]) -> None:
+    for name, failure in failures:
+        error.add_note(f"and {name}.on_fit_end failed: {type(failure).__name__}: {failure}")
 
 
 EVENTS = tuple(name for name in vars(Callback) if name.startswith(("on_", "transform_")))

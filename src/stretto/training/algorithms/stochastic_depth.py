@@ -60,11 +60,11 @@ class StochasticDepth(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         """Put chance in front of each block."""
         blocks = find_modules(trainer.model, self._blocks, "leave out")
-        for depth, block in enumerate(blocks, start=1):
-            self._restore.append(self._lottery(block, depth / len(blocks)))
         self._grown = (
             progress(trainer.horizon, self._warmup * 0, self._warmup) if self._warmup else None
         )
+        for depth, block in enumerate(blocks, start=1):
+            self._restore.append(self._lottery(block, depth / len(blocks)))
 
     def on_batch_start(self, trainer: Trainer, step: Step) -> None:
         """Set the rate of this batch."""
