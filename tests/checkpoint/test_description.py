@@ -51,6 +51,13 @@ def test_it_says_what_there_is_and_where_the_run_stands(tmp_path: Path) -> None:
     assert "2 tensors, 32 bytes (1 float32, 1 int64)" in text
 
 
+def test_no_more_than_the_whole_run_has_passed(tmp_path: Path) -> None:
+    """Also where the last batch goes beyond the end; counts are what they are."""
+    write(tmp_path / "a", RECORDS | {"setup": {"max_duration": "1190tok"}})
+    position = describe(tmp_path / "a").position
+    assert (position["tok"], position["dur"]) == (1200, 1.0)
+
+
 @pytest.mark.parametrize(
     "records",
     [

@@ -18,7 +18,7 @@ from stretto.checkpoint.manifest import (
 )
 from stretto.checkpoint.reading import CheckpointReader, find, open_or_damage
 from stretto.errors import StrettoError
-from stretto.timing import Horizon, Timestamp, TimeUnit
+from stretto.timing import Horizon, Timestamp
 
 
 @final
@@ -160,7 +160,7 @@ def _position(records: Mapping[str, Any]) -> dict[str, float]:
             position["tok"] = timestamp.token
         position["sec"] = timestamp.run_nanoseconds / 1e9
         horizon = Horizon(records["setup"]["max_duration"], dataset_num_samples=samples)
-        position["dur"] = float(horizon.position(timestamp, TimeUnit.DURATION))
+        position["dur"] = horizon.elapsed(timestamp)
     except (StrettoError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
         pass  # records of somebody else's, or of an older version: what is known is told
     return position
