@@ -146,8 +146,24 @@ def test_state_finds_its_callback_wherever_that_stands(problem: Make, tmp_path: 
     settings = {"folder": tmp_path, "checkpoint": Checkpointing()}
     problem().trainer(callbacks=[Memory(1), Memory(2)], **settings).fit()
     first, second = Memory(0), Memory(0)
-    problem().trainer(callbacks=[Callback(), first, second], **settings).resume()
+    trainer = problem().trainer(callbacks=[Callback(), first, second], **settings)
+    trainer.resume()
     assert (first.value, second.value) == (1, 2)
+    assert trainer.changes == ()
+
+
+def test_a_callback_that_is_gone_is_told(problem: Make, tmp_path: Path) -> None:
+    class Memory(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": 1}
+
+    settings = {"folder": tmp_path, "checkpoint": Checkpointing()}
+    problem().trainer(callbacks=[Callback(), Memory(), Memory()], **settings).fit()
+    trainer = problem().trainer(callbacks=[Memory()], **settings)
+    trainer.resume()
+    (line,) = trainer.changes  # the plain callback had nothing to remember
+    assert line.startswith("callbacks: test_a_callback_that_is_gone_is_told")
+    assert line.endswith("Memory -> None, and its state is dropped")
 
 
 @pytest.mark.parametrize("last_batch", ["keep", "drop", "carry"])

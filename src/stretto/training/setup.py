@@ -117,6 +117,15 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[st
             yield f"{name}: {before} -> {value}"
 
 
+def gone(callback: str) -> str:
+    """Return the line for a callback that had state and is none of the run's any more.
+
+    >>> gone("NoiseReport")
+    'callbacks: NoiseReport -> None, and its state is dropped'
+    """
+    return f"callbacks: {callback} -> None, and its state is dropped"
+
+
 def _plain(value: Any) -> Any:
     """A value as JSON keeps it."""
     if isinstance(value, (tuple, list)):

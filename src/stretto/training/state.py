@@ -32,7 +32,7 @@ from stretto.training.randomness import random_state, restore_random_state
 from stretto.training.ranks import Ranks
 from stretto.training.recorder import Recorder
 from stretto.training.safety_net import SafetyNet
-from stretto.training.setup import BuiltWith, changes
+from stretto.training.setup import BuiltWith, changes, gone
 
 
 @final
@@ -143,10 +143,10 @@ class RunState:
             unpack_optimizer(
                 self._optimizer, _stored(checkpoint, "optimizer"), records["optimizer"]
             )
-            self._restore_records(records, is_own=is_own)
+            left = self._restore_records(records, is_own=is_own)
             setup = records.get("setup", {})
             self._built.prevail(setup.get("optimizer", {}))
-            return list(changes(setup, self._setup))
+            return [*changes(setup, self._setup), *map(gone, left)]
         except (
             LookupError,
             TypeError,
@@ -182,7 +182,8 @@ class RunState:
                 )
             ) from None
 
-    def _restore_records(self, records: Mapping[str, Any], *, is_own: bool) -> None:
+    def _restore_records(self, records: Mapping[str, Any], *, is_own: bool) -> list[str]:
+        """Put the records back; return the types of callbacks whose state nobody takes."""
         if self._net is not None and (net := records.get("net")) is not None:
             self._net.load_state_dict(net)
             self._loader.set_micro_batch_size(self._net.largest)
@@ -207,6 +208,7 @@ class RunState:
             self._best.confirm(self._loader.timer.sample)  # which is the one that is read
         else:
             self._best.start_over()
+        return [str(one["type"]) for one in states if one["state"]]
 
 
 def _stored(checkpoint: CheckpointReader, group: str) -> dict[str, Stored]:
