@@ -5,15 +5,17 @@ import errno
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
+from stretto.data import DataSpec
 from stretto.errors import TrainingError
-from stretto.training import Callback, Checkpointing, Evaluation, Logging, MetricLogger
+from stretto.training import Callback, Checkpointing, Evaluation, Loading, Logging, MetricLogger
 from stretto.training.appending import Appender
 
 Make = Callable[..., Any]
@@ -204,3 +206,78 @@ def test_what_was_written_in_part_is_written_to_its_end(tmp_path: Path) -> None:
                 lines.flush()
     assert file.content == b"one two three "
     assert not lines.is_waiting
+
+
+class Unsized:
+    """Batches of five that do not say how many they are."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DataLoader(self._data, 5))
+
+
+@pytest.mark.parametrize("is_sized", [True, False])
+def test_the_throughput_is_that_of_what_was_trained_on(problem: Make, is_sized: bool) -> None:
+    """Not of what `drop` passes over: 28 of 60 samples."""
+
+    class Throughput(Kept):
+        samples = tokens = 0.0
+
+        def log(self, record: Any) -> None:
+            passed = record["sec"] - self.seconds
+            self.seconds = record["sec"]
+            self.samples += record["samples_per_second"] * passed
+            self.tokens += record["tokens_per_second"] * passed
+
+        seconds = 0.0
+
+    run, logger = problem(), Throughput()
+    data = run.data if is_sized else Unsized(run.data)
+    run.data = DataSpec(
+        data,
+        tokens_per_sample=3 if is_sized else None,
+        get_num_tokens_in_batch=None if is_sized else lambda batch: 3 * len(batch[0]),
+    )
+    trainer = run.trainer(
+        loading=Loading(last_batch="drop"), batch_size=32, log=Logging("1ep", loggers=[logger])
+    )
+    trainer.fit()
+    assert (trainer.timer.batch, trainer.timer.sample) == (2, 120)
+    assert logger.samples == pytest.approx(64)
+    assert logger.tokens == pytest.approx(3 * 64)
+
+
+def test_the_last_line_is_written_where_only_dropped_samples_were_left(
+    problem: Make, tmp_path: Path
+) -> None:
+    """Nothing is left to train after the last but one checkpoint, and the line is not there yet."""
+
+    def trainer(folder: Path, *callbacks: Callback) -> Any:
+        run = problem()
+        run.data = Unsized(run.data)
+        return run.trainer(
+            folder=folder,
+            max_duration="1ep",
+            batch_size=16,
+            loading=Loading(last_batch="drop"),
+            checkpoint=Checkpointing("1ba"),
+            log=Logging("1ep"),
+            callbacks=callbacks,
+        )
+
+    class FailAtTheEnd(Callback):
+        def on_epoch_end(self, trainer: Any) -> None:
+            raise ZeroDivisionError
+
+    trainer(tmp_path / "whole").fit()
+    with pytest.raises(ZeroDivisionError):
+        trainer(tmp_path / "cut", FailAtTheEnd()).fit()
+    assert metrics(tmp_path / "cut") == []
+    rest = trainer(tmp_path / "cut")
+    rest.resume()
+    rest.fit()
+    (line,), (whole,) = metrics(tmp_path / "cut"), metrics(tmp_path / "whole")
+    same = ("ep", "ba", "sp", "dur", "loss", "batch_size")
+    assert [line[name] for name in same] == [whole[name] for name in same]

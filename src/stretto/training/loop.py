@@ -56,8 +56,6 @@ class Loop:
     flush_is_due: BoundTrigger
     stop_reason: str | None = None
     """Why the run is to stop after this batch; None: it goes on."""
-    logged_at: int = -1
-    """The batch of the last line of metrics."""
     _all_stop: bool = False
 
     @property
@@ -72,12 +70,12 @@ class Loop:
     def run(self) -> None:
         """Train; the clock stands where the run starts or resumes."""
         self.timer.start()
-        before, step = self.timer.timestamp, None
+        before = self.timer.timestamp
         for step in self._steps():
             after = self._take(step)
             self._after_batch(step, before, after)
             before = after
-        self._end(step, before)
+        self._end(before)
 
     def _steps(self) -> Iterator[Step]:
         """The steps of the loader, until the run is over or stopped."""
@@ -167,7 +165,7 @@ class Loop:
         if after.epoch != before.epoch:
             self._end_epochs(before, after)
         if self.log_is_due(before, after):
-            self._log(step)
+            self._log()
         is_best = self._measure([one for one in self.evaluators if one.is_due(before, after)])
         # The last one comes after the last line of metrics (see `_end`).
         is_last = self.loader.horizon.is_done(after)
@@ -180,7 +178,7 @@ class Loop:
         for _ in range(after.epoch - before.epoch):
             self.events.tell("on_epoch_end")
 
-    def _end(self, step: Step | None, before: Timestamp) -> None:
+    def _end(self, before: Timestamp) -> None:
         """Log, measure and save what the last batch left open."""
         if not self._is_stopped:
             self.stop_reason = None  # a wish that came too late for the ranks to agree on
@@ -188,18 +186,17 @@ class Loop:
         is_cut = self._is_stopped and not self.loader.horizon.is_done(self.timer.timestamp)
         if is_cut:
             self._save()  # before the last line: a run that goes on writes that one whole
-        if step is not None and self.logged_at != self.timer.batch:
-            self._log(step)
+        if self.recorder.is_waiting:
+            self._log()
         if not self._is_stopped:
             self._measure([one for one in self.evaluators if one.measured_at != self.timer.batch])
         if not is_cut:
             self._save()
         self._announce(self.recorder.paused(self.saver.wait))
 
-    def _log(self, step: Step) -> None:
-        self.logged_at = self.timer.batch
+    def _log(self) -> None:
         values = self.events.values()
-        self.events.tell("on_log", self.recorder.log(step, self.timer.timestamp, values))
+        self.events.tell("on_log", self.recorder.log(self.timer.timestamp, values))
 
     def evaluate(self, evaluator: Evaluator) -> dict[str, float]:
         """Measure the model on one evaluation's data, and log what comes out."""

@@ -64,7 +64,14 @@ class Recorder:
         self._ledger: Appender | None = None
         self._is_full = False
         self._since = Timestamp()
+        self._samples = self._tokens = 0
         self._paused_nanoseconds = 0
+        self._size: int | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there was a batch since the last line of training."""
+        return self._size is not None
 
     def open(self, timestamp: Timestamp) -> None:
         """Open the files; what is logged first is measured from `timestamp` on.
@@ -75,6 +82,7 @@ class Recorder:
             TrainingError: the folder holds another run, or cannot be written to.
         """
         self._since = timestamp
+        self._samples = self._tokens = 0
         self._paused_nanoseconds = 0
         if self._folder is not None and self._writes:
             self._open_files(self._folder)
@@ -101,37 +109,45 @@ class Recorder:
     def batch(self, step: Step, losses: Sequence[MicroLoss], after: Timestamp) -> None:
         """Take one finished batch: `after` is the clock behind it."""
         self.loss.add(losses)
+        self._size = step.size
+        at = step.timestamp
+        # The clock also passes over what `last_batch="drop"` leaves out after the batch.
+        passed_over = after.sample - at.sample - step.size
+        tokens = after.token - at.token - passed_over * (self._horizon.tokens_per_sample or 0)
+        self._samples += step.size
+        self._tokens += tokens
         if self._ledger is not None:
-            at = step.timestamp
             values = ",".join(map(repr, self._values().values()))
-            # The clock also passes over what `last_batch="drop"` leaves out after the batch.
-            passed_over = after.sample - at.sample - step.size
-            tokens = after.token - at.token - passed_over * (self._horizon.tokens_per_sample or 0)
             self._ledger.add(
                 f"{at.batch},{at.epoch},{at.sample},{at.token},{step.size},"
                 f"{tokens},{len(step.micro_batches)},{values}\n"
             )
 
-    def log(
-        self, step: Step, timestamp: Timestamp, values: Mapping[str, float]
-    ) -> dict[str, float]:
-        """Log what was measured since the last call, and `values`. Every rank must call it."""
+    def log(self, timestamp: Timestamp, values: Mapping[str, float]) -> dict[str, float]:
+        """Log what was measured since the last call, and `values`. Every rank must call it.
+
+        There must have been a batch.
+        """
+        assert self._size is not None, "there is something to log"
         before, self._since = self._since, timestamp
         passed = timestamp.run_nanoseconds - before.run_nanoseconds - self._paused_nanoseconds
         self._paused_nanoseconds = 0
+        samples, self._samples = self._samples, 0
+        tokens, self._tokens = self._tokens, 0
         seconds = max(passed, 1) / NANOSECONDS
         record = {
             **self.clock(timestamp),
             "loss": self.loss.take(self._ranks),
-            "batch_size": step.size,
+            "batch_size": self._size,
             **self._values(),
-            "samples_per_second": (timestamp.sample - before.sample) / seconds,
+            "samples_per_second": samples / seconds,
         }
         if self._skipped.count:
             record["skipped_steps"] = self._skipped.count
         if timestamp.token:
-            record["tokens_per_second"] = (timestamp.token - before.token) / seconds
+            record["tokens_per_second"] = tokens / seconds
         record |= values
+        self._size = None
         self.write(record)
         return record
 
@@ -214,11 +230,12 @@ class Recorder:
             lengths = {file.name: file.stat().st_size for file in self.files}
         except OSError as error:  # somebody has moved one
             raise _no_checkpoint(self._folder, str(error)) from error
-        return {"loss": loss, "files": lengths}
+        return {"loss": loss, "size": self._size, "files": lengths}
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_own: bool) -> None:
         """Continue from saved sums, and where files are its own, from where those were."""
         self.loss.load_state_dict(state["loss"], self._ranks)
+        self._size = state.get("size")
         # Files of this folder that belong to another past are none to go on with.
         self._goes_on = is_own
         self._lengths = {name: int(state["files"][name]) for name in FILES} if is_own else {}

@@ -290,7 +290,7 @@ class Trainer:
         """
         if self._refusal is not None:
             raise self._refusal
-        loop, events = self._loop, self._loop.events
+        loop = self._loop
         loop.stop_reason = None
         # The folder is let go of last, when nothing is written there any more.
         with ExitStack() as folder, ExitStack() as held:
@@ -301,11 +301,8 @@ class Trainer:
             held.enter_context(loop.interrupts)
             self.model.train()
             self.optimizer.zero_grad()  # a gradient from before is no part of the first batch
-            events.tell("on_fit_start")
-            try:
+            with loop.events.fit():
                 loop.run()
-            finally:
-                events.tell("on_fit_end")
 
     def _open(self, held: ExitStack) -> None:
         """Take hold of the run folder, on the first rank; the others hear if that fails."""
@@ -363,7 +360,6 @@ class Trainer:
         self.plan = self._make_plan(resume_at=self.timer.timestamp)
         self._refusal = None
         saver.saved_at = self.timer.sample if is_own else None
-        self._loop.logged_at = -1
         return found
 
     def _planned(self) -> tuple[Plan | None, PlanError | None]:
