@@ -32,7 +32,7 @@ class Measurements:
 
     Raises:
         TrainingError: a metric is read that no evaluation measures, or more than one, or noise
-            where it must not be measured.
+            where it must not or cannot be measured.
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class Measurements:
         self._stepper = stepper
         self._reads_loss = _LOSS in loader.reads
         if _NOISE in loader.reads or events.listeners("on_noise"):
-            stepper.measure_noise(loader.spec, every=_steps_between(stepping.measure_noise))
+            every = _steps_between(stepping.measure_noise)
+            stepper.measure_noise(loader.spec, stepping, every=every)
         self._is_idle = not self._reads_loss and stepper.meter is None
         metrics = sorted(loader.reads - {_LOSS, _NOISE})
         measured = [f"{one.name}/{name}" for one in evaluations for name in ("loss", *one.metrics)]

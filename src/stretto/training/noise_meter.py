@@ -1,4 +1,4 @@
-"""What the noise of a step's gradient is measured from: its micro-batches, on all ranks.
+"""What the noise of a step's gradient is measured from; here its micro-batches, on all ranks.
 
 Each pass leaves `c_j = a n_j g_j` in the parameters, where `g_j` is the mean gradient of a
 micro-batch of `n_j` units. With `N` units in the step that the loss is divided by and W ranks, `a`
@@ -9,8 +9,10 @@ over all of them. The sums of `NoiseSums` follow, whatever N turns out to be in 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, final
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, final
 
 from torch import nn
 
@@ -23,9 +25,60 @@ NOTHING = NoiseSums(0.0, 0.0, 0.0, 0.0)
 """What a step gives in which nothing is measured."""
 
 
+class Pass(NamedTuple):
+    """One forward and backward pass of a step."""
+
+    micro: MicroBatch
+    units: int
+    """What its loss is weighed with."""
+    divisor: float
+    """What the loss is divided by: the units of the step."""
+    is_last: bool
+    """Whether the gradient is complete after it."""
+    is_averaged: bool
+    """Whether ranks average in it what has been accumulated."""
+
+
+class NoiseMeter(ABC):
+    """Measures the noise of the gradient while a step accumulates it."""
+
+    averages_each: bool
+    """Whether gradients must be averaged in each pass of a step that is measured."""
+    every: int
+    """In how many steps it measures once."""
+
+    @final
+    def is_due(self, step: Step) -> bool:
+        """Return whether this step is measured."""
+        # Each number of a batch comes exactly once, so that no multiple is ever jumped over.
+        return step.timestamp.batch % self.every == 0
+
+    @abstractmethod
+    def begin(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Forget the step before; return what to compute."""
+
+    @abstractmethod
+    def measure(self, one: Pass) -> AbstractContextManager[None]:
+        """Return the context in which a pass runs."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Let go of what an unfinished step left."""
+
+    @abstractmethod
+    def sums(self, scale: float) -> NoiseSums:
+        """Return this rank's part of what the terms follow from; nothing where none was measured.
+
+        Every rank must call it, before the gradient is changed.
+
+        Args:
+            scale: what the loss was multiplied by, to keep small gradients from vanishing.
+        """
+
+
 @final
-class NoiseMeter:
-    """Measures the gradients of micro-batches while a step accumulates them.
+class MicroBatchMeter(NoiseMeter):
+    """Compares the gradients of the micro-batches of a step.
 
     A step that would be one pass, on a single rank or a fully sharded model, is cut into two.
 
@@ -51,20 +104,14 @@ class NoiseMeter:
         self._gradients = MicroGradients(parameters)
         self._spec = spec
         self._ranks = ranks
-        self._every = every
+        self.every = every
         self.averages_each = is_sharded
-        """Whether gradients must be averaged in each pass of a step that is measured."""
-        self._copies = _copies(parameters) if is_sharded else 1
+        self._copies = copies_of_parts(parameters) if is_sharded else 1
         self._units: list[int] = []
         self._divisor = 1.0
         self._is_complete = False
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self._gradients.attach(model)
-
-    def is_due(self, step: Step) -> bool:
-        """Return whether this step is measured."""
-        # Each number of a batch comes exactly once, so that no multiple is ever jumped over.
-        return step.timestamp.batch % self._every == 0
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Forget the step before; return what to compute."""
@@ -76,22 +123,15 @@ class NoiseMeter:
             return micro_batches
         return [half for micro in micro_batches for half in self._halves(micro, several=several)]
 
-    def expect(self, *, is_averaged: bool) -> None:
-        """Note that a pass comes, and whether ranks average what has been accumulated in it."""
-        if is_averaged and self._ranks.world_size > 1 and not self.averages_each:
+    @contextmanager
+    def measure(self, one: Pass) -> Iterator[None]:
+        """Measure what a pass leaves in the parameters."""
+        if one.is_averaged and self._ranks.world_size > 1 and not self.averages_each:
             self._gradients.expect_average()
-
-    def take(self, units: int, *, is_last: bool, divisor: float) -> None:
-        """Measure what the pass of a micro-batch of `units` left.
-
-        Args:
-            units: what its loss was weighed with.
-            is_last: whether the gradient is complete.
-            divisor: what the loss was divided by: the units of the step.
-        """
-        self._gradients.take(is_last=is_last)
-        self._units.append(units)
-        self._divisor, self._is_complete = divisor, is_last
+        yield
+        self._gradients.take(is_last=one.is_last)
+        self._units.append(one.units)
+        self._divisor, self._is_complete = one.divisor, one.is_last
 
     def forget(self) -> None:
         """Let go of what an unfinished step left."""
@@ -99,13 +139,7 @@ class NoiseMeter:
         self._is_complete = False
 
     def sums(self, scale: float) -> NoiseSums:
-        """Return this rank's part of what the terms follow from; nothing where none was measured.
-
-        Every rank must call it, before the gradient is changed.
-
-        Args:
-            scale: what the loss was multiplied by, to keep small gradients from vanishing.
-        """
+        """Return this rank's part of what the terms follow from."""
         if not self._is_complete:
             return NOTHING
         self._is_complete = False
@@ -140,7 +174,7 @@ class NoiseMeter:
         return MicroBatch(batch, size, tokens or 0, micro.weight * size / micro.num_samples)
 
 
-def _copies(parameters: Sequence[nn.Parameter]) -> int:
-    """On how many ranks each part of a sharded model lies."""
+def copies_of_parts(parameters: Sequence[nn.Parameter]) -> int:
+    """Return on how many ranks each part of a sharded model lies; 1 where none is sharded."""
     shapes = [p.device_mesh.shape for p in parameters if is_spread(p)]
     return math.prod(shapes[0][:-1]) if shapes else 1

@@ -23,7 +23,8 @@ from stretto.errors import TrainingError, cannot
 from stretto.noise import NoiseSums
 from stretto.training.finite import FiniteCheck
 from stretto.training.fully_sharded import is_fully_sharded, sync_gradients, zero_gradient
-from stretto.training.noise_meter import NoiseMeter
+from stretto.training.noise_meter import MicroBatchMeter, NoiseMeter, Pass
+from stretto.training.norm_meter import NormLayerMeter
 from stretto.training.ranks import Ranks
 from stretto.training.safety_net import SafetyNet
 from stretto.training.settings import LossFunction, Stepping
@@ -131,14 +132,13 @@ class Stepper:
         losses = []
         for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
             is_last = index == len(micro_batches) - 1
-            with self._without_sync(is_last=averages and is_last, meter=meter):
+            meets = averages and is_last
+            one = Pass(micro, units, divisor=whole, is_last=is_last, is_averaged=meets)
+            measured = _NOTHING if meter is None else meter.measure(one)
+            with self._without_sync(is_last=meets, meter=meter), measured:
                 with self.autocast(), self._muted(units):
                     loss = _scalar(self._loss(self._model, self._moved(micro.batch)))
-                if meter is not None:
-                    meter.expect(is_averaged=averages and is_last)
                 self._backward(loss, units, whole)
-            if meter is not None:
-                meter.take(units, is_last=is_last, divisor=whole)
             if units:
                 factor = 1.0 if self._is_sum else float(units)
                 losses.append(MicroLoss(loss.detach(), factor, float(units)))
@@ -149,16 +149,32 @@ class Stepper:
         """Return whether losses and gradient are finite on this rank; true where nobody looks."""
         return self._check is None or self._check.passes(micro.loss for micro in gradient.losses)
 
-    def measure_noise(self, spec: DataSpec, *, every: int) -> None:
-        """Measure the noise of the gradient in one of `every` steps from now on."""
-        self.meter = NoiseMeter(
-            self._model,
-            self._parameters,
-            spec=spec,
-            ranks=self._ranks,
-            every=every,
-            is_sharded=self._is_sharded,
-        )
+    def measure_noise(self, spec: DataSpec, settings: Stepping, *, every: int) -> None:
+        """Measure the noise of the gradient in one of `every` steps from now on.
+
+        Raises:
+            TrainingError: it is to be measured in normalisation layers that there are not.
+        """
+        if settings.noise_from == "norm_layers":
+            self.meter = NormLayerMeter(
+                self._model,
+                self._parameters,
+                spec=spec,
+                ranks=self._ranks,
+                every=every,
+                is_sharded=self._is_sharded,
+                count=self.count,
+                changes_batches=bool(self._transforms),
+            )
+        else:
+            self.meter = MicroBatchMeter(
+                self._model,
+                self._parameters,
+                spec=spec,
+                ranks=self._ranks,
+                every=every,
+                is_sharded=self._is_sharded,
+            )
 
     def noise(self) -> NoiseSums:
         """Return what this rank knows of the noise of the gradient; before `finish` and `update`.
@@ -266,7 +282,8 @@ class Stepper:
         self, *, is_last: bool, meter: NoiseMeter | None
     ) -> AbstractContextManager[Any]:
         if self._is_sharded:
-            sync_gradients(self._model, is_last=is_last or meter is not None)
+            each = meter is not None and meter.averages_each
+            sync_gradients(self._model, is_last=is_last or each)
         if is_last or self._is_sharded or self._ranks.world_size == 1:
             return _NOTHING
         return self._model.no_sync()  # type: ignore[operator,no-any-return]
