@@ -145,6 +145,9 @@ def test_plan_draws(stated: Path, stretto: Stretto) -> None:
         ("stated.yaml max_duration=1h batch_size={0s:", "a value is missing"),
         ("stated.yaml batch_size={0s:8,1m:16}", "'0s:8' has no value; write '0s: 8', with a space"),
         ("stated.yaml --fruit", "No such option"),
+        ("stated.yaml max_duration=1e199ep --json", "(max_duration on the command line)"),
+        (f"stated.yaml max_duration={10**300}ep", "(max_duration on the command line)"),
+        (f"max_duration={10**300}ep", "(max_duration on the command line)"),
     ],
 )
 @pytest.mark.usefixtures("stated")

@@ -185,6 +185,18 @@ def test_absurd_numbers_have_a_plan(overrides: tuple[str, ...]) -> None:
 
 REFUSED = {
     "scale": (("scale_schedule=1e308",), "it takes more than 200 digits"),
+    "length": (
+        ("max_duration=1e199ep",),
+        r"more than 200 digits; write .* \(max_duration on the command line\)",
+    ),
+    "length in batches": (
+        ("max_duration=1e199ba", "batch_size=" + NINES),
+        r"more than 200 digits; write .* \(max_duration on the command line\)",
+    ),
+    "scaled interval": (
+        ("scale_schedule=1e150", "log.every=1e150sp"),
+        r"more than 200 digits; .* \(log\.every on the command line\)",
+    ),
     "ranks": (("world_size=" + NINES,), "each rank needs at least one sample"),
     "growth": (("schedules.lr={exponential: {gamma: 1e308, every: 1ba}}",), "beyond all floats"),
     "endless ramp": (

@@ -32,6 +32,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("planning-epochs", lambda: plan(Horizon("9ep"), "0ep:8 2ep:16")),
     ("planning-dropped", lambda: plan(DROPPING, 128)),
     ("planning-base", lambda: plan(RUN, 8, base={"lr": 0.1})),
+    ("planning-length", lambda: plan(Horizon("1e199sp"), 8)),
     ("planning-world-size", lambda: plan(RUN, 8, world_size=0)),
     ("planning-no-tokens-run", lambda: plan(Horizon("1Btok"), 8, tracks_tokens=False)),
     (

@@ -26,13 +26,20 @@ def find_run_file(
         folder: a run folder whose run file is meant where no path is given.
     """
     path, overrides = None, list(arguments)
-    if overrides and ("=" not in overrides[0] or Path(overrides[0]).is_file()):
+    if overrides and ("=" not in overrides[0] or _is_file(overrides[0])):
         path = Path(overrides.pop(0))
     for override in overrides:
         parse_override(override)  # what is no override is refused before any file is looked at
     if path is not None:
         return path, overrides
     return (packaged_run_file() if folder is None else folder / RUN_FILE), overrides
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except OSError:  # too long to be the name of one
+        return False
 
 
 def packaged_run_file() -> Path:

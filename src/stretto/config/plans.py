@@ -18,7 +18,7 @@ from stretto.config.schedules import build_schedule
 from stretto.config.source import NO_SOURCE, Path, Source, in_file_words
 from stretto.config.targets import call_target, import_target
 from stretto.errors import PlanError, cannot
-from stretto.planning import Plan, plan, resolve_horizon
+from stretto.planning import Plan, PlannedSizes, check_length, plan, resolve_horizon
 from stretto.planning.sizes import stretches
 from stretto.schedules import Constant, Product, Schedule
 from stretto.timing import Every, Horizon, Time, Trigger
@@ -129,13 +129,21 @@ def build_run(
         for name, value in config.schedules.items()
     }
     policy, schedules = build_sizes(config.batch_size, written, building, ("batch_size",))
-    intervals = _intervals(config)
+    scaled, triggers, intervals = {}, {}, _intervals(config)
+    with source.at("batch_size"):
+        policy = policy.scaled(ratio)
+    for name, schedule in schedules.items():
+        with source.at("schedules", name):
+            scaled[name] = schedule.scaled(ratio)
+    for name, (path, every) in intervals.items():
+        with source.at(*path):
+            triggers[name] = Every(every).scaled(ratio)
     rule = config.learning_rate_rule
     return Run(
         horizon,
-        policy.scaled(ratio),
-        {name: schedule.scaled(ratio) for name, schedule in schedules.items()},
-        {name: Every(every).scaled(ratio) for name, (_, every) in intervals.items()},
+        policy,
+        scaled,
+        triggers,
         {name: path for name, (path, _) in intervals.items()},
         None if rule is None else rule.build(building, ("learning_rate_rule",)),
     )
@@ -250,6 +258,9 @@ def check_pieces(run: Run, source: Source) -> None:
         run.policy.bind(run.horizon)
         _check_stages(run)
         horizon = resolve_horizon(run.horizon, run.policy)
+    with source.at("max_duration"):
+        if isinstance(horizon.batch_sizes, PlannedSizes):
+            check_length(horizon.batch_sizes)
     for name, schedule in run.schedules.items():
         with source.at("schedules", name):
             schedule.bind(horizon)

@@ -10,6 +10,7 @@ from stretto.planning.clock import (
     walk,
 )
 from stretto.planning.events import Event
+from stretto.planning.length import check_length
 from stretto.planning.plan import Plan, PlannedBatch, plan
 from stretto.planning.sizes import PlannedSizes, resolve_horizon
 from stretto.planning.stages import FirstLast, Stage
@@ -23,6 +24,7 @@ __all__ = [
     "Stage",
     "StepPlan",
     "advance",
+    "check_length",
     "check_plannable",
     "next_step",
     "plan",

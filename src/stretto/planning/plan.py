@@ -21,6 +21,7 @@ from stretto.errors import PlanError, cannot
 from stretto.planning.cautions import warnings_of
 from stretto.planning.clock import walk
 from stretto.planning.events import Event, make_event
+from stretto.planning.length import check_length
 from stretto.planning.sizes import PlannedSizes
 from stretto.planning.stages import (
     Stage,
@@ -209,7 +210,8 @@ def plan(
 
     Raises:
         PlanError: the sizes are not known before the run; a stage has fewer samples than there are
-            ranks, or cannot be split evenly; or tokens are asked for that are not counted.
+            ranks, or cannot be split evenly; tokens are asked for that are not counted; or the
+            run is longer than any.
         BatchSizeError: the policy cannot be followed on this run.
         ConversionError: a time needs a fact that is not known.
         ScheduleError: a schedule does not fit into the run.
@@ -223,6 +225,7 @@ def plan(
     if not tracks_tokens:
         check_run_tokens(horizon, bound_policy)
     sizes = PlannedSizes(horizon, policy)
+    check_length(sizes)
     horizon = horizon.with_batch_sizes(sizes)
     bound_triggers = {
         name: parse_trigger(trigger).bind(horizon) for name, trigger in (triggers or {}).items()
