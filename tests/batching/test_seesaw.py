@@ -162,7 +162,7 @@ def test_seesaw_takes_about_a_third_fewer_steps() -> None:
 
 
 def test_steps_of_a_schedule_become_steps_of_the_size() -> None:
-    pair = IncreaseInsteadOfDecay(MultiStep(["50%", "75%"]), 10, factor="continuous")
+    pair = IncreaseInsteadOfDecay(MultiStep(["50%", "75%"]), 10, factor="continuous", maximum=1000)
     got = planned(pair, Horizon("40_000sp"))
     assert [(stage.first.sample, stage.size) for stage in got.stages] == [
         (0, 10),
@@ -170,6 +170,34 @@ def test_steps_of_a_schedule_become_steps_of_the_size() -> None:
         (30_000, 1000),
     ]
     assert [stage.values["lr"].first for stage in got.stages] == pytest.approx([1, 1, 1])
+
+
+@pytest.mark.parametrize("factor", [2, 3, "continuous"])
+@pytest.mark.parametrize("kind", [Seesaw, IncreaseInsteadOfDecay])
+@pytest.mark.parametrize("decay", [Cosine(warmup="5%"), Linear(over="50%"), Linear(1, 0.001)])
+def test_without_a_maximum_batches_grow_to_64_times_their_size(
+    decay: Schedule, kind: type[Coupling], factor: Any
+) -> None:
+    horizon = Horizon("1Msp")
+    got = planned(kind(decay, 8, factor=factor), horizon)
+    assert max(stage.size for stage in got.stages) == 512
+    given = planned(kind(decay, 8, factor=factor, maximum=512), horizon)
+    assert list(given.stages) == list(got.stages)
+    (caution,) = got.warnings
+    assert caution.startswith("batches grow to 512 and no further: 64 times the 8 before")
+    assert not given.warnings
+
+
+def test_a_bound_that_is_not_reached_is_not_told() -> None:
+    assert not planned(Seesaw(Cosine(1, 0.1), 8)).warnings
+    assert not planned(Seesaw(Linear(), 8), Horizon("640sp")).warnings
+
+
+def test_the_bound_of_a_warmed_up_batch_is_that_of_its_end() -> None:
+    pair = Seesaw(Cosine(), DoublingRamp(2, 4, "10%"), multiple_of=3)
+    got = planned(pair, Horizon("1Msp"))
+    assert max(stage.size for stage in got.stages) == 255
+    assert "64 times the 4 before" in got.warnings[0]
 
 
 def test_beyond_the_maximum_the_rate_decays_like_the_base() -> None:
@@ -242,7 +270,6 @@ def test_pairs_are_values() -> None:
         (Constant(warmup="5%"), RUN, "does not fall"),
         (Linear(0, 1), RUN, "does not fall"),
         (CosineRestarts("30%"), RUN, "rises again"),
-        (Linear(over="50%"), RUN, "falls to 0 before the end"),
     ],
 )
 def test_schedules_that_a_batch_size_cannot_follow_are_refused(

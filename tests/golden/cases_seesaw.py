@@ -44,7 +44,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("seesaw-counters", lambda: bind(Custom(follow_batches))),
     ("seesaw-constant", lambda: bind(Constant())),
     ("seesaw-restarts", lambda: bind(CosineRestarts("30%"))),
-    ("seesaw-unbounded", lambda: bind(Linear(over="50%"))),
     ("seesaw-beyond", lambda: bind(Cosine(), maximum=4)),
     ("seesaw-sizes", lambda: bind(Cosine(), PeriodSizes([("10%", 8), ("rest", 16)]))),
     ("seesaw-period", lambda: in_a_period.bind(RUN)),

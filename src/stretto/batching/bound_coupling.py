@@ -13,8 +13,6 @@ from stretto.timing import Timestamp, TimeUnit
 
 _SLACK = 1e-9
 """By which part a cut may fall short: 0.1 ** 2 is a little more than 0.01."""
-_MOST_GROWTH = 2**40
-"""Where nothing else bounds the size; no run has as many samples."""
 
 
 @final
@@ -28,7 +26,7 @@ class BoundCoupling:
     factor: Fraction | None
     """By how much the batch grows at once; None: continuously."""
     smooth: bool
-    maximum: int | None
+    maximum: int
     multiple_of: int
     reference: int
     power: float
@@ -50,22 +48,17 @@ class BoundCoupling:
 
     def grown(self, size: int, cut: float) -> int:
         """Return what becomes of `size` once the schedule is cut to the part `cut` of its peak."""
-        grown = math.floor(size * self._growth(cut))
-        if self.maximum is not None:
-            grown = min(grown, self.maximum)
+        grown = min(math.floor(size * self._growth(cut)), self.maximum)
         return max(self.multiple_of, grown - grown % self.multiple_of)
 
     def _growth(self, cut: float) -> Fraction:
         if cut >= 1:
             return Fraction(1)
         if self.factor is None:
-            return Fraction(min((1 + _SLACK) / cut, _MOST_GROWTH)) if cut else _MOST
+            return Fraction(min((1 + _SLACK) / cut, self.maximum) if cut else self.maximum)
         steps = _steps(cut, self.factor)
-        most = math.floor(math.log(_MOST_GROWTH, self.factor))
+        most = math.ceil(math.log(self.maximum, self.factor))  # any size is the maximum then
         return self.factor ** (most if steps is None else min(steps, most))
-
-
-_MOST = Fraction(_MOST_GROWTH)
 
 
 @final

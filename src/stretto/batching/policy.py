@@ -153,6 +153,13 @@ class BatchSizePolicy(ABC):
     def times(self) -> tuple[Time, ...]:
         """Return every time that it is written with."""
 
+    def cautions(self, horizon: Horizon, largest: int) -> tuple[str, ...]:  # noqa: ARG002
+        """Return what may not be meant, a line each, on a run whose largest batch is `largest`.
+
+        A plan tells it; nothing, unless a policy knows better.
+        """
+        return ()
+
 
 class TimedPolicy(BoundPolicy):
     """A bound policy that is a function of the time alone: no state, no signals."""

@@ -23,6 +23,10 @@ from stretto.timing.time import Number
 Continuous: TypeAlias = Literal["continuous"]
 """The batch grows whenever another sample fits in, not by a factor at once."""
 
+DEFAULT_GROWTH = 64
+"""How many times as large batches grow where no maximum is given. A schedule that falls to 0 asks for
+batches without end: the last one of a cosine is about the 2/3 power of the run's number of batches
+as large as the first. Beyond 64 times a cosine has 0.2 percent of its steps left to save."""
 _FAR = Timestamp(*[2**62] * len(Timestamp._fields))
 """After the end of any run: where a warm-up of the batch is over."""
 
@@ -49,7 +53,7 @@ class Coupling(ABC):
     smooth: bool
     """Whether the learning rate follows the curve between two steps of the size."""
     maximum: int | None
-    """The size beyond which the learning rate alone falls."""
+    """The size beyond which the learning rate alone falls; None: 64 times that before the growth."""
     multiple_of: int
     """Only multiples of this, rounded down."""
     reference: int | None
@@ -110,8 +114,8 @@ class Coupling(ABC):
 
         Raises:
             BatchSizeError: the schedule follows batches or wall time, does not fall on this run or
-                rises again, or falls to 0 where nothing bounds the size; or the sizes without the
-                growth are not a function of time, or begin beyond the maximum.
+                rises again; or the sizes without the growth are not a function of time, or begin
+                beyond the maximum.
             ConversionError: a time needs a fact that is not known.
         """
         horizon = horizon.with_batch_sizes(None)
@@ -123,15 +127,12 @@ class Coupling(ABC):
         if self.maximum is not None and last > self.maximum:
             why = f"it has {last} samples before, which is beyond the maximum of {self.maximum}"
             raise cannot_grow(self.decay, why, f"write maximum={last} or more")
-        if decay.last == 0 and self.maximum is None:
-            why = "it falls to 0 before the end of the run, and nothing bounds the size"
-            raise cannot_grow(self.decay, why, "write for example maximum=1024")
         return BoundCoupling(
             decay=decay,
             sizes=sizes,
             factor=None if self.factor == "continuous" else exact(self.factor),
             smooth=self.smooth or self.factor == "continuous",
-            maximum=self.maximum,
+            maximum=self.maximum or DEFAULT_GROWTH * last,
             multiple_of=self.multiple_of,
             reference=self.reference or last,
             power=self.power,
@@ -187,7 +188,8 @@ class Seesaw(Coupling):
             sample (or `multiple_of`) fits in.
         smooth: let the learning rate follow the curve between two steps of the size, and rise
             where the size does; left out, it moves in steps, too.
-        maximum: the size beyond which the learning rate alone falls.
+        maximum: the size beyond which the learning rate alone falls; left out, 64 times the size
+            before the growth.
         multiple_of: only sizes that are multiples of this, rounded down.
         reference: the size that the schedule is meant for; left out, that of the end of the
             warm-up of the batch. Smaller sizes before have a smaller learning rate.
@@ -231,7 +233,8 @@ class IncreaseInsteadOfDecay(Coupling):
             sample (or `multiple_of`) fits in, which is the way for a schedule that has steps.
         smooth: let the learning rate follow the curve between two steps of the size, and rise
             where the size does; left out, it moves in steps, too.
-        maximum: the size beyond which the learning rate alone falls.
+        maximum: the size beyond which the learning rate alone falls; left out, 64 times the size
+            before the growth.
         multiple_of: only sizes that are multiples of this, rounded down.
         reference: the size that the schedule is meant for; left out, that of the end of the
             warm-up of the batch. Smaller sizes before have a smaller learning rate.
@@ -311,6 +314,17 @@ class CoupledSizes(BatchSizePolicy):
     def times(self) -> tuple[Time, ...]:
         """Return the times of the decaying schedule and of the sizes before it decays."""
         return (*self.coupling.decay.times(), *self.coupling.size.times())
+
+    def cautions(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
+        """Say so where the bound is none that was given."""
+        bound = self.coupling.bind(horizon)
+        if self.coupling.maximum is not None or largest <= bound.maximum - bound.multiple_of:
+            return ()
+        return (
+            f"batches grow to {largest:,} and no further: {DEFAULT_GROWTH} times the "
+            f"{bound.maximum // DEFAULT_GROWTH:,} before, as no maximum is given; measure up to "
+            "where they train as well by 'stretto critical-batch-size'",
+        )
 
     def __repr__(self) -> str:
         return f"{self.coupling!r}.policy"

@@ -88,7 +88,7 @@ class CoupledSizes(Section):
     smooth: bool = False
     """Whether the learning rate follows the curve between two steps of the size."""
     at_most: Count | None = None
-    """The size beyond which the learning rate alone decays."""
+    """The size beyond which the learning rate alone decays; left out, 64 times that before."""
     multiple_of: Count = 1
     """Only multiples of this, rounded down."""
     even: bool = False

@@ -21,6 +21,8 @@ def warnings_of(
     yield from _cut(sizes, stages, world_size=world_size, even=even)
     yield from _left_out(sizes, stages)
     yield from _beyond(sizes)
+    horizon = sizes.horizon.with_batch_sizes(None)
+    yield from sizes.policy.cautions(horizon, max((stage.size for stage in stages), default=0))
 
 
 def _cut(
