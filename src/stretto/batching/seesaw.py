@@ -24,9 +24,10 @@ Continuous: TypeAlias = Literal["continuous"]
 """The batch grows whenever another sample fits in, not by a factor at once."""
 
 DEFAULT_GROWTH = 64
-"""How many times as large batches grow where no maximum is given. A schedule that falls to 0 asks for
-batches without end: the last one of a cosine is about the 2/3 power of the run's number of batches
-as large as the first. Beyond 64 times a cosine has 0.2 percent of its steps left to save."""
+"""How many times as large batches grow where no maximum is given. A schedule that falls to 0 asks
+for batches without end: the last one of a cosine is as many times as large as the first as the 2/3
+power of the run's number of batches. Beyond 64 times a cosine has 0.2 percent of its steps left to
+save."""
 _FAR = Timestamp(*[2**62] * len(Timestamp._fields))
 """After the end of any run: where a warm-up of the batch is over."""
 
@@ -53,7 +54,7 @@ class Coupling(ABC):
     smooth: bool
     """Whether the learning rate follows the curve between two steps of the size."""
     maximum: int | None
-    """The size beyond which the learning rate alone falls; None: 64 times that before the growth."""
+    """The size beyond which the learning rate alone falls; None: 64 times that before it grows."""
     multiple_of: int
     """Only multiples of this, rounded down."""
     reference: int | None
@@ -320,11 +321,12 @@ class CoupledSizes(BatchSizePolicy):
         bound = self.coupling.bind(horizon)
         if self.coupling.maximum is not None or largest <= bound.maximum - bound.multiple_of:
             return ()
-        return (
+        caution = (
             f"batches grow to {largest:,} and no further: {DEFAULT_GROWTH} times the "
             f"{bound.maximum // DEFAULT_GROWTH:,} before, as no maximum is given; measure up to "
-            "where they train as well by 'stretto critical-batch-size'",
+            "where they train as well by 'stretto critical-batch-size'"
         )
+        return (caution,)
 
     def __repr__(self) -> str:
         return f"{self.coupling!r}.policy"
