@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -99,3 +102,82 @@ def test_several_ranks_are_refused(
     said = stretto("critical-batch-size", "run.yaml", "--checkpoint", trained)
     assert said.code == 2
     assert "start it without torchrun" in said.err
+
+
+CALLBACKS = """
+from stretto.training import Callback
+
+SEEN = []
+
+
+class Halve(Callback):
+    def __init__(self):
+        self.count = 0
+
+    def on_batch_start(self, trainer, step):
+        self.count += 1
+        SEEN.append((str(trainer.horizon.max_duration), step.timestamp.sample, self.count))
+
+    def transform_batch(self, trainer, batch):
+        return batch[0] / 2, batch[1]
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+class Report(Callback):
+    in_branches = False
+
+    def on_batch_start(self, trainer, step):
+        SEEN.append("reported")
+
+
+class Stop(Callback):
+    def on_batch_end(self, trainer, step):
+        trainer.stop("early enough")
+"""
+
+
+@pytest.fixture
+def called_back(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """What the callbacks of a run file have seen."""
+    (project / "cli_callbacks.py").write_text(CALLBACKS)
+    monkeypatch.syspath_prepend(project)
+    seen: list[object] = importlib.import_module("cli_callbacks").SEEN
+    yield seen
+    sys.modules.pop("cli_callbacks")
+
+
+def test_branches_have_the_callbacks_that_change_the_training(
+    stretto: Stretto, project: Path, called_back: list[object]
+) -> None:
+    callbacks = "callbacks=[{target: cli_callbacks:Report}, {target: cli_callbacks:Halve}]"
+    assert stretto("train", "run.yaml", callbacks, "--folder", "runs/a").code == 0
+    assert "reported" in called_back
+    called_back.clear()
+    command = ("critical-batch-size", "run.yaml", "--checkpoint", "runs/a", *SIZES, "--json")
+    with_them = stretto(*command, callbacks)
+    assert with_them.code == 0, with_them.err
+    # Each branch begins where the run was: its length, its position, and 11 batches counted.
+    steps = [32 // size for size in (2, 4, 8)] * 2
+    assert called_back == [("2ep", 80, 12 + step) for count in steps for step in range(count)]
+    without = stretto(*command)
+    losses = [
+        [one["loss"] for one in json.loads(said.out)["branches"]] for said in (with_them, without)
+    ]
+    assert all(one != other for one, other in zip(*losses, strict=True))
+
+
+def test_a_branch_that_a_callback_stops_is_refused(
+    stretto: Stretto, trained: Path, called_back: list[object]
+) -> None:
+    said = stretto(
+        *("critical-batch-size", "run.yaml", "callbacks=[{target: cli_callbacks:Stop}]"),
+        *("--checkpoint", trained, *SIZES),
+    )
+    assert said.code == 2
+    assert "a callback has stopped one: early enough" in said.err
+    assert not called_back

@@ -6,11 +6,12 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 from stretto.checkpoint import checkpoint_path, write_checkpoint
 from stretto.cli.critical import _rule, _sizes
-from stretto.config.branching import Trunk
+from stretto.config.branching import Trunk, _check_not_stopped
 from stretto.config.run import RunConfig
 from stretto.training.critical import Branch, CriticalBatchSize, check_branches
 
@@ -51,4 +52,5 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("critical-sizes-text", lambda: _sizes("8,x")),
     ("critical-ranks", lambda: trunk(ranks=2)),
     ("critical-records", trunk),
+    ("critical-stopped", lambda: _check_not_stopped(SimpleNamespace(stop_reason="enough"))),  # type: ignore[arg-type]
 ]

@@ -15,6 +15,7 @@ from stretto.batching import NO_SIGNALS, LearningRateRule, SquareRootRule
 from stretto.checkpoint import CheckpointReader, checkpoints, open_checkpoint, unpack_optimizer
 from stretto.config.parts import (
     known_sizes,
+    make_callbacks,
     make_evaluation,
     make_loading,
     make_loss,
@@ -29,10 +30,13 @@ from stretto.config.source import NO_SOURCE, Source
 from stretto.config.targets import call_target
 from stretto.config.training import check_complete, seed_everything
 from stretto.data import DataSpec
-from stretto.errors import CheckpointError, ConfigError, StrettoError, cannot
+from stretto.errors import CheckpointError, ConfigError, StrettoError, TrainingError, cannot
+from stretto.planning import resolve_horizon
 from stretto.timing import Time, Timestamp
 from stretto.training import Callback, Evaluation, Logging, Trainer
+from stretto.training.callback import restore_states
 from stretto.training.critical import LEAST_STEPS, Branch
+from stretto.training.held import held
 from stretto.training.resuming import FOLDER
 
 ORDER_SEEDS = 1_000_003
@@ -45,8 +49,10 @@ class Trunk:
     """A run at a checkpoint, which short runs branch off.
 
     A branch has the weights and the optimizer of the checkpoint, a constant batch size, and the
-    learning rate that was in force, times what the rule says for its size. All else is as the run
-    file says, but for its callbacks, schedules and loggers: a branch has none.
+    learning rate that was in force, times what the rule says for its size. Time stands still for
+    the callbacks that change how the model is trained: they go on doing what they did there. All
+    else is as the run file says, but for its schedules, loggers and other callbacks: a branch has
+    none.
     """
 
     config: RunConfig
@@ -138,7 +144,7 @@ class Trunk:
         factor = self.rule(size) / self.rule(self.size)
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * factor
-        losses = _Losses()
+        losses, callbacks = _Losses(), self._callbacks()
         every = f"{samples}sp"
         trainer = Trainer(
             model,
@@ -159,11 +165,10 @@ class Trunk:
             ),
             evaluate=[replace(one, every=every) for one in self._evaluations()],
             log=Logging(f"{max(samples // 4, 1)}sp"),
-            callbacks=[losses],
+            callbacks=[*callbacks, losses],
         )
         trainer.fit()
-        if trainer.stop_reason is not None:
-            raise SystemExit(130)
+        _check_not_stopped(trainer)
         rate = float(optimizer.param_groups[0]["lr"])
         return Branch(size, seed, trainer.timer.batch, rate, losses.last)
 
@@ -171,6 +176,16 @@ class Trunk:
         """The first evaluation of the file, whose loss is what branches are compared by."""
         sections = self.config.evaluations[:1]
         return [make_evaluation(self.config, one, self.run, self.source) for one in sections]
+
+    def _callbacks(self) -> Sequence[Callback]:
+        """Those of the file that change how the model is trained, as they stood there."""
+        made = [one for one in make_callbacks(self.config, self.source) if one.in_branches]
+        try:
+            restore_states(made, self.reader.records["callbacks"])
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise _no_branch(self.path, f"a callback cannot go on from it ({error})") from error
+        horizon = resolve_horizon(self.run.horizon, self.run.policy)
+        return [held(one, self.timestamp, horizon) for one in made]
 
     def _restore(self, model: nn.Module, optimizer: Optimizer) -> None:
         reader = self.reader
@@ -205,6 +220,27 @@ class _Losses(Callback):
         """Take the loss of the evaluation."""
         del trainer, name
         self.last, self._is_evaluated = float(metrics["loss"]), True
+
+
+def _check_not_stopped(trainer: Trainer) -> None:
+    """Refuse a branch that has not seen its samples.
+
+    Raises:
+        SystemExit: a signal has ended it, which means all of them.
+        TrainingError: a callback has ended it.
+    """
+    reason = trainer.stop_reason
+    if reason is None:
+        return
+    if reason.startswith("received "):
+        raise SystemExit(130)
+    raise TrainingError(
+        cannot(
+            "compare branches",
+            why=f"a callback has stopped one: {reason}",
+            instead="write callbacks=[] behind the run file, or in_branches = False in its class",
+        )
+    )
 
 
 def _no_branch(path: Path, why: str) -> CheckpointError:

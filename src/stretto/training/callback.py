@@ -25,9 +25,13 @@ class Callback:
     ...         print(trainer.timer.get("ep"))
     """
 
-    changes_tokens = False
+    changes_tokens: bool = False
     """Whether `transform_batch` changes how many tokens a batch has: then they are counted behind
     it, and what the data state of an epoch or a sample is not relied upon."""
+    in_branches: bool = True
+    """Whether it belongs to how a model is trained, so that short runs which branch off a run
+    (`stretto critical-batch-size`) have it too. False where it only reports, or sets a learning
+    rate: branches have one of their own."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Training begins; the clock stands where the run starts or resumes.
@@ -95,10 +99,10 @@ class Events:
         self._callbacks = tuple(callbacks)
         self._trainer = trainer
         self._listeners: dict[str, list[Callable[..., Any]]] = {
-            name: [getattr(callback, name) for callback in callbacks if _overrides(callback, name)]
+            name: [getattr(callback, name) for callback in callbacks if overrides(callback, name)]
             for name in EVENTS
         }
-        self._loggers = [one for one in callbacks if _overrides(one, "log_values")]
+        self._loggers = [one for one in callbacks if overrides(one, "log_values")]
 
     def values(self) -> dict[str, float]:
         """Return what callbacks have to say on the next line of metrics."""
@@ -158,5 +162,26 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith(("on_", "trans
 """The names of all events."""
 
 
-def _overrides(callback: Callback, name: str) -> bool:
+def overrides(callback: Callback, name: str) -> bool:
+    """Return whether a callback does anything at the event `name`."""
     return getattr(type(callback), name) is not getattr(Callback, name)
+
+
+def restore_states(callbacks: Iterable[Callback], states: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Give each callback the saved state of the one of its type; of several, in their order.
+
+    Args:
+        callbacks: those of the run that goes on.
+        states: records with `type` and `state`, as a checkpoint has them.
+
+    Returns:
+        The types of callbacks that had state and are none of the run's.
+    """
+    left = list(states)
+    for callback in callbacks:
+        kind = type(callback).__qualname__
+        saved = next((one for one in left if one["type"] == kind), None)
+        if saved is not None:
+            left.remove(saved)
+            callback.load_state_dict(saved["state"])
+    return [str(one["type"]) for one in left if one["state"]]

@@ -25,7 +25,7 @@ from stretto.checkpoint import (
 from stretto.data import StepLoader
 from stretto.errors import CheckpointError, StrettoError, cannot
 from stretto.training.best import Best
-from stretto.training.callback import Callback
+from stretto.training.callback import Callback, restore_states
 from stretto.training.evaluate import Evaluator
 from stretto.training.finite import SkippedSteps
 from stretto.training.randomness import random_state, restore_random_state
@@ -123,8 +123,6 @@ class RunState:
     def restore(self, checkpoint: CheckpointReader, path: Path, *, is_own: bool) -> list[str]:
         """Put back what `capture` returned.
 
-        A callback gets the state of the one of its type; of several, in their order.
-
         Args:
             checkpoint: an open one.
             path: where it lies, for messages.
@@ -191,13 +189,7 @@ class RunState:
         self._recorder.load_state_dict(records["recorder"], is_own=is_own)
         if self._scaler is not None and records["scaler"] is not None:
             self._scaler.load_state_dict(records["scaler"])
-        states = list(records["callbacks"])
-        for callback in self._callbacks:
-            kind = type(callback).__qualname__
-            saved = next((one for one in states if one["type"] == kind), None)
-            if saved is not None:
-                states.remove(saved)
-                callback.load_state_dict(saved["state"])
+        left = restore_states(self._callbacks, records["callbacks"])
         for evaluator in self._evaluators:
             evaluator.measured_at = records["evaluated"].get(evaluator.name, -1)
         if self._ranks.rank < len(records["random"]):
@@ -208,7 +200,7 @@ class RunState:
             self._best.confirm(self._loader.timer.sample)  # which is the one that is read
         else:
             self._best.start_over()
-        return [str(one["type"]) for one in states if one["state"]]
+        return left
 
 
 def _stored(checkpoint: CheckpointReader, group: str) -> dict[str, Stored]:

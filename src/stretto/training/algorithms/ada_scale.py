@@ -39,6 +39,8 @@ class AdaScale(Callback):
         TrainingError: when training begins: there is a learning rate rule as well.
     """
 
+    in_branches = False
+
     def __init__(self, reference: int, *, window: int = 100) -> None:
         self._reference = checked_size(reference, "the reference of AdaScale")
         self._window = window

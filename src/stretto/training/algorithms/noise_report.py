@@ -41,6 +41,8 @@ class NoiseReport(Callback):
         BatchSizeError: a value cannot be.
     """
 
+    in_branches = False
+
     def __init__(
         self,
         *,

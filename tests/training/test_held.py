@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from stretto.timing import Horizon, Timestamp
+from stretto.training import Callback, Logging
+from stretto.training.algorithms import SequenceLengthWarmup
+from stretto.training.callback import EVENTS, overrides
+from stretto.training.held import held
+
+Make = Callable[..., Any]
+AT = Timestamp(epoch=1, sample=750, sample_in_epoch=150)
+RUN = Horizon("1000sp", dataset_num_samples=600)
+
+
+class Watch(Callback):
+    """Notes the time it is told, everywhere."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, Timestamp, str]] = set()
+        self.sizes: list[int] = []
+
+    def _note(self, name: str, trainer: Any, timestamp: Timestamp) -> None:
+        assert trainer.timer.timestamp == timestamp
+        assert trainer.get_elapsed_duration() == 0.75
+        self.seen.add((name, timestamp, str(trainer.horizon.max_duration)))
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._note("start", trainer, AT)
+        assert isinstance(trainer.model, torch.nn.Module)
+
+    def on_batch_start(self, trainer: Any, step: Any) -> None:
+        self._note("batch", trainer, step.timestamp)
+        self.sizes.append(step.size)
+
+    def on_noise(self, trainer: Any, step: Any, signals: Any) -> None:
+        self._note("noise", trainer, step.timestamp)
+        assert signals.noise_numerator is not None
+
+    def on_fit_end(self, trainer: Any) -> None:
+        self._note("end", trainer, AT)
+
+
+def test_time_stands_still_for_a_held_callback(problem: Make) -> None:
+    watch = Watch()
+    problem().trainer(
+        max_duration="40sp", micro_batch_size=4, callbacks=[held(watch, AT, RUN)]
+    ).fit()
+    assert watch.seen == {(name, AT, "1000sp") for name in ("start", "batch", "noise", "end")}
+    assert watch.sizes == [8] * 5
+
+
+def test_it_listens_to_nothing_else() -> None:
+    still = held(Watch(), AT, RUN)
+    assert {name for name in EVENTS if overrides(still, name)} == {
+        "on_fit_start", "on_batch_start", "on_noise", "on_fit_end",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("sample", "length"), [(0, 1), (250, 3), (900, 5)])
+def test_what_is_cut_is_cut_as_at_that_moment(problem: Make, sample: int, length: int) -> None:
+    lengths = []
+
+    class Lengths(Callback):
+        def transform_batch(self, trainer: Any, batch: Any) -> Any:
+            lengths.append(batch[0].shape[1])
+            return (torch.nn.functional.pad(batch[0], (0, 5 - lengths[-1])), batch[1])
+
+    warmup = SequenceLengthWarmup(1, 5, over="50%", multiple_of=1)
+    run = problem()
+    still = held(warmup, Timestamp(sample=sample), Horizon("1000sp"))
+    run.trainer(
+        max_duration="40sp", log=Logging("1ep"), callbacks=[still, Lengths()], loss=padded
+    ).fit()
+    assert lengths == [length] * 5
+
+
+def padded(model: Any, batch: Any) -> Any:
+    targets = torch.nn.functional.pad(batch[1], (0, 2 - batch[1].shape[1]))
+    return torch.nn.functional.mse_loss(model(batch[0]), targets)
