@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 from stretto.checkpoint import Shard, pack_optimizer, to_shard
+from stretto.data import Step
 from stretto.errors import TrainingError
 from stretto.training import Callback, Evaluation, Loading, Logging, Stepping, Trainer
 
@@ -187,6 +189,48 @@ def overflowing(net: nn.Module, batch: Any) -> Tensor:
     return loss * 1e38 if dist.get_rank() == 1 and overflowing_calls() == 2 else loss
 
 
+class Poison(Callback):
+    """Puts an infinity into a row of a gradient that one rank alone has."""
+
+    def on_gradient(self, trainer: Trainer, step: Step) -> None:
+        """The first row is the first rank's."""
+        gradient = dict(trainer.model.named_parameters())["body.0.weight"].grad
+        assert gradient is not None
+        own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        if step.timestamp.batch == 3 and trainer.is_first_rank:
+            own[0, 0] = torch.inf
+
+
+HALF: dict[str, Outcome] = {"plain": {}, "clipped": {"clip_norm": 0.05}}
+
+
+def half(
+    net: Net, *callbacks: Callback, clip_norm: float | None = None, micro_batch_size: int = 3
+) -> Outcome:
+    """Train with loss scaling; what this rank knows of it afterwards."""
+    trainer = Trainer(
+        net.float(),
+        data(),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+        loss=lambda model, batch: (model(batch[0].float()).float() - 1).square().mean(),
+        batch_size="0sp:7 30sp:8",
+        micro_batch_size=micro_batch_size,
+        max_duration="7ba",
+        stepping=Stepping(device="cpu", precision="fp16", clip_norm=clip_norm),
+        callbacks=callbacks,
+    )
+    trainer.fit()
+    scaler = trainer._loop.stepper.scaler
+    assert scaler is not None
+    # The scale as this rank has it: ranks that did not agree on a step differ in it.
+    return {"weights": weights(net), "skipped": trainer.skipped_steps, "scale": scaler.get_scale()}
+
+
+def halves() -> Outcome:
+    """Half precision where one rank alone has what overflows."""
+    return {name: half(sharded(model()), Poison(), **run) for name, run in HALF.items()}
+
+
 _CALLS = [0]
 
 
@@ -200,7 +244,7 @@ def main(out: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     report: Outcome = {name: train(sharded(model()), **run) for name, run in RUNS.items()}
-    others: list[Callable[[], Outcome]] = [refusals, pieces, statistics, scaled]
+    others: list[Callable[[], Outcome]] = [refusals, pieces, statistics, scaled, halves]
     report |= {other.__name__: other() for other in others}
     (out / f"rank{rank}.json").write_text(json.dumps(report))
     dist.barrier()

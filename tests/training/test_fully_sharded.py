@@ -102,12 +102,34 @@ class TestTwoRanks:
         assert ranks[0]["scaled"] == ranks[1]["scaled"]
         assert ranks[0]["scaled"]["is_finite"]
 
+    @pytest.mark.parametrize("name", edges.HALF)
+    def test_train_in_half_precision_like_one_process(
+        self, ranks: list[dict[str, Any]], name: str
+    ) -> None:
+        """A gradient that overflows in the rows of one rank alone is left out on both."""
+        expected = edges.half(edges.model(), edges.Poison(), **edges.HALF[name])
+        assert (expected["skipped"], expected["scale"]) == (1, 2.0**15)
+        untouched = edges.half(edges.model(), **edges.HALF[name])
+        for rank in ranks:
+            found = rank["halves"][name]
+            assert (found["skipped"], found["scale"]) == (1, 2.0**15)
+            assert distance(found["weights"], expected["weights"]) < 2e-3
+            assert distance(found["weights"], untouched["weights"]) > 1e-2
+
     def test_refuse_other_ways_of_sharding(self, ranks: list[dict[str, Any]]) -> None:
         refusals = ranks[0]["refusals"]
         assert refusals == ranks[1]["refusals"]
         assert "cannot train this Net: parts of it are spread over ranks" in refusals["parts"]
         assert "the gradient of 'scale.weight', which fully_shard left out" in refusals["left out"]
         assert "spread over 1 ranks" in refusals["half"]
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference of two weights."""
+    assert one.keys() == other.keys()
+    return max(
+        (torch.tensor(one[name]) - torch.tensor(other[name])).abs().max().item() for name in one
+    )
 
 
 @pytest.mark.parametrize("name", ["samples", "tokens", "clipped"])
