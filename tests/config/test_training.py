@@ -198,6 +198,13 @@ def test_loggers() -> None:
         ({"callbacks": [{"target": "my_project:Line"}]}, "not a stretto.training.Callback"),
         ({"loss": {"target": "my_project:NUMBER"}}, "cannot use my_project:NUMBER as a function"),
         ({"stepping": {"device": "abacus"}}, "cannot compute on 'abacus'"),
+        (
+            {
+                "stepping": {"noise_from": "norm_layers"},
+                "callbacks": [{"target": "stretto.training.algorithms:NoiseReport"}],
+            },
+            "no LayerNorm, RMSNorm or GroupNorm in it",
+        ),
     ],
 )
 def test_what_cannot_be_built(changes: dict[str, Any], message: str) -> None:
