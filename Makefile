@@ -67,6 +67,9 @@ bench: $(VENV)/.develop  ## the shortest form of every benchmark
 	$(BIN)/python bench/saving.py --quick
 	$(BIN)/python bench/clock.py --quick
 	$(BIN)/python bench/step_cost.py --quick
+	$(BIN)/python bench/noise.py --quick
+	$(BIN)/python bench/memory.py --quick
+	$(BIN)/python bench/finder.py --quick
 	$(BIN)/python bench/study.py --quick --runs 4
 
 bench-peers: $(VENV)/.develop  ## step and clock cost beside the peers' (makes 5 GB of environments)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.memory.calibration import Overhead
+from stretto.memory.calibration import Leavings, Overhead
 
 
 def test_nothing_is_known_at_first() -> None:
@@ -42,3 +43,26 @@ def test_what_grows_faster_goes_on_so() -> None:
     overhead.note(10, took=0, foretold=0)
     overhead.note(20, took=100, foretold=0)
     assert overhead.at(40) == 300
+
+
+@pytest.mark.parametrize(("sizes", "room"), [(1, 880), (2, 880), (3, 900), (5, 940)])
+def test_what_is_kept_for_sizes_that_a_run_does_not_have_is_there_for_it(
+    sizes: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 120 bytes that are gone, a library keeps 20 for each size."""
+    own = iter([500, 520])
+    monkeypatch.setattr(
+        "stretto.memory.calibration.process_status", lambda: {"VmData": next(own), "VmRSS": 0}
+    )
+    leavings = Leavings(lambda: 880, is_limited=True)
+    assert leavings.room_of_a_run(sizes) is None
+    leavings.watch(lambda: None)
+    assert leavings.room_of_a_run(sizes) == room
+
+
+def test_what_others_give_back_is_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = iter([500, 400])
+    monkeypatch.setattr("stretto.memory.calibration.process_status", lambda: {"VmRSS": next(own)})
+    leavings = Leavings(lambda: 880, is_limited=False)
+    leavings.watch(lambda: None)
+    assert leavings.room_of_a_run(9) == 880

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from stretto.errors import ConfigError, FitError
 from stretto.memory import TrainingStep
 from stretto.memory.finder import find_batch_size
-from stretto.memory.ladder import Ladder, Question
+from stretto.memory.ladder import Ladder
 from stretto.memory.limits import Room
+from stretto.memory.question import Question
 from stretto.memory.ranks import Together
 from stretto.memory.result import Answer
 from stretto.memory.search import Sizes
@@ -34,6 +35,7 @@ class FakeOracle:
         self.reason = f"fake, {certainty}"
         self.num_steps = 3
         self.mends = mends
+        self.sizes: set[int] = set()
         self.verified: list[int] = []
 
     def __call__(self, step: TrainingStep, make: Callable[[int], Any], **_: Any) -> FakeOracle:
@@ -164,11 +166,27 @@ def test_only_what_is_wanted(sizes: Sizes, size: int, too_large: int | None) -> 
     assert {row.size for row in answer.rows()} <= set(sizes)
 
 
-def test_here_an_answer_is_calibrated_by_an_eighth() -> None:
+def test_here_an_answer_is_calibrated_by_a_tenth() -> None:
     answer = ask(predict=FakeOracle())
     assert (answer.size, answer.certainty) == (10_000, "calibrated")
-    assert TRIED == [2, 625, 1_250]
-    assert answer.cost[:4] == (3, 3, 1_877, 0)
+    assert TRIED == [2, 500, 1_000]
+    assert answer.cost[:4] == (3, 3, 1_502, 0)
+
+
+def test_a_probe_that_took_a_step_of_that_size_is_calibrated_by_another() -> None:
+    """Else what libraries keep for a size that they meet would not be seen."""
+    probe = FakeOracle(certainty="calibrated")
+    probe.sizes = {2, 3, 1_000}
+    assert ask(probe=probe).size == 10_000
+    assert TRIED == [2, 999]
+
+
+def test_an_estimate_that_has_to_do_leaves_more_free() -> None:
+    estimate = FakeOracle(certainty="estimate")
+    answer = ask("predict", predict=estimate, reserve_of_estimates=LIMIT // 4)
+    assert (answer.size, answer.reserve) == (7_500, LIMIT // 4)
+    answer = ask("predict", predict=FakeOracle(), reserve_of_estimates=LIMIT // 4)
+    assert (answer.size, answer.reserve) == (10_000, 0)
 
 
 def test_what_comes_on_top_is_taken_off() -> None:
@@ -182,7 +200,7 @@ def test_much_on_top_is_looked_at_again() -> None:
     # Twice what tensors need in small steps, a fifth on top in large ones.
     answer = ask(predict=FakeOracle(), took=lambda size: 200 * size if size < 5_000 else 120 * size)
     assert (answer.size, answer.certainty) == (8_333, "tried")
-    assert TRIED == [2, 625, 1_250, 5_000, 8_333]
+    assert TRIED == [2, 500, 1_000, 5_000, 8_333]
     assert any("more than its tensors" in note for note in answer.notes)
 
 
@@ -203,8 +221,8 @@ def test_where_nothing_can_be_measured_the_answer_is_tried() -> None:
 
 
 def test_a_prediction_that_is_far_off_ends_in_trials() -> None:
-    answer = ask(predict=FakeOracle(), capacity=620)
-    assert (answer.size, answer.too_large, answer.certainty) == (620, 621, "tried")
+    answer = ask(predict=FakeOracle(), capacity=499)
+    assert (answer.size, answer.too_large, answer.certainty) == (499, 500, "tried")
 
 
 def test_what_is_checked_is_tried() -> None:

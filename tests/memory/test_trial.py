@@ -141,6 +141,10 @@ def test_what_a_step_takes() -> None:
     took = footprint(lambda: torch.empty(amount // 4), torch.device("cpu"))
     assert took is not None
     assert took < 2**23  # never touched
+    kept: list[Tensor] = []
+    took = footprint(lambda: kept.append(torch.ones(amount // 4)), torch.device("cpu"))
+    assert took is not None
+    assert took < 2**23  # it is not given back
 
 
 @linux_only

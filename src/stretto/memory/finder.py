@@ -13,8 +13,9 @@ from stretto.data import move_batch
 from stretto.errors import FitError, cannot, shown
 from stretto.memory.amounts import Margin, parse_bytes
 from stretto.memory.batches import resize_batch
-from stretto.memory.ladder import Ladder, Question
+from stretto.memory.ladder import Ladder
 from stretto.memory.limits import Room, held_bytes, room
+from stretto.memory.question import Question
 from stretto.memory.ranks import Together
 from stretto.memory.release import release_memory
 from stretto.memory.result import Answer
@@ -24,10 +25,13 @@ from stretto.memory.trace import state_tensors
 
 FindMethod = Literal["auto", "predict", "probe", "try", "halve"]
 METHODS: tuple[FindMethod, ...] = ("auto", "predict", "probe", "try", "halve")
-MARGIN = "2%"
+MARGIN = "1.5%"
 """What is left free unless said otherwise: what the same step varies by on a busy machine."""
 MARGIN_OF_PREDICTIONS = "5%"
-"""And where no step was taken on the device: buffers of libraries, kernels' scratch, fragments."""
+"""And where no step was taken on the device: buffers of libraries, fragments of freed blocks."""
+MARGIN_OF_ESTIMATES = "25%"
+"""And where it is known that kernels of a CPU take scratch besides (convolutions: up to 24 percent
+of the peak of a U-Net, `bench/memory.py`)."""
 
 
 def find_batch_size(
@@ -49,7 +53,7 @@ def find_batch_size(
     """Return the largest micro-batch that a training step has memory for.
 
     `auto` goes from the cheapest way to the dearest: it predicts; where fake tensors cannot follow
-    the model it probes; where there is a device to try on it calibrates with a step of an eighth of
+    the model it probes; where there is a device to try on it calibrates with a step of a tenth of
     the answer, and where that shows much that no tensor accounts for, it tries the answer. Nothing
     that it does leaves a trace in the model, the optimizer or any generator.
 
@@ -66,8 +70,9 @@ def find_batch_size(
         device_memory: what the device has, such as `"80GiB"`; left out: what this one has left.
         device: the kind of device that has it, which a prediction then is for: the kernels and the
             allocator of `cuda` take more than the tensors do. Left out: the tensors are counted.
-        margin: what stays free, in percent of that (`"3%"`) or in bytes (`"512MiB"`). Left out: 2
-            percent, or 5 where no real step is taken on the device.
+        margin: what stays free, in percent of that (`"3%"`) or in bytes (`"512MiB"`). Left out: 1.5
+            percent, or 5 where no real step is taken on the device, and 25 where a prediction
+            alone has to do for kernels of this CPU that take scratch.
         minimum: the smallest size that is wanted.
         maximum: the largest size that is wanted.
         multiple_of: what sizes are to be multiples of.
@@ -93,15 +98,18 @@ def find_batch_size(
     start = time.perf_counter()
     limit = _limit(step, device_memory)
     is_here = device_memory is None
-    if margin is None:
-        margin = MARGIN if is_here and method != "predict" else MARGIN_OF_PREDICTIONS
+    usual = MARGIN if is_here and method != "predict" else MARGIN_OF_PREDICTIONS
+    reserve = Margin.parse(margin or usual).of(limit.bytes)
+    is_on_cpu = is_here and step.device.type == "cpu" and device != "cuda"
+    of_estimates = Margin.parse(margin or MARGIN_OF_ESTIMATES).of(limit.bytes)
     question = Question(
         step=step,
         make_batch=_maker(batch, step.device),
         make_fake=_maker(batch, None),
         sizes=Sizes(minimum, maximum, multiple_of, power_of_two),
         limit=limit,
-        reserve=Margin.parse(margin).of(limit.bytes),
+        reserve=reserve,
+        reserve_of_estimates=of_estimates if is_on_cpu else reserve,
         is_here=is_here,
         also=tuple(also),
         device=device,

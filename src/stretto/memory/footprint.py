@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from stretto.memory.limits import process_status
+from stretto.memory.release import release_memory
 
 
 def footprint(
     work: Callable[[], object], device: torch.device, *, counts_untouched: bool = False
 ) -> int | None:
-    """Return the bytes that a piece of work takes at its peak, beyond what is taken before it.
+    """Return the bytes that a piece of work takes at its peak, and gives back.
+
+    That is beyond what is taken before it, or after it if that is more.
 
     On CUDA and its like it is what the caching allocator reserves from the driver, on the CPU what
     of the process is resident: both count what no tensor accounts for, such as the scratch of
@@ -58,11 +61,13 @@ def _resident(work: Callable[[], object], *, counts_untouched: bool) -> int | No
         return None
     before = process_status()
     work()
+    peak = process_status()
+    release_memory(scratch=False)
     after = process_status()
-    if "VmRSS" not in before or "VmHWM" not in after:
+    if "VmRSS" not in before or "VmHWM" not in peak:
         return None
-    took = max(after["VmHWM"] - before["VmRSS"], 0)
+    took = max(peak["VmHWM"] - max(before["VmRSS"], after["VmRSS"]), 0)
     # This mark is never set back: it tells only of work that asks for more than any before it.
-    if counts_untouched and after["VmPeak"] > before["VmPeak"]:
-        took = max(took, after["VmPeak"] - before["VmSize"])
+    if counts_untouched and peak["VmPeak"] > before["VmPeak"]:
+        took = max(took, peak["VmPeak"] - max(before["VmSize"], after["VmSize"]))
     return took

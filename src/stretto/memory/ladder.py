@@ -1,7 +1,7 @@
 """The ways to find a batch size, from the cheapest to the dearest, and when to go on to the next.
 
 An oracle says what tensors need; a process takes more: scratch of convolutions, fragments of freed
-blocks. So where there is a device, two small real steps say what comes on top at an eighth of the
+blocks. So where there is a device, two small real steps say what comes on top at a tenth of the
 answer. It is extended in proportion, which errs on the safe side: fragments weigh most in small
 steps. Where that takes more than a tenth off the answer, a step of that size says better, and one
 more is tried if it shows that more would fit.
@@ -12,24 +12,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, final
 
 from stretto.errors import FitError, cannot
 from stretto.memory.amounts import show_bytes
-from stretto.memory.calibration import Overhead
-from stretto.memory.limits import Room, held_bytes, room
+from stretto.memory.calibration import Leavings, Overhead
 from stretto.memory.predict import Certainty, predict
 from stretto.memory.probe import probe
+from stretto.memory.question import Question
 from stretto.memory.ranks import Together
-from stretto.memory.release import Attempt, attempt, release_memory
+from stretto.memory.release import Attempt, attempt
 from stretto.memory.result import Answer, Cost, Oracle, peaks_around
-from stretto.memory.search import Found, Method, Sizes, search
-from stretto.memory.step import TrainingStep
-from stretto.memory.trace import state_tensors
+from stretto.memory.search import Found, Method, search
 from stretto.memory.trial import Trials, trials
 
-CALIBRATED_PART = 8
+CALIBRATED_PART = 10
 """The larger of the two steps that calibrate is this part of the answer."""
 MUCH = 0.9
 """An answer of which calibration leaves less than this is tried."""
@@ -37,38 +34,6 @@ LESS = 0.95
 """Where an answer that is checked does not fit, this part of it is tried."""
 MOST_MENDS = 8
 """A curve that is still wrong after so many verifications is not trusted."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What is asked for."""
-
-    step: TrainingStep
-    make_batch: Callable[[int], Any]
-    """Makes a batch of a size on the device of the step."""
-    make_fake: Callable[[int], Any]
-    """Makes one that may lie anywhere: for steps on fake tensors."""
-    sizes: Sizes
-    limit: Room
-    reserve: int
-    is_here: bool
-    """Whether the limit is that of the device that the step is on."""
-    also: tuple[object, ...] = ()
-    device: Literal["cpu", "cuda"] | None = None
-    """The kind of device that a prediction is for; None: tensors are counted, wherever they are."""
-    is_checked: bool = False
-    """Whether a step of the answer itself is to be taken."""
-
-    def room(self) -> Room:
-        """What is free on the device of the step now."""
-        return room(self.step.device)
-
-    def held(self) -> int:
-        """Bytes of the step that are there before its forward begins."""
-        step = self.step
-        tensors = [*step.model.parameters(), *step.model.buffers(), *state_tensors(step)]
-        return held_bytes(tensors, step.device)
 
 
 @final
@@ -92,6 +57,7 @@ class Ladder:
     ) -> None:
         self._question = question
         self._limit = question.limit
+        self._reserve = question.reserve
         self._together = together
         self._predict = predict
         self._probe = probe
@@ -190,8 +156,12 @@ class Ladder:
     def _foretold(self, oracle: Oracle, *, is_final: bool = False) -> Answer:
         """The answer of an oracle: calibrated where it can be, and not asked for without."""
         self._notes.append(oracle.reason)
+        is_final = is_final or not self._question.is_here
+        is_probe = hasattr(oracle, "num_samples")
+        if is_final and oracle.certainty == "estimate" and not is_probe:
+            self._reserve = max(self._reserve, self._question.reserve_of_estimates)
         found = self._fitting(oracle)
-        if is_final or not self._question.is_here:
+        if is_final:
             return self._answer(found, oracle.certainty, oracle)
         return self._calibrated(oracle, found)
 
@@ -201,7 +171,7 @@ class Ladder:
         Raises:
             FitError: not even the smallest fits.
         """
-        usable = self._limit.bytes - self._question.reserve
+        usable = self._limit.bytes - self._reserve
         own: list[Found] = []
 
         def work() -> int:
@@ -228,7 +198,7 @@ class Ladder:
             raise FitError(
                 cannot(
                     f"fit {_samples(question.sizes.smallest)} into {self._limit}",
-                    why=f"a step needs {need}, and {show_bytes(question.reserve)} stay free",
+                    why=f"a step needs {need}, and {show_bytes(self._reserve)} stay free",
                     instead="make the model or its samples smaller, or give it more memory",
                 )
             ) from None
@@ -247,12 +217,15 @@ class Ladder:
     def _calibrated(self, oracle: Oracle, found: Found) -> Answer:
         """Correct an answer by what small real steps take beyond what the oracle says."""
         with self._trying() as tried:
-            overhead = Overhead()
+            overhead, leavings = Overhead(), self._leavings()
             larger = max(2, found.size // CALIBRATED_PART)
-            for size in sorted({max(2, larger // 2), larger}):
-                if not self._measure(tried, oracle, overhead, size):
+            seen: set[int] = getattr(oracle, "sizes", set())
+            # A probe has taken the larger one, and prepared libraries for it: a new one next to it.
+            sizes = {max(2, larger - 1)} if larger in seen else {max(2, larger // 2), larger}
+            for size in sorted(sizes):
+                if not self._measure(tried, oracle, overhead, size, leavings):
                     return self._tried("bisect", guess=size // 2, tried=tried)
-            self._look_again()
+            self._look_again(leavings, len(seen | tried.sizes))
             if not self._together.all(lambda: overhead.is_known):
                 return self._checked(tried, oracle, found)
             corrected = self._fitting(oracle, overhead)
@@ -268,23 +241,35 @@ class Ladder:
                 return self._answer(better, "tried", oracle, overhead)
             return self._answer(corrected, "tried", oracle, overhead)
 
-    def _look_again(self) -> None:
-        """Take off what the first real steps have taken for good, such as buffers of libraries."""
+    def _leavings(self) -> Leavings:
         question = self._question
-        release_memory(scratch=False)
-        now = question.room().bytes + question.held()
-        if now < self._limit.bytes:
-            self._limit = self._limit._replace(bytes=now)
+        is_limited = self._limit.source.startswith("RLIMIT")
+        return Leavings(lambda: question.room().bytes + question.held(), is_limited=is_limited)
 
-    def _measure(self, tried: Trials, oracle: Oracle, overhead: Overhead, size: int) -> bool:
+    def _look_again(self, leavings: Leavings, sizes: int) -> None:
+        """Take off what a run would keep for good of its steps, such as buffers of libraries."""
+        left = leavings.room_of_a_run(sizes)
+        if left is not None and left < self._limit.bytes:
+            self._limit = self._limit._replace(bytes=left)
+
+    def _measure(
+        self,
+        tried: Trials,
+        oracle: Oracle,
+        overhead: Overhead,
+        size: int,
+        leavings: Leavings | None = None,
+    ) -> bool:
         """Take a step, and note what it takes on top; False where memory runs out on any rank."""
+        watch = (leavings or self._leavings()).watch
 
         def work() -> bool:
-            failures = tried.num_out_of_memory
-            took = tried.footprint(size)
+            failures, took = tried.num_out_of_memory, list[int | None]()
+            tried.warm_up(size)
+            watch(lambda: took.append(tried.footprint(size)))
             if tried.num_out_of_memory > failures:
                 return False
-            overhead.note(size, took, oracle.peak(size) - self._question.held())
+            overhead.note(size, took[0], oracle.peak(size) - self._question.held())
             return True
 
         return self._together.all(work)
@@ -355,7 +340,7 @@ class Ladder:
             certainty=certainty,
             too_large=found.too_large,
             limit=self._limit,
-            reserve=question.reserve,
+            reserve=self._reserve,
             peak=peaks.get(found.size),
             cost=self._cost(),
             notes=tuple(self._notes),

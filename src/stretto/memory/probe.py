@@ -15,7 +15,7 @@ from stretto.memory.real import record_step
 from stretto.memory.sandbox import sandbox
 from stretto.memory.step import TrainingStep
 
-CALIBRATION_SHARE = 8
+CALIBRATION_SHARE = 10
 """The real step that checks a probe has about this part of the size that is found."""
 
 NOISE = Fraction(1, 10)
@@ -37,6 +37,8 @@ class Probe:
         """How many real steps it took."""
         self.num_samples = 0
         """How many samples they had."""
+        self.sizes: set[int] = set()
+        """The sizes of the steps."""
         self._recordings = self._record(SIZES)
         self.curve: MemoryCurve = fit(self._recordings, noise=NOISE)
         """Bytes as a function of the size."""
@@ -62,7 +64,7 @@ class Probe:
     def largest(self, limit: int, *, maximum: int = MAXIMUM) -> int | None:
         """Return the largest size, up to `maximum`, that needs at most `limit` bytes.
 
-        Calibrated once, by a step of about an eighth of it. None: not even one sample fits.
+        Calibrated once, by a step of about a tenth of it. None: not even one sample fits.
 
         Raises:
             FitError: the larger step has too little in common with the tiny ones.
@@ -73,7 +75,7 @@ class Probe:
         return self.curve.largest(limit, maximum=maximum)
 
     def verify(self, size: int) -> bool:
-        """Return whether a step of about an eighth of that size needs what the curve says.
+        """Return whether a step of about a tenth of that size needs what the curve says.
 
         One such step is taken; after it the answer is yes.
 
@@ -106,8 +108,9 @@ class Probe:
         with sandbox(self._step.model, self._step.optimizer, also=self._also):
             self._take(SIZES[0])
             for size in sizes:
-                # Kernels that see a size for the first time may prepare themselves for it.
-                self._take(size)
+                # Kernels of a GPU that see a size for the first time may prepare for it.
+                if self._step.device.type != "cpu":
+                    self._take(size)
                 batch = self._make_batch(size)
                 recordings.append(record_step(self._step, batch, size))
                 self._count(size)
@@ -121,6 +124,7 @@ class Probe:
     def _count(self, size: int) -> None:
         self.num_steps += 1
         self.num_samples += size * self._step.accumulation
+        self.sizes.add(size)
 
 
 def probe(

@@ -64,6 +64,7 @@ class Trials:
 
     Attributes:
         num_samples: how many samples were processed.
+        sizes: of the steps.
         num_steps: how many steps were taken or begun.
         num_out_of_memory: how many of them ran out of memory.
         last_error: what the last of those said.
@@ -83,6 +84,7 @@ class Trials:
         self._reserve = reserve
         self._is_warm = False
         self.num_samples = 0
+        self.sizes: set[int] = set()
         self.num_steps = 0
         self.num_out_of_memory = 0
         self.last_error: str | None = None
@@ -93,7 +95,7 @@ class Trials:
         The optimizer has its state before, as in every step of a run but the first. Where memory
         runs out, all is put back: the optimizer may have stopped in the middle.
         """
-        return self._warm_up(size) and self._run(size) is not None
+        return self.warm_up(size) and self._run(size) is not None
 
     def footprint(self, size: int) -> int | None:
         """Take a step, and return what it takes beyond what is there; None where unknown.
@@ -101,7 +103,7 @@ class Trials:
         Memory that runs out is known to, by `num_out_of_memory`.
         """
         found: list[int | None] = []
-        if self._warm_up(size):
+        if self.warm_up(size):
             device = self._step.device
             limited = device.type == "cpu" and room(device).source.startswith("RLIMIT")
 
@@ -111,7 +113,8 @@ class Trials:
             self._run(size, measure)
         return found[0] if found else None
 
-    def _warm_up(self, size: int) -> bool:
+    def warm_up(self, size: int) -> bool:
+        """Take a small step, once, that makes the optimizer's state; return whether it fits."""
         if not self._is_warm:
             self._is_warm = self._run(min(size, WARM_UP_SIZE)) is not None
         return self._is_warm
@@ -123,6 +126,7 @@ class Trials:
         release_memory(scratch=False)
         self.num_steps += 1
         self.num_samples += size * self._step.accumulation
+        self.sizes.add(size)
 
         def work() -> None:
             self._step.run(self._make_batch(size))
