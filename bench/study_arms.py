@@ -47,6 +47,10 @@ class Setting(NamedTuple):
     warmup: int = 2
 
 
+START = Setting()
+"""Where a search begins."""
+
+
 class Parts(NamedTuple):
     """What a side gives the trainer."""
 
@@ -65,6 +69,8 @@ class Arm:
     """The size that its learning rate is meant for."""
     parts: Callable[[Schedule], Parts]
     """What becomes of a cosine to 0."""
+    start: Setting = START
+    """Where the search for its setting begins."""
 
 
 def _seesaw(size: Any, **options: Any) -> Callable[[Schedule], Parts]:
@@ -75,8 +81,12 @@ def _seesaw(size: Any, **options: Any) -> Callable[[Schedule], Parts]:
     return parts
 
 
+def _noise(c: float) -> Callable[[Schedule], Parts]:
+    policy = NoiseScale(8, LARGEST, c=c)
+    return lambda cosine: Parts(policy, cosine, SquareRootRule(16), MICRO_BATCH)
+
+
 _WARMUP = DoublingRamp(8, 32, "15%")
-_NOISE = NoiseScale(8, LARGEST, c=0.35)
 ARMS: Mapping[str, Arm] = {
     "constant-16": Arm("constant 16", 16, lambda cosine: Parts(Fixed(16), cosine)),
     "constant-24": Arm("constant 24", 24, lambda cosine: Parts(Fixed(24), cosine)),
@@ -85,13 +95,10 @@ ARMS: Mapping[str, Arm] = {
         "batch warm-up 8-16-32", 32, lambda cosine: Parts(_WARMUP, cosine, SquareRootRule(32))
     ),
     "seesaw": Arm("Seesaw from 16", 16, _seesaw(16)),
-    "seesaw-smooth": Arm("Seesaw from 16, smooth", 16, _seesaw(16, smooth=True)),
     "warmup-seesaw": Arm("batch warm-up, then Seesaw", 32, _seesaw(_WARMUP)),
-    "noise": Arm(
-        "noise-driven, c = 0.35",
-        16,
-        lambda cosine: Parts(_NOISE, cosine, SquareRootRule(16), MICRO_BATCH),
-    ),
+    "noise-0.35": Arm("noise-driven, c = 0.35", 16, _noise(0.35)),
+    # It begins where the search for the other one had ended.
+    "noise-0.45": Arm("noise-driven, c = 0.45", 16, _noise(0.45), Setting(7, 2)),
 }
 BASELINE = "constant-16"
 """What all others are held against."""

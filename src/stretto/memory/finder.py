@@ -99,9 +99,10 @@ def find_batch_size(
     limit = _limit(step, device_memory)
     is_here = device_memory is None
     usual = MARGIN if is_here and method != "predict" else MARGIN_OF_PREDICTIONS
-    reserve = Margin.parse(margin or usual).of(limit.bytes)
+    reserve = Margin.parse(usual if margin is None else margin).of(limit.bytes)
     is_on_cpu = is_here and step.device.type == "cpu" and device != "cuda"
-    of_estimates = Margin.parse(margin or MARGIN_OF_ESTIMATES).of(limit.bytes)
+    wide = MARGIN_OF_ESTIMATES if margin is None else margin
+    of_estimates = Margin.parse(wide).of(limit.bytes)
     question = Question(
         step=step,
         make_batch=_maker(batch, step.device),
