@@ -50,6 +50,17 @@ def test_a_resumed_run_says_what_it_does_otherwise(problem: Make, tmp_path: Path
     assert "micro_batch_size: None -> 4" in other.changes
 
 
+def test_a_noise_of_another_kind_is_told(problem: Make, tmp_path: Path) -> None:
+    """What was averaged before and what comes now are not the same quantity."""
+    settings: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing("2ba")}
+    problem().trainer(max_duration="4ba", **settings).fit()
+    other = problem().trainer(
+        max_duration="4ba", stepping=Stepping(noise_from="norm_layers", measure_noise=5), **settings
+    )
+    other.resume()
+    assert other.changes == ("measure_noise: None -> 5", "noise_from: None -> norm_layers")
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -19,8 +19,10 @@ def random_state() -> dict[str, Any]:
         "torch": _text(torch.get_rng_state()),
         "python": [version, list(numbers), gauss],
     }
-    if torch.cuda.is_available():
-        state["cuda"] = _text(torch.cuda.get_rng_state())
+    kind, module = _accelerator()
+    # One that was not used yet has no state; asking would start it, in a run on the CPU too.
+    if module is not None and getattr(module, "is_initialized", lambda: True)():
+        state[kind] = _text(module.get_rng_state())
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state(legacy=True)
         state["numpy"] = [name, keys.tolist(), *rest]
@@ -32,10 +34,20 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(_tensor(state["torch"]))
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+    kind, module = _accelerator()
+    if module is not None and kind in state:
+        module.set_rng_state(_tensor(state[kind]))
     if "numpy" in state and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+def _accelerator() -> tuple[str, Any]:
+    """The kind of the accelerator there is, and its module; None without one."""
+    if not torch.accelerator.is_available():
+        return "cpu", None
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return kind.type, torch.get_device_module(kind)
 
 
 def _text(state: Tensor) -> str:

@@ -58,6 +58,9 @@ def describe_setup(
         "precision": stepping.precision,
         "clip_norm": stepping.clip_norm,
         "compile": stepping.compile,
+        # As usual is None: checkpoints from before these settings do not have them.
+        "measure_noise": _unusual(stepping.measure_noise, "auto"),
+        "noise_from": _unusual(stepping.noise_from, "micro_batches"),
         "device": device,
         "torch": str(torch.__version__),
         "stretto": version("stretto"),
@@ -115,6 +118,10 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[st
             )
         elif before != value and (name in saved or value is not None):
             yield f"{name}: {before} -> {value}"
+
+
+def _unusual(value: object, usual: str) -> str | None:
+    return None if value == usual else "never" if value is None else str(value)
 
 
 def gone(callback: str) -> str:
