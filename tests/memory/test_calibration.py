@@ -28,7 +28,7 @@ def test_it_grows_at_least_in_proportion_and_meets_the_last_measurement(
 ) -> None:
     overhead = Overhead()
     for size, extra in noted:
-        overhead.note(size, took=100 + extra, foretold=100)
+        overhead.note(size, took=extra, foretold=0)
     last = max(size for size, _ in noted)
     assert overhead.at(last) == dict(noted)[last]
     values = [overhead.at(last * times) for times in (1, 2, 5, 9)]
@@ -36,6 +36,14 @@ def test_it_grows_at_least_in_proportion_and_meets_the_last_measurement(
     assert all(
         value >= times * values[0] for value, times in zip(values, (1, 2, 5, 9), strict=True)
     )
+
+
+def test_chance_is_not_extended() -> None:
+    overhead = Overhead()
+    overhead.note(10, took=1_009, foretold=1_000)
+    assert [overhead.at(size) for size in (10, 20, 1_000)] == [9, 9, 9]
+    overhead.note(20, took=2_050, foretold=2_000)
+    assert overhead.at(40) == 50 + 82
 
 
 def test_what_grows_faster_goes_on_so() -> None:

@@ -8,6 +8,8 @@ from typing import final
 from stretto.memory.limits import process_status
 from stretto.memory.release import release_memory
 
+CHANCE = 0.01
+"""The part of what a step takes that it may take or not."""
 SIZES_OF_A_RUN = 2
 """A run has micro-batches of one size, and what remains of a batch."""
 
@@ -17,7 +19,8 @@ class Overhead:
     """Bytes on top of what an oracle says, as a function of the size.
 
     From the largest size that was measured it grows as it did between the last two, and at least in
-    proportion to the size; it never shrinks.
+    proportion to the size; it never shrinks. Less than a percent of what a step takes is what the
+    same step varies by, and stays as it is.
 
     >>> overhead = Overhead()
     >>> overhead.note(10, took=1100, foretold=1000)
@@ -28,6 +31,7 @@ class Overhead:
 
     def __init__(self) -> None:
         self._noted: dict[int, int] = {}
+        self._took: dict[int, int] = {}
         self.is_known = True
         """Whether every step that was taken could be measured."""
 
@@ -37,6 +41,7 @@ class Overhead:
             self.is_known = False
         else:
             self._noted[size] = max(took - foretold, 0)
+            self._took[size] = took
 
     def at(self, size: int) -> int:
         """Return what comes on top at a size."""
@@ -44,6 +49,8 @@ class Overhead:
             return 0
         *earlier, last = sorted(self._noted)
         extra = self._noted[last]
+        if size > last and extra < CHANCE * self._took[last]:
+            return extra
         proportional = -(-extra * size // last)
         if not earlier or size <= last:
             return proportional

@@ -10,7 +10,7 @@ more is tried if it shows that more would fit.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -235,7 +235,7 @@ class Ladder:
                 return self._answer(corrected, "calibrated", oracle, overhead)
             self._explain(overhead, corrected.size)
             if not self._measure(tried, oracle, overhead, corrected.size):
-                return self._tried("bisect", guess=corrected.size // 2, tried=tried)
+                return self._checked(tried, oracle, corrected, overhead, parts=(LESS,))
             better = self._fitting(oracle, overhead)
             if better.size > corrected.size / MUCH and self._fits(tried, better.size):
                 return self._answer(better, "tried", oracle, overhead)
@@ -275,10 +275,15 @@ class Ladder:
         return self._together.all(work)
 
     def _checked(
-        self, tried: Trials, oracle: Oracle, found: Found, overhead: Overhead | None = None
+        self,
+        tried: Trials,
+        oracle: Oracle,
+        found: Found,
+        overhead: Overhead | None = None,
+        parts: Sequence[float] = (1.0, LESS),
     ) -> Answer:
         """Take a step of the size itself; if it does not fit, of a little less."""
-        for part in (1.0, LESS):
+        for part in parts:
             size = self._question.sizes.at_most(int(part * found.size))
             if size is not None and self._fits(tried, size):
                 return self._answer(
