@@ -235,7 +235,7 @@ class Ladder:
                 return self._answer(corrected, "calibrated", oracle, overhead)
             self._explain(overhead, corrected.size)
             if not self._measure(tried, oracle, overhead, corrected.size):
-                return self._checked(tried, oracle, corrected, overhead, parts=(LESS,))
+                return self._checked(tried, oracle, corrected, overhead, parts=(LESS, LESS**2))
             better = self._fitting(oracle, overhead)
             if better.size > corrected.size / MUCH and self._fits(tried, better.size):
                 return self._answer(better, "tried", oracle, overhead)

@@ -123,7 +123,7 @@ class Trials:
         self, size: int, around: Callable[[Callable[[], object]], object] | None = None
     ) -> bool | None:
         """Take a step in what memory there is; None where it runs out."""
-        release_memory()  # in a run, no steps of other sizes have left any scratch
+        release_memory(scratch=False)  # in a run, too, steps of other sizes have left some
         self.num_steps += 1
         self.num_samples += size * self._step.accumulation
         self.sizes.add(size)
