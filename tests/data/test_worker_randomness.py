@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
+import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -108,3 +111,36 @@ def test_a_worker_that_dies_is_told_with_what_to_do() -> None:
     with pytest.raises(DataError, match=r"one of them ended .*then resume"):
         seen.extend(loader)
     assert loader.timer.sample <= 16
+
+
+class HalfWay(Noisy):
+    """Samples whose connection breaks on arrival, and whose worker ends only after that."""
+
+    def __getitem__(self, index: int) -> Any:
+        return Broken()
+
+
+class Broken:
+    def __reduce__(self) -> Any:
+        return (break_off, (os.getpid(),))
+
+
+def break_off(worker: int) -> None:
+    os.kill(worker, signal.SIGSTOP)  # so that it is there still when it is waited for
+    threading.Timer(0.2, os.kill, (worker, signal.SIGKILL)).start()
+    raise EOFError("half way")
+
+
+def test_a_worker_that_ends_after_its_connection_leaves_no_error_in_a_finalizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    loader = StepLoader(
+        HalfWay(), 4, max_duration="1ep", num_workers=1, shuffle=False, collate_fn=lambda x: x
+    )
+    with pytest.raises(DataError, match=r"one of them ended \(half way\)"):
+        next(iter(loader))
+    del loader
+    gc.collect()
+    assert not ignored

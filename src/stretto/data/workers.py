@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -118,6 +119,7 @@ def start_workers(
             is_caught = str(error).startswith("Caught")
             if is_caught or (type(error) is RuntimeError and "DataLoader worker" not in str(error)):
                 raise
+            _end(batches)
             raise _dead_worker(error) from error
         yield batch
 
@@ -191,6 +193,18 @@ class _WorkerStart:
         object.__setattr__(get_worker_info(), "dataset", self._dataset)
         if self._function is not None:
             self._function(worker)
+
+
+def _end(batches: Iterator[Any]) -> None:
+    """End the workers that are left, here rather than when the iterator is collected.
+
+    The connection breaks a moment before the system tells of the worker's end, which torch turns
+    into an error wherever we are then. In a finalizer nobody could catch it.
+    """
+    shutdown = getattr(batches, "_shutdown_workers", None)  # torch has no public way
+    if shutdown is not None:
+        with suppress(RuntimeError):
+            shutdown()
 
 
 def _dead_worker(error: Exception) -> DataError:
