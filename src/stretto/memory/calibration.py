@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import final
 
 from stretto.memory.limits import process_status
@@ -19,14 +21,14 @@ class Overhead:
     """Bytes on top of what an oracle says, as a function of the size.
 
     From the largest size that was measured it grows as it did between the last two, and at least in
-    proportion to the size; it never shrinks. Less than a percent of what a step takes is what the
-    same step varies by, and stays as it is.
+    proportion to the size; it never shrinks. A percent of what a step takes is what the same step
+    varies by: so much stays as it is, and what is beyond it grows.
 
     >>> overhead = Overhead()
     >>> overhead.note(10, took=1100, foretold=1000)
     >>> overhead.note(20, took=2300, foretold=2000)
     >>> overhead.at(40), overhead.at(20)
-    (700, 300)
+    (654, 300)
     """
 
     def __init__(self) -> None:
@@ -49,13 +51,13 @@ class Overhead:
             return 0
         *earlier, last = sorted(self._noted)
         extra = self._noted[last]
-        if size > last and extra < CHANCE * self._took[last]:
-            return extra
-        proportional = -(-extra * size // last)
-        if not earlier or size <= last:
-            return proportional
-        slope = max(extra - self._noted[earlier[-1]], 0)
-        return max(proportional, extra + -(-slope * (size - last) // (last - earlier[-1])))
+        if size <= last:
+            return -(-extra * size // last)
+        chance = math.ceil(CHANCE * self._took[last])
+        growths = [Fraction(0), Fraction(extra - chance, last)]
+        if earlier:
+            growths.append(Fraction(extra - self._noted[earlier[-1]] - chance, last - earlier[-1]))
+        return extra + math.ceil(max(growths) * (size - last))
 
 
 @final
