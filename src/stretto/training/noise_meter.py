@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 from torch import nn
@@ -39,13 +40,41 @@ class Pass(NamedTuple):
     """Whether ranks average in it what has been accumulated."""
 
 
-class NoiseMeter(ABC):
-    """Measures the noise of the gradient while a step accumulates it."""
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The run whose gradients a meter looks at."""
 
-    averages_each: bool
-    """Whether gradients must be averaged in each pass of a step that is measured."""
+    model: nn.Module
+    """The model as the loss function gets it (averaged over ranks)."""
+    parameters: Sequence[nn.Parameter]
+    """Those that are trained."""
+    spec: DataSpec
+    """Cuts batches."""
+    ranks: Ranks
+    """The processes of the run."""
     every: int
-    """In how many steps it measures once."""
+    """In how many steps to measure once."""
+    is_sharded: bool
+    """Whether each rank has a part of each parameter, and each pass is one of all ranks."""
+
+
+class NoiseMeter(ABC):
+    """Measures the noise of the gradient while a step accumulates it.
+
+    Args:
+        run: what to measure.
+        averages_each: whether gradients must be averaged in each pass of a step that is measured.
+    """
+
+    def __init__(self, run: Measured, *, averages_each: bool) -> None:
+        self.every = run.every
+        self.averages_each = averages_each
+        self._spec = run.spec
+        self._ranks = run.ranks
+        self._copies = _copies_of_parts(run.parameters) if run.is_sharded else 1
+        self._divisor = 1.0
+        self._is_complete = False
 
     @final
     def is_due(self, step: Step) -> bool:
@@ -81,37 +110,14 @@ class MicroBatchMeter(NoiseMeter):
     """Compares the gradients of the micro-batches of a step.
 
     A step that would be one pass, on a single rank or a fully sharded model, is cut into two.
-
-    Args:
-        model: the model as the loss function gets it (averaged over ranks).
-        parameters: those that are trained.
-        spec: cuts batches.
-        ranks: the processes of the run.
-        every: in how many steps to measure once.
-        is_sharded: whether each pass of the model is one of all ranks.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        *,
-        spec: DataSpec,
-        ranks: Ranks,
-        every: int,
-        is_sharded: bool,
-    ) -> None:
-        self._gradients = MicroGradients(parameters)
-        self._spec = spec
-        self._ranks = ranks
-        self.every = every
-        self.averages_each = is_sharded
-        self._copies = copies_of_parts(parameters) if is_sharded else 1
+    def __init__(self, run: Measured) -> None:
+        super().__init__(run, averages_each=run.is_sharded)
+        self._gradients = MicroGradients(run.parameters)
         self._units: list[int] = []
-        self._divisor = 1.0
-        self._is_complete = False
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            self._gradients.attach(model)
+        if isinstance(run.model, nn.parallel.DistributedDataParallel):
+            self._gradients.attach(run.model)
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Forget the step before; return what to compute."""
@@ -174,7 +180,7 @@ class MicroBatchMeter(NoiseMeter):
         return MicroBatch(batch, size, tokens or 0, micro.weight * size / micro.num_samples)
 
 
-def copies_of_parts(parameters: Sequence[nn.Parameter]) -> int:
+def _copies_of_parts(parameters: Sequence[nn.Parameter]) -> int:
     """Return on how many ranks each part of a sharded model lies; 1 where none is sharded."""
     shapes = [p.device_mesh.shape for p in parameters if is_spread(p)]
     return math.prod(shapes[0][:-1]) if shapes else 1

@@ -12,13 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
-from torch import nn
-
-from stretto.data import DataSpec, MicroBatch
+from stretto.data import MicroBatch
 from stretto.errors import TrainingError, cannot
 from stretto.noise import NoiseSums, NormLayerGradients
-from stretto.training.noise_meter import NOTHING, NoiseMeter, Pass, copies_of_parts
-from stretto.training.ranks import Ranks
+from stretto.training.noise_meter import NOTHING, Measured, NoiseMeter, Pass
 
 _TOLERANCE = 0.05
 """How far what samples gave may be from the gradient; bf16 weights round to 0.4 percent."""
@@ -29,12 +26,7 @@ class NormLayerMeter(NoiseMeter):
     """Compares the gradients of the samples of a step, in the passes that are made anyway.
 
     Args:
-        model: the model as the loss function gets it (averaged over ranks).
-        parameters: those that are trained.
-        spec: cuts batches.
-        ranks: the processes of the run.
-        every: in how many steps to measure once.
-        is_sharded: whether each rank has a part of each parameter.
+        run: what to measure.
         count: counts the units of a batch; None: they are samples.
         changes_batches: whether a batch may have other samples than the loader counted.
 
@@ -44,30 +36,19 @@ class NormLayerMeter(NoiseMeter):
 
     def __init__(
         self,
-        model: nn.Module,
-        parameters: Sequence[nn.Parameter],
+        run: Measured,
         *,
-        spec: DataSpec,
-        ranks: Ranks,
-        every: int,
-        is_sharded: bool,
         count: Callable[[Any], int] | None,
         changes_batches: bool,
     ) -> None:
-        self._gradients = NormLayerGradients(model, parameters)
-        self._spec = spec
-        self._ranks = ranks
-        self.every = every
-        self.averages_each = False
-        self._is_sharded = is_sharded
-        self._copies = copies_of_parts(parameters) if is_sharded else 1
+        super().__init__(run, averages_each=False)
+        self._gradients = NormLayerGradients(run.model, run.parameters)
+        self._is_sharded = run.is_sharded
         self._count = count
         self._changes_batches = changes_batches
         # What samples gave is never in one place where the gradient is not either.
-        self._is_verified = is_sharded
+        self._is_verified = run.is_sharded
         self._units: list[float] = []
-        self._divisor = 1.0
-        self._is_complete = False
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Forget the step before; what is computed stays as it is."""

@@ -23,7 +23,7 @@ from stretto.errors import TrainingError, cannot
 from stretto.noise import NoiseSums
 from stretto.training.finite import FiniteCheck
 from stretto.training.fully_sharded import is_fully_sharded, sync_gradients, zero_gradient
-from stretto.training.noise_meter import MicroBatchMeter, NoiseMeter, Pass
+from stretto.training.noise_meter import Measured, MicroBatchMeter, NoiseMeter, Pass
 from stretto.training.norm_meter import NormLayerMeter
 from stretto.training.ranks import Ranks
 from stretto.training.safety_net import SafetyNet
@@ -155,26 +155,20 @@ class Stepper:
         Raises:
             TrainingError: it is to be measured in normalisation layers that there are not.
         """
+        run = Measured(
+            model=self._model,
+            parameters=self._parameters,
+            spec=spec,
+            ranks=self._ranks,
+            every=every,
+            is_sharded=self._is_sharded,
+        )
         if settings.noise_from == "norm_layers":
             self.meter = NormLayerMeter(
-                self._model,
-                self._parameters,
-                spec=spec,
-                ranks=self._ranks,
-                every=every,
-                is_sharded=self._is_sharded,
-                count=self.count,
-                changes_batches=bool(self._transforms),
+                run, count=self.count, changes_batches=bool(self._transforms)
             )
         else:
-            self.meter = MicroBatchMeter(
-                self._model,
-                self._parameters,
-                spec=spec,
-                ranks=self._ranks,
-                every=every,
-                is_sharded=self._is_sharded,
-            )
+            self.meter = MicroBatchMeter(run)
 
     def noise(self) -> NoiseSums:
         """Return what this rank knows of the noise of the gradient; before `finish` and `update`.
