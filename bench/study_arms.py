@@ -81,8 +81,8 @@ def _seesaw(size: Any, **options: Any) -> Callable[[Schedule], Parts]:
     return parts
 
 
-def _noise(c: float) -> Callable[[Schedule], Parts]:
-    policy = NoiseScale(8, LARGEST, c=c)
+def _noise(start: int, c: float) -> Callable[[Schedule], Parts]:
+    policy = NoiseScale(start, LARGEST, c=c)
     return lambda cosine: Parts(policy, cosine, SquareRootRule(16), MICRO_BATCH)
 
 
@@ -94,11 +94,13 @@ ARMS: Mapping[str, Arm] = {
     "warmup": Arm(
         "batch warm-up 8-16-32", 32, lambda cosine: Parts(_WARMUP, cosine, SquareRootRule(32))
     ),
-    "seesaw": Arm("Seesaw from 16", 16, _seesaw(16)),
-    "warmup-seesaw": Arm("batch warm-up, then Seesaw", 32, _seesaw(_WARMUP)),
-    "noise-0.35": Arm("noise-driven, c = 0.35", 16, _noise(0.35)),
+    "seesaw": Arm("Seesaw from 16, doubling", 16, _seesaw(16)),
+    "seesaw-continuous": Arm("Seesaw from 16, continuous", 16, _seesaw(16, factor="continuous")),
+    "warmup-seesaw": Arm("8-16-32, then Seesaw, doubling", 32, _seesaw(_WARMUP)),
+    "noise-0.35": Arm("noise-driven from 8, c = 0.35", 16, _noise(8, 0.35)),
     # It begins where the search for the other one had ended.
-    "noise-0.45": Arm("noise-driven, c = 0.45", 16, _noise(0.45), Setting(7, 2)),
+    "noise-0.45": Arm("noise-driven from 8, c = 0.45", 16, _noise(8, 0.45), Setting(7, 2)),
+    "noise-from-16": Arm("noise-driven from 16, c = 0.4", 16, _noise(16, 0.4), Setting(7, 2)),
 }
 BASELINE = "constant-16"
 """What all others are held against."""

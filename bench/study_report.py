@@ -30,7 +30,11 @@ def table(
         + "  seeds"
     ]
     lines += [_row(ARMS[arm].title, by_arm[arm], base) for arm in ARMS if arm in by_arm]
-    lines += ["", "Tuned on a seed of its own; validation loss by learning rate and warm-up:"]
+    lines += [
+        "",
+        "Tuned on two seeds that are none of these: validation loss by learning rate and warm-up,",
+        "with the first seed / the second, which the best settings of the first are tried with.",
+    ]
     for arm, runs in _by_arm(tried).items():
         lines += ["", *_grid(ARMS[arm].title, runs, best.get(arm))]
     lines += ["", f"No batch that grows by itself goes beyond {LARGEST}."]
@@ -66,7 +70,7 @@ def _row(title: str, runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[s
 def _columns(  # noqa: PLR0917 (a row, from left to right)
     title: str, rate: str, warmup: str, steps: str, fewer: str, loss: str, difference: str
 ) -> str:
-    return f"{title:28s}{rate:>9s}{warmup:>9s}{steps:>8s}{fewer:>8s}{loss:>18s}{difference:>20s}"
+    return f"{title:32s}{rate:>9s}{warmup:>9s}{steps:>8s}{fewer:>8s}{loss:>18s}{difference:>20s}"
 
 
 def _deviation(values: Sequence[float]) -> float:
@@ -74,15 +78,21 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def _grid(title: str, runs: Sequence[Mapping[str, Any]], best: Setting | None) -> list[str]:
-    losses = {Setting(*run["setting"]): run["loss"] for run in runs}
+    losses: dict[Setting, list[float]] = defaultdict(list)
+    for run in sorted(runs, key=lambda run: run["seed"]):
+        losses[Setting(*run["setting"])].append(run["loss"])
     rates = sorted({setting.rate for setting in losses})
     warmups = sorted({setting.warmup for setting in losses})
-    head = "".join(f"{WARMUPS[warmup]:>9.0%}" for warmup in warmups)
-    state = "" if best else " (the search goes on)"
-    lines = [f"{title}{state}: times the base rate, and warm-up", f"{'':>8s}{head}"]
+    head = "".join(f"{WARMUPS[warmup]:>18.0%}" for warmup in warmups)
+    state = (
+        f"{RATES[best.rate]:g} and {WARMUPS[best.warmup]:.0%} chosen"
+        if best
+        else "the search goes on"
+    )
+    lines = [f"{title}: times the base rate, and warm-up ({state})", f"{'':>8s}{head}"]
     for rate in rates:
-        cells = [losses.get(Setting(rate, warmup)) for warmup in warmups]
-        shown = "".join(f"{'':>9s}" if cell is None else f"{cell:>9.4f}" for cell in cells)
+        cells = [losses.get(Setting(rate, warmup), []) for warmup in warmups]
+        shown = "".join(f"{' / '.join(f'{loss:.4f}' for loss in cell):>18s}" for cell in cells)
         lines.append(f"{RATES[rate]:>8g}{shown}")
     return lines
 
