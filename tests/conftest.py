@@ -1,9 +1,15 @@
-"""What every test shares: hypothesis profiles and the limit on threads."""
+"""What every test shares: hypothesis profiles, the limit on threads, limits on memory."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Set before anything imports torch: results and speed must not depend on the machine's cores.
@@ -18,3 +24,39 @@ settings.register_profile(
 )
 settings.register_profile("thorough", max_examples=2_000, deadline=None)
 settings.load_profile(os.environ.get("STRETTO_HYPOTHESIS_PROFILE", "ci"))
+
+LIMITED = """
+import resource
+from stretto.memory.limits import process_status
+
+def leave(room):
+    resource.setrlimit(resource.RLIMIT_DATA, (process_status()["VmData"] + room, -1))
+
+"""
+
+
+@pytest.fixture
+def limited() -> Callable[..., str]:
+    """Run code in a process of its own, and return what it printed.
+
+    There `leave(bytes)` sets a real limit: what is beyond it fails as it does on a full machine.
+    """
+    if sys.platform != "linux":
+        pytest.skip("needs Linux's limits")
+
+    def run(code: str, *arguments: str, folder: Path | None = None) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", LIMITED + textwrap.dedent(code), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+            cwd=folder,
+            # Freed blocks go back to the system at once: else fragments of the heap decide, by
+            # chance.
+            env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    return run

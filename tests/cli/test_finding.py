@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -133,29 +132,16 @@ def test_mistakes(arguments: str, message: str, wide: Path, stretto: Stretto) ->
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits")
-def test_here_under_a_real_limit(wide: Path) -> None:
+def test_here_under_a_real_limit(wide: Path, limited: Callable[..., str]) -> None:
     code = """
-import resource, sys
-from stretto.cli import main
-import torch, stretto.memory, stretto.training
-status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-now = int(status["VmData"].split()[0]) * 1024
-resource.setrlimit(resource.RLIMIT_DATA, (now + 200 * 2**20, -1))
-main(["find-batch-size", "run.yaml", "--maximum", "20000", *sys.argv[1:]])
-"""
+        import sys
+        from stretto.cli import main
+        import torch, stretto.memory, stretto.training
+        leave(200 * 2**20)
+        main(["find-batch-size", "run.yaml", "--maximum", "20000", "--json", *sys.argv[1:]])
+    """
     for arguments, certainty in (([], "calibrated tried"), (["--method", "halve"], "tried")):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments, "--json"],
-            cwd=wide,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-            env={"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
+        found = json.loads(limited(code, *arguments, folder=wide))
         # On a busy machine the small steps may leave a doubt, and the answer itself is tried.
         assert found["certainty"] in certainty.split()
         assert "RLIMIT_DATA" in found["limit"]

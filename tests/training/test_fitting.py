@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,13 +17,12 @@ from stretto.training import Checkpointing, Stepping
 
 Make = Callable[..., Any]
 
-LIMITED = """
-import json, resource, sys
+FITTED = """
+import json, sys
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 import stretto
-from stretto.memory.limits import process_status
 
 torch.set_num_threads(1)
 width, layers, share = 256, 24, 4096
@@ -39,8 +35,7 @@ loss = lambda model, batch: model(batch[0]).square().mean()
 loss(model, [data.tensors[0][:2]]).backward()
 optimizer.zero_grad()
 needed = share * width * 4 * layers  # bytes of the activations of a whole share
-limit = process_status()["VmData"] + needed // 3 + 5 * sum(p.nbytes for p in model.parameters())
-resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+leave(needed // 3 + 5 * sum(p.nbytes for p in model.parameters()))
 size = sys.argv[1]
 settings = {"batch_size": share, "micro_batch_size": "auto"}
 if size == "largest":
@@ -61,26 +56,11 @@ print(json.dumps({
 """
 
 
-def limited(what: str) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, what],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        # Freed blocks go back to the system at once: else fragments of the heap decide, by chance.
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA")
-def test_a_micro_batch_is_found_that_fits_into_a_real_limit() -> None:
+def test_a_micro_batch_is_found_that_fits_into_a_real_limit(limited: Make) -> None:
     """The batch of the optimizer stays 4,096, of which less than a third fits at once."""
-    run = limited("micro")
+    run = json.loads(limited(FITTED, "micro"))
     assert (run["batches"], run["samples"], run["sizes"]) == (2, 8192, [4096])
     assert 200 < run["found"] < 1700
     assert run["splits"] == 0
@@ -88,9 +68,8 @@ def test_a_micro_batch_is_found_that_fits_into_a_real_limit() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA")
-def test_a_batch_grows_to_what_fits_into_a_real_limit() -> None:
-    run = limited("largest")
+def test_a_batch_grows_to_what_fits_into_a_real_limit(limited: Make) -> None:
+    run = json.loads(limited(FITTED, "largest"))
     assert run["samples"] == 8192
     found = int(run["policy"].rpartition(" ")[2].rstrip(")"))
     assert 400 < found < 2500
