@@ -15,6 +15,7 @@ from stretto.batching import (
     DoublingRamp,
     Fixed,
     LearningRateRule,
+    LinearRamp,
     NoiseScale,
     Seesaw,
     SquareRootRule,
@@ -31,7 +32,7 @@ LENGTH = 64
 MICRO_BATCH = 8
 """Where the noise is measured: between micro-batches of this size."""
 LARGEST = 256
-"""No batch that grows by itself goes beyond it."""
+"""No batch that grows by itself goes beyond it; with the warm-up from 16 to 20, beyond 96."""
 
 
 RATES = tuple(round(2 ** (power / 2), 4) for power in range(-4, 5))
@@ -73,9 +74,9 @@ class Arm:
     """Where the search for its setting begins."""
 
 
-def _seesaw(size: Any, **options: Any) -> Callable[[Schedule], Parts]:
+def _seesaw(size: Any, maximum: int = LARGEST, **options: Any) -> Callable[[Schedule], Parts]:
     def parts(cosine: Schedule) -> Parts:
-        pair = Seesaw(cosine, size, maximum=LARGEST, **options)
+        pair = Seesaw(cosine, size, maximum=maximum, **options)
         return Parts(pair.policy, pair.schedule)
 
     return parts
@@ -97,6 +98,12 @@ ARMS: Mapping[str, Arm] = {
     "seesaw": Arm("Seesaw from 16, doubling", 16, _seesaw(16)),
     "seesaw-continuous": Arm("Seesaw from 16, continuous", 16, _seesaw(16, factor="continuous")),
     "warmup-seesaw": Arm("8-16-32, then Seesaw, doubling", 32, _seesaw(_WARMUP)),
+    "late-warmup-seesaw": Arm(
+        "16-20, then Seesaw, continuous",
+        20,
+        _seesaw(LinearRamp(16, 20, "30%"), 96, factor="continuous"),
+        Setting(7, 2),
+    ),
     "noise-0.35": Arm("noise-driven from 8, c = 0.35", 16, _noise(8, 0.35)),
     # It begins where the search for the other one had ended.
     "noise-0.45": Arm("noise-driven from 8, c = 0.45", 16, _noise(8, 0.45), Setting(7, 2)),

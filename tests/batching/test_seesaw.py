@@ -10,11 +10,17 @@ from hypothesis import strategies as st
 
 from stretto.batching import (
     NO_SIGNALS,
+    AtLeast,
+    AtMost,
     Coupling,
     DoublingRamp,
     Fixed,
+    Hysteresis,
     IncreaseInsteadOfDecay,
+    Monotone,
+    MultipleOf,
     PeriodSizes,
+    PowerOfTwo,
     Seesaw,
     Steps,
 )
@@ -313,3 +319,20 @@ def test_the_schedule_is_that_of_the_whole_run() -> None:
     assert (pair.schedule * 0.5).bind(RUN)(Timestamp()) == 0.5
     with pytest.raises(ScheduleError, match="batch sizes are those of the whole run"):
         Periods([("10%", 1.0), ("rest", pair.schedule)]).bind(RUN)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda policy: AtMost(policy, 64),
+        lambda policy: AtLeast(policy, 32),
+        lambda policy: MultipleOf(policy, 8),
+        PowerOfTwo,
+        Monotone,
+        lambda policy: Hysteresis(policy, 1.25),
+        lambda policy: PeriodSizes([("50%", 8), ("rest", policy)]),
+    ],
+)
+def test_sizes_that_the_learning_rate_goes_by_are_not_changed(wrap: Any) -> None:
+    with pytest.raises(BatchSizeError, match=r"would not know.*maximum=256, multiple_of=8"):
+        wrap(Seesaw(Cosine(), 16).policy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from stretto.batching import PeriodSizes, Seesaw
+from stretto.batching import AtMost, PeriodSizes, Seesaw
 from stretto.config import build_plan
 from stretto.config.run import RunConfig
 from stretto.schedules import Constant, Cosine, CosineRestarts, Custom, Linear, Periods, Schedule
@@ -38,6 +38,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("seesaw-factor", lambda: Seesaw(Cosine(), 8, factor=1)),
     ("seesaw-factor-text", lambda: Seesaw(Cosine(), 8, factor="smooth")),  # type: ignore[arg-type]
     ("seesaw-smooth", lambda: Seesaw(Cosine(), 8, factor="continuous", smooth=True)),
+    ("seesaw-bounded", lambda: AtMost(Seesaw(Cosine(), 8).policy, 64)),
     ("seesaw-batches", lambda: bind(Linear(over="100ba"))),
     ("seesaw-wall-time", lambda: bind(Cosine(), run=Horizon("1h"))),
     ("seesaw-mixed", lambda: bind(Linear(over="9tok") * Cosine())),

@@ -153,6 +153,11 @@ class BatchSizePolicy(ABC):
     def times(self) -> tuple[Time, ...]:
         """Return every time that it is written with."""
 
+    @property
+    def is_coupled(self) -> bool:
+        """Whether a schedule goes by these sizes, so that nothing may change them."""
+        return False
+
     def cautions(self, horizon: Horizon, largest: int) -> tuple[str, ...]:  # noqa: ARG002
         """Return what may not be meant, a line each, on a run whose largest batch is `largest`.
 

@@ -299,6 +299,11 @@ class CoupledSizes(BatchSizePolicy):
 
     coupling: Coupling
 
+    @property
+    def is_coupled(self) -> bool:
+        """The learning rate goes by them."""
+        return True
+
     def bind(self, horizon: Horizon) -> BoundPolicy:
         """Resolve every time for one run.
 

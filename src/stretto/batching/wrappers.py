@@ -295,12 +295,22 @@ def checked_policy(policy: object) -> BatchSizePolicy:
     """Return what a wrapper is around, given as a policy or as one is written.
 
     Raises:
-        BatchSizeError: it is neither.
+        BatchSizeError: it is neither, or a schedule goes by its sizes.
     """
     # Here, because reading a policy needs every kind of it, the wrappers included.
     from stretto.batching.parse import as_policy
 
-    return as_policy(policy)
+    inner = as_policy(policy)
+    if inner.is_coupled:
+        raise BatchSizeError(
+            cannot(
+                f"change the sizes of {inner!r}",
+                why="the learning rate goes by them, and would not know",
+                instead="give the pair a maximum, multiple_of, or other sizes: "
+                "Seesaw(schedule, 16, maximum=256, multiple_of=8)",
+            )
+        )
+    return inner
 
 
 def _check_rounding(rounding: object) -> None:
