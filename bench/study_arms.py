@@ -72,6 +72,8 @@ class Arm:
     """What becomes of a cosine to 0."""
     start: Setting = START
     """Where the search for its setting begins."""
+    is_drawn: bool = True
+    """Whether the picture shows it; the table shows all."""
 
 
 def _seesaw(size: Any, maximum: int = LARGEST, **options: Any) -> Callable[[Schedule], Parts]:
@@ -97,16 +99,18 @@ ARMS: Mapping[str, Arm] = {
     ),
     "seesaw": Arm("Seesaw from 16, doubling", 16, _seesaw(16)),
     "seesaw-continuous": Arm("Seesaw from 16, continuous", 16, _seesaw(16, factor="continuous")),
-    "warmup-seesaw": Arm("8-16-32, then Seesaw, doubling", 32, _seesaw(_WARMUP)),
+    "warmup-seesaw": Arm("8-16-32, then Seesaw, doubling", 32, _seesaw(_WARMUP), is_drawn=False),
     "late-warmup-seesaw": Arm(
         "16-20, then Seesaw, continuous",
         20,
         _seesaw(LinearRamp(16, 20, "30%"), 96, factor="continuous"),
         Setting(7, 2),
     ),
-    "noise-0.35": Arm("noise-driven from 8, c = 0.35", 16, _noise(8, 0.35)),
+    "noise-0.35": Arm("noise-driven from 8, c = 0.35", 16, _noise(8, 0.35), is_drawn=False),
     # It begins where the search for the other one had ended.
-    "noise-0.45": Arm("noise-driven from 8, c = 0.45", 16, _noise(8, 0.45), Setting(7, 2)),
+    "noise-0.45": Arm(
+        "noise-driven from 8, c = 0.45", 16, _noise(8, 0.45), Setting(7, 2), is_drawn=False
+    ),
     "noise-from-16": Arm("noise-driven from 16, c = 0.4", 16, _noise(16, 0.4), Setting(7, 2)),
 }
 BASELINE = "constant-16"

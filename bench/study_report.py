@@ -104,7 +104,8 @@ def picture(final: Sequence[Mapping[str, Any]], path: Path) -> None:
             figsize=(10, 4.6), layout="constrained"
         )
         panels = figure.subplots(1, 2, sharey=True)
-        for colour, (arm, runs) in zip(COLOURS, _by_arm(final).items(), strict=False):
+        drawn = [(arm, runs) for arm, runs in _by_arm(final).items() if ARMS[arm].is_drawn]
+        for colour, (arm, runs) in zip(COLOURS, drawn, strict=False):
             points = list(zip(*(run["curve"] for run in runs), strict=False))
             loss = [statistics.mean(at[2] for at in each) for each in points]
             for panel, number in zip(panels, (0, 1), strict=True):

@@ -105,6 +105,9 @@ def test_several_ranks_are_refused(
 
 
 CALLBACKS = """
+import os
+import signal
+
 from stretto.training import Callback
 
 SEEN = []
@@ -138,6 +141,13 @@ class Report(Callback):
 class Stop(Callback):
     def on_batch_end(self, trainer, step):
         trainer.stop("early enough")
+
+
+class Terminate(Callback):
+    def on_batch_end(self, trainer, step):
+        if not SEEN:
+            SEEN.append("terminated")
+            os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
@@ -181,3 +191,14 @@ def test_a_branch_that_a_callback_stops_is_refused(
     assert said.code == 2
     assert "a callback has stopped one: early enough" in said.err
     assert not called_back
+
+
+def test_a_signal_ends_all_branches_as_it_ends_a_run(
+    stretto: Stretto, trained: Path, called_back: list[object]
+) -> None:
+    said = stretto(
+        *("critical-batch-size", "run.yaml", "callbacks=[{target: cli_callbacks:Terminate}]"),
+        *("--checkpoint", trained, *SIZES),
+    )
+    assert (said.code, said.out) == (143, "")
+    assert called_back == ["terminated"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -19,6 +18,7 @@ from stretto.config.files import RunFile, dump_run_file, read_run_file
 from stretto.config.training import build_trainer, resolved
 from stretto.errors import ConfigError, cannot
 from stretto.training import Callback
+from stretto.training.interrupt import exit_code
 
 if TYPE_CHECKING:
     from stretto.training import Trainer
@@ -56,7 +56,7 @@ def train(arguments: Sequence[str], *, folder: Path | None, resume: str | None) 
     if trainer.unsaved is not None:
         raise SystemExit(1)
     if trainer.stop_reason is not None:
-        raise SystemExit(_exit_code(trainer.stop_reason))
+        raise SystemExit(exit_code(trainer.stop_reason))
 
 
 @final
@@ -211,11 +211,3 @@ def _numbered(path: Path) -> Iterator[Path]:
     while True:
         yield path.with_name(f"{path.name}-{number}")
         number += 1
-
-
-def _exit_code(reason: str) -> int:
-    """What a shell expects of a process that a signal has ended; 0 where a callback ended it."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if number.name in reason:
-            return 128 + number
-    return 0

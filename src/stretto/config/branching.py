@@ -37,6 +37,7 @@ from stretto.training import Callback, Evaluation, Logging, Trainer
 from stretto.training.callback import restore_states
 from stretto.training.critical import LEAST_STEPS, Branch
 from stretto.training.held import held
+from stretto.training.interrupt import exit_code
 from stretto.training.resuming import FOLDER
 
 ORDER_SEEDS = 1_000_003
@@ -232,8 +233,8 @@ def _check_not_stopped(trainer: Trainer) -> None:
     reason = trainer.stop_reason
     if reason is None:
         return
-    if reason.startswith("received "):
-        raise SystemExit(130)
+    if code := exit_code(reason):
+        raise SystemExit(code)
     raise TrainingError(
         cannot(
             "compare branches",

@@ -40,3 +40,12 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+
+
+def exit_code(reason: str) -> int:
+    """Return what a shell expects of a run that stopped so: 0 where no signal has ended it.
+
+    >>> exit_code("received SIGTERM"), exit_code("the loss is low enough")
+    (143, 0)
+    """
+    return next((128 + n for n in (signal.SIGINT, signal.SIGTERM) if n.name in reason), 0)
