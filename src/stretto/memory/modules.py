@@ -39,10 +39,19 @@ class ModuleWatch:
         return self._paths[bisect.bisect_right(self._numbers, number) - 1]
 
     @contextlib.contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """Watch the modules of `model`."""
+    def watching(self, model: nn.Module, *, in_compiled: bool = True) -> Iterator[None]:
+        """Watch the modules of `model`.
+
+        Args:
+            model: what runs.
+            in_compiled: whether those that are compiled run as if they were not; else they stay
+                without hooks, which would break what is compiled to pieces.
+        """
         hooks = []
+        compiled = set() if in_compiled else compiled_modules(model)
         for name, module in model.named_modules():
+            if module in compiled:
+                continue
             path = name or type(module).__name__
             hooks.append(module.register_forward_pre_hook(self._entering(path), prepend=True))
             hooks.append(module.register_forward_hook(self._leaving, always_call=True))
@@ -54,12 +63,15 @@ class ModuleWatch:
 
     def _entering(self, path: str) -> Any:
         def enter(_module: nn.Module, _arguments: Any) -> None:
-            self._stack.append(path)
-            self._note()
+            if not torch.compiler.is_compiling():  # a compiled function may call modules
+                self._stack.append(path)
+                self._note()
 
         return enter
 
     def _leaving(self, _module: nn.Module, _arguments: Any, _result: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if len(self._stack) > 1:
             self._stack.pop()
         self._note()
@@ -71,3 +83,22 @@ class ModuleWatch:
         else:
             self._numbers.append(number)
             self._paths.append(self._stack[-1])
+
+
+def compiled_modules(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that run as compiled code: what `torch.compile` was given, and inside it.
+
+    >>> model = nn.Sequential(nn.Sequential(nn.ReLU()), nn.ReLU())
+    >>> model[0].compile(backend="eager")
+    >>> len(compiled_modules(model))
+    2
+    """
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        # Of `torch.compile(module)` what it wraps; `module.compile()` compiles the module itself.
+        inner = module._modules.get("_orig_mod")
+        if inner is None and module._compiled_call_impl is not None:
+            inner = module
+        if inner is not None:
+            found.update(inner.modules())
+    return found

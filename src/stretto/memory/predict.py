@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
-from torch import nn
-
 from stretto.errors import FitError
 from stretto.memory.caching_allocator import fits, reserved
 from stretto.memory.curve import MAXIMUM, MemoryCurve, Peak, largest
 from stretto.memory.fit import fit, settled
+from stretto.memory.modules import compiled_modules
 from stretto.memory.recording import Place
 from stretto.memory.step import TrainingStep
 from stretto.memory.tracer import Tracer
@@ -140,7 +139,7 @@ def predict(
     touched, and the model may be on the meta device.
 
     >>> import torch
-    >>> model = nn.Linear(1000, 10)
+    >>> model = torch.nn.Linear(1000, 10)
     >>> step = TrainingStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).mean())
     >>> prediction = predict(step, lambda size: torch.ones(size, 1000))
     >>> prediction.largest(2**30), prediction.certainty
@@ -169,7 +168,9 @@ def predict(
     if not runs:
         assert failure is not None
         raise failure
-    is_compiled = _is_compiled(step.model)
+    # The mark that torch leaves on a compiled function has no public name.
+    is_function = hasattr(step.loss, "_torchdynamo_orig_callable")
+    is_compiled = is_function or bool(compiled_modules(step.model))
     return Prediction(runs, is_compiled=is_compiled, for_cuda=device == "cuda")
 
 
@@ -189,7 +190,7 @@ def _judged(runs: list[_Run], *, is_compiled: bool) -> tuple[Certainty, str]:
     if doubts:
         return "estimate", "; ".join(doubts)
     if is_compiled:
-        return "upper bound", "compiled modules were followed as if they were not"
+        return "upper bound", "compiled code was followed as if it were not"
     if worst:
         where = _listed(worst)
         return "upper bound", f"shapes depend on values in {where}: they were taken as the largest"
@@ -203,10 +204,3 @@ def _places(found: list[Mapping[str, Place]]) -> list[Place]:
 def _listed(places: list[Place]) -> str:
     names = list(dict.fromkeys(place.module or f"the {place.phase}" for place in places))
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-        for module in model.modules()
-    )

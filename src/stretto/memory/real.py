@@ -46,7 +46,11 @@ def record_step(step: TrainingStep, batch: Any, size: int) -> Recording:
             pass
 
     device = step.device.type
-    with watch.watching(step.model), uncollected(), _profiled(device) as profiler:
+    with (
+        watch.watching(step.model, in_compiled=False),
+        uncollected(),
+        _profiled(device) as profiler,
+    ):
         step.run(batch, enter=enter)
         ledger.expect(_addresses(state_tensors(step)), "optimizer")
         with record_function(_MARK + "optimizer"):
