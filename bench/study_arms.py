@@ -111,6 +111,9 @@ ARMS: Mapping[str, Arm] = {
     "noise-0.45": Arm(
         "noise-driven from 8, c = 0.45", 16, _noise(8, 0.45), Setting(7, 2), is_drawn=False
     ),
+    "noise-from-16-0.35": Arm(
+        "noise-driven from 16, c = 0.35", 16, _noise(16, 0.35), Setting(7, 2), is_drawn=False
+    ),
     "noise-from-16": Arm("noise-driven from 16, c = 0.4", 16, _noise(16, 0.4), Setting(7, 2)),
 }
 BASELINE = "constant-16"
