@@ -37,6 +37,10 @@ SEEDS = (0, 1, 2, 3, 4)
 QUICK = ("constant-16", "warmup-seesaw", "noise-0.45")
 
 
+STEPS = ((-1, 0), (1, 0), (0, -1), (0, 1), (1, 1), (-1, -1), (2, 0), (-2, 0))
+"""Where the search looks around the best setting, in positions of the grid, in this order."""
+
+
 class Key(NamedTuple):
     """What tells one run from the others."""
 
@@ -57,7 +61,8 @@ def next_setting(losses: Mapping[Setting, float], start: Setting = START) -> Set
     """Return what to try next: the start, then the neighbours of the best; None: it is tuned.
 
     The best is then one that none of its four neighbours in the grid beats, nor the learning rates
-    next to those: one seed alone is off by about as much as neighbours differ.
+    next to those (one seed alone is off by about as much as neighbours differ), nor a higher one
+    with a longer warm-up, or a lower one with a shorter: those go together.
 
     >>> next_setting({}), next_setting({Setting(): 1.5})
     (Setting(rate=4, warmup=2), Setting(rate=3, warmup=2))
@@ -65,7 +70,7 @@ def next_setting(losses: Mapping[Setting, float], start: Setting = START) -> Set
     if not losses:
         return start
     best = min(losses, key=losses.__getitem__)
-    for rate, warmup in ((-1, 0), (1, 0), (0, -1), (0, 1), (2, 0), (-2, 0)):
+    for rate, warmup in STEPS:
         near = Setting(best.rate + rate, best.warmup + warmup)
         exists = 0 <= near.rate < len(RATES) and 0 <= near.warmup < len(WARMUPS)
         if exists and near not in losses:

@@ -35,7 +35,7 @@ LARGEST = 256
 """No batch that grows by itself goes beyond it; with the warm-up from 16 to 20, beyond 96."""
 
 
-RATES = tuple(round(2 ** (power / 2), 4) for power in range(-4, 5))
+RATES = tuple(round(2 ** (power / 2), 4) for power in range(-4, 8))
 """Times the base learning rate."""
 WARMUPS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 """The part of the run over which the learning rate rises."""
