@@ -2,8 +2,8 @@
 
 Run `python bench/study.py`. A byte-level GPT (2 layers, width 64, 64 bytes of context) learns the
 packaged text from 4 million bytes, once with each side of `study_arms.py`. Every side has its
-learning rate and its warm-up tuned by the same search, on two seeds that serve for nothing else;
-then it is trained with 5 others: about 15 runs a side of one to two minutes on one core.
+learning rate and its warm-up tuned by the same search, on three seeds that serve for nothing else;
+then it is trained with 5 others: about 20 runs a side of one to two minutes on one core.
 
 Each result is a line of `bench/results/study.jsonl`, written when it is there: start the command
 again, and it goes on; `--runs 10` stops after ten. `--report` writes the table `study.txt` and the
@@ -28,11 +28,10 @@ from study_report import picture, table
 RESULTS = Path(__file__).parent / "results"
 NUM_SAMPLES = 62_500
 TUNING_SEED = 100
-SECOND_TUNING_SEED = 101
+FURTHER_TUNING_SEEDS = (101, 102)
 FINALISTS = 3
-"""How many settings of a side are tried with the second seed: neighbours differ by less than
-seeds do."""
-TUNING_SEEDS = (TUNING_SEED, SECOND_TUNING_SEED)
+"""How many settings of a side are tried with those: neighbours differ by less than seeds do."""
+TUNING_SEEDS = (TUNING_SEED, *FURTHER_TUNING_SEEDS)
 SEEDS = (0, 1, 2, 3, 4)
 QUICK = ("constant-16", "warmup-seesaw", "noise-0.45")
 
@@ -78,25 +77,32 @@ def next_setting(losses: Mapping[Setting, float], start: Setting = START) -> Set
     return None
 
 
-def tuning(arm: str, losses: Losses, seed: int = TUNING_SEED) -> dict[Setting, float]:
-    """Return the losses of the settings of a side that were tried with a seed."""
-    found = {key: loss for key, loss in losses.items() if key.arm == arm}
-    return {key.setting: loss for key, loss in found.items() if key.seed == seed}
+def tuning(arm: str, losses: Losses) -> dict[Setting, float]:
+    """Return the losses of the settings of a side that were tried with the first seed."""
+    return {
+        key.setting: loss
+        for key, loss in losses.items()
+        if (key.arm, key.seed) == (arm, TUNING_SEED)
+    }
 
 
 def finalists(arm: str, losses: Losses) -> list[Setting]:
-    """Return the settings for the second seed, best first; none while the search goes on."""
+    """Return the settings for the further seeds, best first; none while the search goes on."""
     tried = tuning(arm, losses)
     return [] if next_setting(tried) else sorted(tried, key=tried.__getitem__)[:FINALISTS]
 
 
 def tuned(arm: str, losses: Losses) -> Setting | None:
-    """Return the setting that both seeds together choose; None until it is known."""
-    first, second = tuning(arm, losses), tuning(arm, losses, SECOND_TUNING_SEED)
+    """Return the setting that all tuning seeds together choose; None until it is known."""
     chosen = finalists(arm, losses)
-    if not chosen or not second.keys() >= set(chosen):
+    try:
+        means = {
+            setting: sum(losses[Key(arm, setting, seed)] for seed in TUNING_SEEDS)
+            for setting in chosen
+        }
+    except KeyError:
         return None
-    return min(chosen, key=lambda setting: first[setting] + second[setting])
+    return min(means, key=means.__getitem__) if means else None
 
 
 def wanted(arms: Sequence[str], seeds: Sequence[int], losses: Losses) -> Iterator[Key]:
@@ -106,11 +112,12 @@ def wanted(arms: Sequence[str], seeds: Sequence[int], losses: Losses) -> Iterato
         setting = next_setting(tuning(arm, losses), ARMS[arm].start)
         if setting is not None:
             yield Key(arm, setting, TUNING_SEED)
-    for arm in arms:
-        tried = tuning(arm, losses, SECOND_TUNING_SEED)
-        for setting in finalists(arm, losses):
-            if setting not in tried:
-                yield Key(arm, setting, SECOND_TUNING_SEED)
+    for seed in FURTHER_TUNING_SEEDS:
+        for arm in arms:
+            for setting in finalists(arm, losses):
+                key = Key(arm, setting, seed)
+                if key not in losses:
+                    yield key
     for seed in seeds:
         for arm in arms:
             best = tuned(arm, losses)

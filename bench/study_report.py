@@ -32,8 +32,8 @@ def table(
     lines += [_row(ARMS[arm].title, by_arm[arm], base) for arm in ARMS if arm in by_arm]
     lines += [
         "",
-        "Tuned on two seeds that are none of these: validation loss by learning rate and warm-up,",
-        "with the first seed / the second, which the best settings of the first are tried with.",
+        "Tuned on three seeds that are none of these: validation loss by rate and warm-up,",
+        "with the first seed, and where that is among the best with the second and the third.",
     ]
     for arm, runs in _by_arm(tried).items():
         lines += ["", *_grid(ARMS[arm].title, runs, best.get(arm))]
@@ -83,7 +83,7 @@ def _grid(title: str, runs: Sequence[Mapping[str, Any]], best: Setting | None) -
         losses[Setting(*run["setting"])].append(run["loss"])
     rates = sorted({setting.rate for setting in losses})
     warmups = sorted({setting.warmup for setting in losses})
-    head = "".join(f"{WARMUPS[warmup]:>18.0%}" for warmup in warmups)
+    head = "".join(f"{WARMUPS[warmup]:>24.0%}" for warmup in warmups)
     state = (
         f"{RATES[best.rate]:g} and {WARMUPS[best.warmup]:.0%} chosen"
         if best
@@ -92,7 +92,7 @@ def _grid(title: str, runs: Sequence[Mapping[str, Any]], best: Setting | None) -
     lines = [f"{title}: times the base rate, and warm-up ({state})", f"{'':>8s}{head}"]
     for rate in rates:
         cells = [losses.get(Setting(rate, warmup), []) for warmup in warmups]
-        shown = "".join(f"{' / '.join(f'{loss:.4f}' for loss in cell):>18s}" for cell in cells)
+        shown = "".join(f"{' / '.join(f'{loss:.4f}' for loss in cell):>24s}" for cell in cells)
         lines.append(f"{RATES[rate]:>8g}{shown}")
     return lines
 
