@@ -32,7 +32,7 @@ LENGTH = 64
 MICRO_BATCH = 8
 """Where the noise is measured: between micro-batches of this size."""
 LARGEST = 256
-"""No batch that grows by itself goes beyond it; with the warm-up from 16 to 20, beyond 96."""
+"""No batch that grows by itself goes beyond it; with a linear warm-up, beyond 96."""
 
 
 RATES = tuple(round(2 ** (power / 2), 4) for power in range(-4, 8))
@@ -105,6 +105,12 @@ ARMS: Mapping[str, Arm] = {
         20,
         _seesaw(LinearRamp(16, 20, "30%"), 96, factor="continuous"),
         Setting(7, 2),
+    ),
+    "long-warmup-seesaw": Arm(
+        "8-32, then Seesaw, continuous",
+        32,
+        _seesaw(LinearRamp(8, 32, "30%"), 96, factor="continuous"),
+        Setting(8, 3),
     ),
     "noise-0.35": Arm("noise-driven from 8, c = 0.35", 16, _noise(8, 0.35), is_drawn=False),
     # It begins where the search for the other one had ended.

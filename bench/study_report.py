@@ -37,7 +37,7 @@ def table(
     ]
     for arm, runs in _by_arm(tried).items():
         lines += ["", *_grid(ARMS[arm].title, runs, best.get(arm))]
-    lines += ["", f"No batch goes beyond {LARGEST}; with a warm-up from 16 to 20, beyond 96."]
+    lines += ["", f"No batch goes beyond {LARGEST}; with a linear warm-up of it, beyond 96."]
     return "\n".join(lines) + "\n"
 
 
