@@ -83,7 +83,7 @@ def _grid(title: str, runs: Sequence[Mapping[str, Any]], best: Setting | None) -
         losses[Setting(*run["setting"])].append(run["loss"])
     rates = sorted({setting.rate for setting in losses})
     warmups = sorted({setting.warmup for setting in losses})
-    head = "".join(f"{WARMUPS[warmup]:>24.0%}" for warmup in warmups)
+    head = "".join(f"{WARMUPS[warmup]:>28.0%}" for warmup in warmups)
     state = (
         f"{RATES[best.rate]:g} and {WARMUPS[best.warmup]:.0%} chosen"
         if best
@@ -92,7 +92,7 @@ def _grid(title: str, runs: Sequence[Mapping[str, Any]], best: Setting | None) -
     lines = [f"{title}: times the base rate, and warm-up ({state})", f"{'':>8s}{head}"]
     for rate in rates:
         cells = [losses.get(Setting(rate, warmup), []) for warmup in warmups]
-        shown = "".join(f"{' / '.join(f'{loss:.4f}' for loss in cell):>24s}" for cell in cells)
+        shown = "".join(f"{' / '.join(f'{loss:.4f}' for loss in cell):>28s}" for cell in cells)
         lines.append(f"{RATES[rate]:>8g}{shown}")
     return lines
 
