@@ -137,6 +137,28 @@ def test_a_picture_of_a_run_says_what_it_shows(tmp_path: Path) -> None:
     assert "planned" not in (tmp_path / "alone.svg").read_text()
 
 
+def test_the_last_loss_and_a_reference_next_to_it_can_both_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path, make_plan())
+    text = (tmp_path / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    last = [line["validation/loss"] for line in lines if "validation/loss" in line][-1]
+    near = [
+        line | {"validation/entropy": last} if "validation/loss" in line else line for line in lines
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in near))
+    figures: list[Any] = []
+    monkeypatch.setattr(
+        "stretto.report.run_picture.save", lambda figure, path: figures.append(figure)
+    )
+    draw_run(tmp_path, tmp_path / "run.png", horizon=HORIZON, plan=make_plan())
+    figure = figures[0]
+    figure.canvas.draw()
+    one, other = (text.get_window_extent() for text in figure.axes[0].texts)
+    assert not one.overlaps(other)
+
+
 @pytest.mark.parametrize(
     ("draw", "error", "message"),
     [

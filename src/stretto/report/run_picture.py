@@ -173,7 +173,7 @@ def _draw_losses(axes: Axes, metrics: RunMetrics, unit: TimeUnit) -> None:
                 label,
                 (1, value),
                 xycoords=("axes fraction", "data"),
-                xytext=(-2, 3),
+                xytext=(-42, 3),  # beside the last value, which may lie on the line
                 textcoords="offset points",
                 ha="right",
                 color=MUTED,
