@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stretto.noise import MicroGradients
-from stretto.noise.measure import Norms, read_squares
+from stretto.noise.norms import Norms, read_squares
 
 
 def square_norm(tensors: list[torch.Tensor]) -> float:
@@ -63,8 +63,8 @@ def test_what_is_added_up_is_what_accumulating_gives(sparse: bool) -> None:
     gradients = MicroGradients([*twice, *unused.parameters()])
     gradients.begin()
     for number, batch in enumerate(batches):
-        table(batch).sin().sum().backward()
-        gradients.take(is_last=number == 2)
+        with gradients.watch(is_last=number == 2):
+            table(batch).sin().sum().backward()
     assert torch.equal(table.weight.grad.to_dense(), expected)
     *parts, whole = gradients.read()
     assert parts == pytest.approx(alone)

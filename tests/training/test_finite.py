@@ -37,6 +37,12 @@ def test_a_gradient_or_a_loss_that_is_not_finite_is_found(bad: float) -> None:
     assert FiniteCheck([good]).passes([])
 
 
+def test_a_gradient_that_is_known_to_be_finite_is_not_read() -> None:
+    check = FiniteCheck([weight_with(torch.full((2,), math.nan))])
+    assert check.passes([torch.tensor(0.0)], is_gradient_known=True)
+    assert not check.passes([torch.tensor(math.nan)], is_gradient_known=True)
+
+
 def test_the_check_leaves_the_gradient_alone_and_does_not_overflow() -> None:
     """Norms overflow where the elements do not."""
     gradient = torch.tensor([3e38, -1e-45])

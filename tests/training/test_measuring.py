@@ -181,6 +181,33 @@ def test_an_overflow_is_no_measurement(problem: Make) -> None:
     assert listener.heard == []
 
 
+def test_the_norms_say_what_is_finite_and_where_they_overflow_it_is_looked_up(
+    problem: Make,
+) -> None:
+    """Whoever measures need not read the gradient again, and has the same steps left out."""
+    for listeners in ([], [Listener()]):
+        for loss, moves in ((_nan_gradient, False), (_large_gradient, True)):
+            run = problem()
+            before = run.weights()
+            run.trainer(
+                max_duration="1ba",
+                loss=loss,
+                stepping=Stepping(non_finite="skip"),
+                callbacks=listeners,
+            ).fit()
+            assert torch.equal(run.weights(), before) != moves
+
+
+def _nan_gradient(model: nn.Module, batch: Any) -> Tensor:
+    output = model(batch[0])
+    return (output - output.detach()).abs().sqrt().mean()
+
+
+def _large_gradient(model: nn.Module, batch: Any) -> Tensor:
+    """Finite, and its squares are not."""
+    return model(batch[0]).mean() * 1e200
+
+
 def test_by_tokens_the_terms_are_still_those_of_a_sample(problem: Make) -> None:
     """Here each sample has three tokens that are alike, so the unit must not matter."""
     seen = []

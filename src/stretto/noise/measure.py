@@ -2,76 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_LARGE = 2**17
-"""Elements above which a norm on the CPU is summed in pieces: `torch.linalg.vector_norm` adds up in
-float32 and is off by 0.2 percent at 20 million elements, pieces of this size by 0.0001 percent, and
-they take no longer. The variance is a small difference of such squares."""
-_WIDE = (torch.float32, torch.float64)
-
-
-class Norms:
-    """Norms of parts of a gradient, as numbers that are still on their device.
-
-    Reading one waits for the device, so they are read together, with `read_squares`.
-    """
-
-    __slots__ = ("norms", "squares")
-
-    def __init__(self) -> None:
-        self.norms: list[Tensor] = []
-        self.squares: list[Tensor] = []
-
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        """Take more parts."""
-        single: list[Tensor] = []
-        half: list[Tensor] = []
-        for one in tensors:
-            tensor = one if type(one) is Tensor and one.layout is torch.strided else _values(one)
-            if tensor.dtype not in _WIDE:
-                (half if not tensor.is_complex() else single).append(tensor)
-            elif tensor.numel() > _LARGE and tensor.device.type == "cpu":
-                pieces = tensor.reshape(-1).split(_LARGE)
-                self.squares += [torch.dot(piece, piece) for piece in pieces]
-            else:
-                single.append(tensor)
-        if single:
-            self.norms += torch._foreach_norm(single)  # no public spelling of it
-        if half:
-            # It would be added up in float32 and rounded to three digits at the end.
-            self.norms += torch._foreach_norm(half, 2, torch.float32)
-
-
-def read_squares(parts: Sequence[Norms]) -> list[float]:
-    """Return the squared norm of each, all read at once.
-
-    >>> norms = Norms()
-    >>> norms.add([torch.ones(3), torch.full((2, 2), 2.0)])
-    >>> [round(square, 4) for square in read_squares([norms])]
-    [19.0]
-    """
-    scalars = [one for part in parts for one in (*part.norms, *part.squares)]
-    if len({one.device for one in scalars}) > 1:
-        scalars = [one.cpu() for one in scalars]
-    values = iter(torch.stack(scalars).tolist() if scalars else ())
-    return [
-        math.fsum([next(values) ** 2 for _ in part.norms] + [next(values) for _ in part.squares])
-        for part in parts
-    ]
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """The part of a gradient that is in this process, as a dense tensor."""
-    if hasattr(gradient, "to_local"):
-        gradient = gradient.to_local()
-    return gradient.coalesce().values() if gradient.is_sparse else gradient.detach()
+from stretto.noise.norms import Norms, read_squares
 
 
 @final
@@ -79,14 +18,14 @@ class MicroGradients:
     """Lets each backward pass begin without a gradient, measures what it leaves, and adds it up.
 
     What is added up is, to the last bit, what accumulating would have given. It needs room for one
-    more gradient. Call `begin` before the first backward pass of a step, `take` behind each.
+    more gradient. Call `begin` before the first backward pass of a step, and run each in `watch`.
 
     >>> weight = nn.Parameter(torch.zeros(2))
     >>> gradients = MicroGradients([weight])
     >>> gradients.begin()
     >>> for factor in (1.0, 2.0):
-    ...     (factor * weight).sum().backward()
-    ...     gradients.take(is_last=factor == 2.0)
+    ...     with gradients.watch(is_last=factor == 2.0):
+    ...         (factor * weight).sum().backward()
     >>> [round(square, 4) for square in gradients.read()], weight.grad
     ([2.0, 8.0, 18.0], tensor([3., 3.]))
 
@@ -121,12 +60,26 @@ class MicroGradients:
         self._aside = {}
         self._in_buckets = None
 
-    def expect_average(self) -> None:
-        """Note that ranks meet in the next pass, which is the last: `take` comes behind that."""
-        self._in_buckets = Norms()
+    @contextmanager
+    def watch(self, *, is_last: bool, is_averaged: bool = False) -> Iterator[None]:
+        """Measure what the backward pass within leaves, and add it to what was there before it.
 
-    def take(self, *, is_last: bool) -> None:
-        """Measure what a backward pass left, and add it to what was there before it."""
+        Args:
+            is_last: whether the gradient is complete after it; it lies in the parameters then.
+            is_averaged: whether ranks average the gradient in it, and it is the last.
+        """
+        if is_averaged:
+            self._in_buckets = Norms()
+        yield
+        self._take(is_last=is_last)
+
+    def read(self) -> list[float]:
+        """Return the squared norm of what each pass left; and last that of the gradient now."""
+        whole = Norms()
+        whole.add([p.grad for p in self._parameters if p.grad is not None])
+        return read_squares([*self._measured, whole])
+
+    def _take(self, *, is_last: bool) -> None:
         if self._in_buckets is not None:
             self._measured.append(self._in_buckets)
             self._in_buckets, self._aside = None, {}
@@ -140,12 +93,6 @@ class MicroGradients:
             parameter.grad = self._aside.get(id(parameter)) if is_last else None
         if is_last:
             self._aside = {}
-
-    def read(self) -> list[float]:
-        """Return the squared norm of what each pass left; and last that of the gradient now."""
-        whole = Norms()
-        whole.add([p.grad for p in self._parameters if p.grad is not None])
-        return read_squares([*self._measured, whole])
 
     def _add(self, found: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
         into, more = [], []

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stretto.errors import TrainingError, cannot
-from stretto.noise.measure import Norms, read_squares
+from stretto.noise.norms import Norms, read_squares
 
 NormLayer: TypeAlias = nn.LayerNorm | nn.RMSNorm | nn.GroupNorm
 _KINDS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)

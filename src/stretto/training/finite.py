@@ -42,9 +42,14 @@ class FiniteCheck:
         everything = [parameter for group in groups.values() for parameter in group]
         self._is_plain = not any(p.is_complex() or hasattr(p, "to_local") for p in everything)
 
-    def passes(self, losses: Iterable[Tensor]) -> bool:
-        """Return whether every loss and every element of the gradient is finite."""
-        flags = [self._flag(*group) for group in self._groups]
+    def passes(self, losses: Iterable[Tensor], *, is_gradient_known: bool = False) -> bool:
+        """Return whether every loss and every element of the gradient is finite.
+
+        Args:
+            losses: scalars.
+            is_gradient_known: whether the gradient is known to be finite, and need not be read.
+        """
+        flags = [] if is_gradient_known else [self._flag(*group) for group in self._groups]
         # Read only now: reading waits for the device.
         return all(isfinite(loss.item()) for loss in losses) and not any(
             flag.item() for flag in flags

@@ -75,6 +75,8 @@ class NoiseMeter(ABC):
         self._copies = _copies_of_parts(run.parameters) if run.is_sharded else 1
         self._divisor = 1.0
         self._is_complete = False
+        self.has_finite_gradient = False
+        """Whether all of the step's gradient on this rank is known to be finite, by its norm."""
 
     @final
     def is_due(self, step: Step) -> bool:
@@ -92,7 +94,7 @@ class NoiseMeter(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Let go of what an unfinished step left."""
+        """Let go of what the last step left, and of what an unfinished one did."""
 
     @abstractmethod
     def sums(self, scale: float) -> NoiseSums:
@@ -132,17 +134,17 @@ class MicroBatchMeter(NoiseMeter):
     @contextmanager
     def measure(self, one: Pass) -> Iterator[None]:
         """Measure what a pass leaves in the parameters."""
-        if one.is_averaged and self._ranks.world_size > 1 and not self.averages_each:
-            self._gradients.expect_average()
-        yield
-        self._gradients.take(is_last=one.is_last)
+        several = self._ranks.world_size > 1 and not self.averages_each
+        is_averaged = one.is_averaged and several
+        with self._gradients.watch(is_last=one.is_last, is_averaged=is_averaged):
+            yield
         self._units.append(one.units)
         self._divisor, self._is_complete = one.divisor, one.is_last
 
     def forget(self) -> None:
-        """Let go of what an unfinished step left."""
+        """Let go of what the last step left, and of what an unfinished one did."""
         self._gradients.begin()
-        self._is_complete = False
+        self._is_complete = self.has_finite_gradient = False
 
     def sums(self, scale: float) -> NoiseSums:
         """Return this rank's part of what the terms follow from."""
@@ -150,6 +152,7 @@ class MicroBatchMeter(NoiseMeter):
             return NOTHING
         self._is_complete = False
         *squares, whole = self._gradients.read()
+        self.has_finite_gradient = math.isfinite(whole)
         # Where each pass is one of all ranks, so are its units; and each holds a part of the norm.
         units = self._ranks.agree(self._units) if self.averages_each else self._units
         unit = self._divisor / scale / (1 if self.averages_each else self._ranks.world_size)

@@ -146,8 +146,15 @@ class Stepper:
         return Gradient(losses, own_units, self._tokens(micro_batches))
 
     def is_finite(self, gradient: Gradient) -> bool:
-        """Return whether losses and gradient are finite on this rank; true where nobody looks."""
-        return self._check is None or self._check.passes(micro.loss for micro in gradient.losses)
+        """Return whether losses and gradient are finite on this rank; true where nobody looks.
+
+        What measured the noise of the gradient has read it already; so ask that first.
+        """
+        if self._check is None:
+            return True
+        is_known = self.meter is not None and self.meter.has_finite_gradient
+        losses = (micro.loss for micro in gradient.losses)
+        return self._check.passes(losses, is_gradient_known=is_known)
 
     def measure_noise(self, spec: DataSpec, settings: Stepping, *, every: int) -> None:
         """Measure the noise of the gradient in one of `every` steps from now on.

@@ -1,0 +1,72 @@
+"""Norms of gradients, exact enough to subtract, and read from the device all at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+_LARGE = 2**17
+"""Elements above which a norm on the CPU is summed in pieces: `torch.linalg.vector_norm` adds up in
+float32 and is off by 0.2 percent at 20 million elements, pieces of this size by 0.0001 percent, and
+they take no longer. The variance is a small difference of such squares."""
+_WIDE = (torch.float32, torch.float64)
+
+
+class Norms:
+    """Norms of parts of a gradient, as numbers that are still on their device.
+
+    Reading one waits for the device, so they are read together, with `read_squares`.
+    """
+
+    __slots__ = ("norms", "squares")
+
+    def __init__(self) -> None:
+        self.norms: list[Tensor] = []
+        self.squares: list[Tensor] = []
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Take more parts."""
+        single: list[Tensor] = []
+        half: list[Tensor] = []
+        for one in tensors:
+            tensor = one if type(one) is Tensor and one.layout is torch.strided else _values(one)
+            if tensor.dtype not in _WIDE:
+                (half if not tensor.is_complex() else single).append(tensor)
+            elif tensor.numel() > _LARGE and tensor.device.type == "cpu":
+                pieces = tensor.reshape(-1).split(_LARGE)
+                self.squares += [torch.dot(piece, piece) for piece in pieces]
+            else:
+                single.append(tensor)
+        if single:
+            self.norms += torch._foreach_norm(single)  # no public spelling of it
+        if half:
+            # It would be added up in float32 and rounded to three digits at the end.
+            self.norms += torch._foreach_norm(half, 2, torch.float32)
+
+
+def read_squares(parts: Sequence[Norms]) -> list[float]:
+    """Return the squared norm of each, all read at once.
+
+    >>> norms = Norms()
+    >>> norms.add([torch.ones(3), torch.full((2, 2), 2.0)])
+    >>> [round(square, 4) for square in read_squares([norms])]
+    [19.0]
+    """
+    scalars = [one for part in parts for one in (*part.norms, *part.squares)]
+    if len({one.device for one in scalars}) > 1:
+        scalars = [one.cpu() for one in scalars]
+    values = iter(torch.stack(scalars).tolist() if scalars else ())
+    return [
+        math.fsum([next(values) ** 2 for _ in part.norms] + [next(values) for _ in part.squares])
+        for part in parts
+    ]
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """The part of a gradient that is in this process, as a dense tensor."""
+    if hasattr(gradient, "to_local"):
+        gradient = gradient.to_local()
+    return gradient.coalesce().values() if gradient.is_sparse else gradient.detach()
