@@ -117,10 +117,9 @@ ARMS: Mapping[str, Arm] = {
     "noise-0.45": Arm(
         "noise-driven from 8, c = 0.45", 16, _noise(8, 0.45), Setting(7, 2), is_drawn=False
     ),
-    "noise-from-16-0.35": Arm(
-        "noise-driven from 16, c = 0.35", 16, _noise(16, 0.35), Setting(7, 2), is_drawn=False
-    ),
     "noise-from-16": Arm("noise-driven from 16, c = 0.4", 16, _noise(16, 0.4), Setting(7, 2)),
+    # With a longer warm-up and a higher rate the noise scale is smaller; so a larger part of it.
+    "noise-from-16-0.5": Arm("noise-driven from 16, c = 0.5", 16, _noise(16, 0.5), Setting(8, 3)),
 }
 BASELINE = "constant-16"
 """What all others are held against."""
