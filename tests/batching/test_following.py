@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto import batching
 from stretto.batching import (
     AtMost,
     BatchSizePolicy,
     Fixed,
     Hysteresis,
     Monotone,
-    MultipleOf,
     NoiseScale,
     NormTest,
     PeriodSizes,
@@ -27,7 +27,6 @@ from stretto.batching import (
     PowerOfTwo,
     Signals,
     as_policy,
-    checked_state,
 )
 from stretto.errors import BatchSizeError, PlanError
 from stretto.planning import plan
@@ -36,11 +35,12 @@ from stretto.timing import Horizon, Timestamp
 RUN = Horizon("1000ba")
 POLICIES = [
     NoiseScale(8, 100, minimum=4, window=12),
-    NoiseScale(8, 100, c=0.01, minimum=1, window=2, confidence=0.01),
+    NoiseScale(8, 100, c=0.01, minimum=2, window=2, confidence=0.01),
     NormTest(8, 100, eta=0.01, window=2),
     Plateau("a/b", start=8, maximum=100, factor=1.3, patience=1),
     Plateau("a/b", start=8, maximum=100, factor=1e300, mode="max", threshold=0),
-    PeriodSizes([("100ba", NormTest(8, 100)), ("rest", NoiseScale(4, 100, window=5))]),
+    PeriodSizes([("9ba", NormTest(8, 100)), ("rest", NoiseScale(4, 100, window=5))]),
+    Hysteresis(PeriodSizes([("5ba", 8), ("6ba", Monotone(NormTest(8, 90))), ("rest", 16)]), 1.1),
     PowerOfTwo(Hysteresis(Monotone(NoiseScale(8, 64, window=3)), 1.5, wait="3ba")),
 ]
 odd = st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-320, 1e308, -1e308])
@@ -94,7 +94,8 @@ def test_a_saved_state_goes_on_to_the_last_bit(
     whole, last = sizes_of(policy, seen)
     first, state = sizes_of(policy, seen[:cut])
     bound = policy.bind(RUN)
-    state = checked_state(bound, json.loads(json.dumps(state)))
+    state = json.loads(json.dumps(state))
+    assert bound.accepts(state)
     for batch, measured in enumerate(seen[cut:], start=len(first)):
         size, state = bound.decide(Timestamp(batch=batch, sample=8 * batch), state, measured)
         first.append(size)
@@ -104,15 +105,7 @@ def test_a_saved_state_goes_on_to_the_last_bit(
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_a_policy_is_a_value(policy: BatchSizePolicy) -> None:
-    names: dict[str, Any] = {
-        one.__name__: one
-        for one in (
-            NoiseScale, NormTest, Plateau, PeriodSizes, PowerOfTwo, Hysteresis, Monotone, MultipleOf
-        )
-    }  # fmt: skip
-    text = repr(policy)
-    if not isinstance(policy, PeriodSizes):
-        assert eval(text, names) == policy
+    assert eval(repr(policy), vars(batching)) == policy
     assert policy.scaled(2.0).bind(RUN).reads == policy.bind(RUN).reads
     assert not policy.bind(RUN).is_static
     with pytest.raises(PlanError, match="they follow what the run measures"):
@@ -243,3 +236,32 @@ def test_a_policy_of_two_signals_over_a_long_run_stays_near_the_truth() -> None:
     """Over many runs the size that is reached is not biased by when it stops moving."""
     reached = [sizes_of(NoiseScale(8, 1000), noisy(60.0, 150, seed))[0][-1] for seed in range(30)]
     assert sum(reached) / len(reached) == pytest.approx(60, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("at_64", "with_a_lower_maximum"),
+    [
+        (NoiseScale(8, 64, window=2), NoiseScale(8, 48, window=2)),
+        (NormTest(8, 64, window=2), NormTest(8, 48, window=2)),
+        (Plateau("a/b", start=8, maximum=64), Plateau("a/b", start=8, maximum=48)),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_a_lower_maximum_holds_from_the_first_batch_after_a_resume(
+    at_64: BatchSizePolicy, with_a_lower_maximum: BatchSizePolicy
+) -> None:
+    """Whoever has run out of memory lowers it and goes on."""
+    loud = Signals(metric=1.0, noise_numerator=1e6, noise_denominator=1.0, gradient_square=1.0)
+    sizes, state = sizes_of(at_64, [loud] * 40)
+    assert sizes[-1] == 64
+    bound = with_a_lower_maximum.bind(RUN)
+    assert bound.accepts(state)
+    size, _ = bound.decide(Timestamp(batch=40, sample=320), state, Signals())
+    assert size == 48
+
+
+def test_a_raised_minimum_holds_from_the_first_batch_after_a_resume() -> None:
+    sizes, state = sizes_of(NoiseScale(8, 64, minimum=4, window=2), noisy(4.0, 40))
+    assert sizes[-1] < 16
+    size, _ = NoiseScale(32, 64, minimum=16).bind(RUN).decide(Timestamp(), state, Signals())
+    assert size == 16

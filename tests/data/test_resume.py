@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from stretto.batching import AtMost, Fixed, IncreaseFunction
+from stretto.batching import (
+    AtMost,
+    Fixed,
+    Hysteresis,
+    IncreaseFunction,
+    LinearRamp,
+    Monotone,
+    PeriodSizes,
+    Steps,
+)
 from stretto.data import StepLoader
 from stretto.errors import CheckpointError, DataError
 from stretto.ordering import SampleOrder
@@ -37,6 +46,38 @@ def test_a_run_that_is_cut_before_any_step_goes_on_as_if_it_had_not_been(
         ),
         values,
     )
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        PeriodSizes([("7sp", 2), ("rest", Monotone(Steps("0sp:6 12sp:3")))]),
+        PeriodSizes([("7sp", 2), ("rest", Hysteresis(LinearRamp(2, 9, "1ep"), 1.5, wait="9sp"))]),
+        AtMost(PeriodSizes([("9sp", 3), ("rest", IncreaseFunction(lambda epoch, _: 1, 2, 7))]), 6),
+    ],
+    ids=["monotone", "hysteresis", "increase"],
+)
+def test_a_run_that_is_cut_in_a_later_period_goes_on_as_if_it_had_not_been(policy: Any) -> None:
+    data = TensorDataset(torch.arange(17))
+    assert_resumes(lambda: StepLoader(data, policy, max_duration="3ep"), values)
+
+
+def test_other_periods_start_afresh() -> None:
+    """Also where there are fewer of them than the saved one's number."""
+
+    def loader(*periods: tuple[str, Any]) -> StepLoader:
+        return StepLoader([*range(40)], PeriodSizes(periods), max_duration="1ep")
+
+    three = loader(("5sp", 2), ("5sp", 3), ("rest", 4))
+    for step in three:
+        if step.batch_size == 4:
+            break
+    two = loader(("5sp", 2), ("rest", 5))
+    two.load_state_dict(three.state_dict())
+    assert next(two).batch_size == 5
+    other_inside = loader(("5sp", 2), ("rest", Monotone(Fixed(6))))
+    other_inside.load_state_dict(two.state_dict())
+    assert next(other_inside).batch_size == 6
 
 
 @given(st.integers(1, 40), st.integers(0, 99), st.data())

@@ -16,12 +16,13 @@ from stretto.batching import (
     LinearRamp,
     LinearRule,
     MultipleOf,
+    NoiseScale,
+    NormTest,
     PeriodSizes,
     SizeFunction,
     StagedRamp,
     Steps,
     as_policy,
-    checked_state,
     rampup,
     split,
 )
@@ -122,5 +123,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("batching-rule-reference", lambda: LinearRule(0)),
     ("batching-rule-function", lambda: FunctionRule(wrong)),
     ("batching-rule-factor", lambda: FunctionRule(infinite)(64)),
-    ("batching-state", lambda: checked_state(Fixed(8).bind(RUN), {"size": 8})),
+    ("batching-noise-of-one", lambda: NoiseScale(1, 64)),
+    ("batching-noise-down-to-one", lambda: NoiseScale(8, 64, minimum=1)),
+    ("batching-norm-test-of-one", lambda: NormTest(1, 64)),
 ]

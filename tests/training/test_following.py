@@ -17,7 +17,7 @@ from stretto.training import Callback, Checkpointing, Evaluation, Loading
 Make = Callable[..., Any]
 
 POLICIES: dict[str, Callable[[], Any]] = {
-    "noise scale": lambda: NoiseScale(2, 12, c=0.5, minimum=1, window=6, confidence=0.2),
+    "noise scale": lambda: NoiseScale(2, 12, c=0.5, minimum=2, window=6, confidence=0.2),
     "norm test": lambda: PowerOfTwo(NormTest(2, 12, eta=0.8, window=4)),
     "plateau": lambda: Plateau("validation/loss", start=2, maximum=12, threshold=0.1, patience=1),
 }

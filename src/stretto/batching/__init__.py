@@ -18,7 +18,6 @@ from stretto.batching.policy import (
     Signals,
     TimedPolicy,
     checked_size,
-    checked_state,
 )
 from stretto.batching.ramps import DoublingRamp, LinearRamp, StagedRamp, rampup
 from stretto.batching.rules import (
@@ -72,7 +71,6 @@ __all__ = [
     "as_policy",
     "awaits_maximum",
     "checked_size",
-    "checked_state",
     "rampup",
     "split",
     "with_maximum",

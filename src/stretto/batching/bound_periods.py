@@ -79,6 +79,15 @@ class BoundPeriods(BoundPolicy):
         """Return the state at the start of the first period."""
         return self._began(0, 0, Timestamp())
 
+    def accepts(self, state: PolicyState) -> bool:
+        """Return whether there is such a period, and its policy accepts the state inside."""
+        if set(state) != set(self.start()) or not 0 <= cast(int, state["period"]) < len(
+            self.periods
+        ):
+            return False
+        bound = self._bound(cast(int, state["period"]), _timestamp(state))
+        return bound.accepts(inner_state(state))
+
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals
     ) -> tuple[int, PolicyState]:

@@ -38,11 +38,20 @@ class FollowingPolicy(BoundPolicy):
         """Return None: the next signals may change the size."""
 
 
-def checked_bounds(start: object, maximum: object, minimum: object = None) -> tuple[int, int, int]:
+def checked_bounds(
+    start: object, maximum: object, minimum: object = None, *, follows_noise: bool = False
+) -> tuple[int, int, int]:
     """Return the least size, the first and the largest, if they can be that.
 
     >>> checked_bounds(8, 64)
     (8, 8, 64)
+
+    Args:
+        start: the first size.
+        maximum: the largest.
+        minimum: the least; None: the first.
+        follows_noise: whether the size goes by the noise of the gradient. A single sample has
+            none to measure, and a batch of one would stay that for ever.
 
     Raises:
         BatchSizeError: one is no size, or they are out of order.
@@ -57,6 +66,14 @@ def checked_bounds(start: object, maximum: object, minimum: object = None) -> tu
                 f"start with a batch size of {first}",
                 why=f"it is {'above' if first > most else 'below'} {name}={bound}",
                 instead=f"write a {name} of {'at least' if first > most else 'at most'} {first}",
+            )
+        )
+    if follows_noise and least < 2:
+        raise BatchSizeError(
+            cannot(
+                f"follow the noise of the gradient from a batch size of {least}",
+                why="noise is what samples of a batch differ by, and there is one",
+                instead=f"write {'start' if minimum is None else 'minimum'}=2 or more",
             )
         )
     return least, first, most

@@ -128,9 +128,13 @@ class BoundIncrease(BoundPolicy):
     ) -> tuple[int, PolicyState]:
         """Return the size, after asking about each epoch that has begun since the last call."""
         del signals
-        size, asked_before = cast(int, state["size"]), cast(int, state["epochs_asked"])
+        # The maximum of this run; it may have been resumed with another.
+        size, asked_before = (
+            min(cast(int, state["size"]), self.max_batch_size),
+            cast(int, state["epochs_asked"]),
+        )
         if timestamp.epoch < asked_before:
-            return size, state
+            return size, {**state, "size": size}
         # Under `carry` a batch may be longer than an epoch: none is left out.
         for epoch in range(asked_before, timestamp.epoch + 1):
             size = self._grown(epoch, size)

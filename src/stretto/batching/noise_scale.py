@@ -54,7 +54,7 @@ class NoiseScale(BatchSizePolicy):
         confidence: the probability with which the interval holds the true noise scale.
 
     Raises:
-        BatchSizeError: a size is not an integer of at least 1, `start` is not from `minimum` to
+        BatchSizeError: a size is not an integer of at least 2, `start` is not from `minimum` to
             `maximum`, `c` is not a positive number, or `window` or `confidence` cannot be.
     """
 
@@ -66,7 +66,9 @@ class NoiseScale(BatchSizePolicy):
     confidence: float = field(default=0.9, kw_only=True)
 
     def __post_init__(self) -> None:
-        least, first, most = checked_bounds(self.start, self.maximum, self.minimum)
+        least, first, most = checked_bounds(
+            self.start, self.maximum, self.minimum, follows_noise=True
+        )
         values = {
             "start": first,
             "maximum": most,
@@ -118,7 +120,9 @@ class BoundNoiseScale(FollowingPolicy):
         average = RatioAverage.from_state(state).extended(
             signals.noise_numerator, signals.noise_denominator, window=self.policy.window
         )
-        size = self._moved(cast(int, state["size"]), average)
+        # The bounds of this run; it may have been resumed with others.
+        size = rounded_size(cast(int, state["size"]), self.minimum, self.policy.maximum)
+        size = self._moved(size, average)
         return size, {"size": size, **average.to_state()}
 
     def _moved(self, size: int, average: RatioAverage) -> int:

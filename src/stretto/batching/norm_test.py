@@ -45,7 +45,7 @@ class NormTest(BatchSizePolicy):
         window: how many measured steps are averaged.
 
     Raises:
-        BatchSizeError: a size is not an integer of at least 1, `start` is above `maximum`, `eta`
+        BatchSizeError: a size is not an integer of at least 2, `start` is above `maximum`, `eta`
             is not between 0 and 1, or `window` cannot be.
     """
 
@@ -55,7 +55,7 @@ class NormTest(BatchSizePolicy):
     window: int = field(default=20, kw_only=True)
 
     def __post_init__(self) -> None:
-        _, first, most = checked_bounds(self.start, self.maximum)
+        _, first, most = checked_bounds(self.start, self.maximum, follows_noise=True)
         object.__setattr__(self, "start", first)
         object.__setattr__(self, "maximum", most)
         eta = checked_number(self.eta, "the eta of a norm test", below=1.0)
@@ -98,7 +98,9 @@ class BoundNormTest(FollowingPolicy):
     ) -> tuple[int, PolicyState]:
         """Return the size, grown where it fails the test."""
         del timestamp
-        size, window = cast(int, state["size"]), self.policy.window
+        window = self.policy.window
+        # The maximum of this run; it may have been resumed with another.
+        size = min(cast(int, state["size"]), self.policy.maximum)
         average = RatioAverage.from_state(state).extended(
             signals.noise_numerator, signals.gradient_square, window=window
         )

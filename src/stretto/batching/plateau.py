@@ -120,7 +120,9 @@ class BoundPlateau(FollowingPolicy):
     ) -> tuple[int, PolicyState]:
         """Return the size, grown where an evaluation was one too many without improvement."""
         del timestamp
-        size, value = cast(int, state["size"]), signals.metric
+        # The maximum of this run; it may have been resumed with another.
+        size, value = min(cast(int, state["size"]), self.policy.maximum), signals.metric
+        state = {**state, "size": size}
         if value is None:
             return size, state
         if self._is_better(value, cast("float | None", state["best"])):

@@ -106,6 +106,13 @@ class BoundPolicy(ABC):
     def start(self) -> PolicyState:
         """Return the state before the first batch."""
 
+    def accepts(self, state: PolicyState) -> bool:
+        """Return whether a saved `state` is one that this policy may have kept.
+
+        Unless a policy says otherwise, one that has the fields of `start()`.
+        """
+        return _fields(state) == _fields(self.start())
+
     @abstractmethod
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals
@@ -236,28 +243,6 @@ def checked_world_size(value: object) -> int:
     return checked_size(value, "a world size", instead="write a number of ranks such as 8")
 
 
-def checked_state(policy: BoundPolicy, state: PolicyState) -> PolicyState:
-    """Return a saved `state` if it is one that `policy` keeps.
-
-    >>> from stretto.batching import Fixed
-    >>> checked_state(Fixed(8).bind(Horizon("1ep")), {})
-    {}
-
-    Raises:
-        BatchSizeError: it was saved by another policy.
-    """
-    expected = policy.start()
-    if set(state) != set(expected):
-        raise BatchSizeError(
-            cannot(
-                f"continue a batch size policy from the state {dict(state)!r}",
-                why=f"this policy keeps {', '.join(sorted(expected)) or 'no state'}",
-                instead="resume with the policy that the run was saved with",
-            )
-        )
-    return state
-
-
 def stretched(time: Time, ratio: Number) -> Time:
     """Return `time` stretched, rounded up to whole counts; fractions of the run stay as they are.
 
@@ -281,3 +266,9 @@ def stretched(time: Time, ratio: Number) -> Time:
 def inner_state(state: PolicyState) -> PolicyState:
     """Return the state of the policy that a wrapper holds."""
     return cast(PolicyState, state["inner"])
+
+
+def _fields(state: object) -> object:
+    if not isinstance(state, Mapping):
+        return None
+    return {name: _fields(one) for name, one in state.items()}

@@ -240,6 +240,10 @@ class BoundMap(BoundPolicy):
         """Return the state of the policy inside."""
         return self.inner.start()
 
+    def accepts(self, state: PolicyState) -> bool:
+        """Return whether the policy inside does."""
+        return self.inner.accepts(state)
+
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals
     ) -> tuple[int, PolicyState]:
@@ -277,6 +281,10 @@ class BoundMonotone(BoundPolicy):
     def start(self) -> PolicyState:
         """Return the state before any size."""
         return {"largest": None, "inner": self.inner.start()}
+
+    def accepts(self, state: PolicyState) -> bool:
+        """Return whether it has a largest size, and the policy inside accepts the rest."""
+        return set(state) == {"largest", "inner"} and self.inner.accepts(inner_state(state))
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals

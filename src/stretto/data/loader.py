@@ -331,9 +331,9 @@ class StepLoader(Iterator[Step]):
         self.close()
         self._pending = None
         self.timer.load_state_dict(state["clock"])
-        start = self.policy.bind(self.horizon.with_batch_sizes(None)).start()
+        bound = self.policy.bind(self.horizon.with_batch_sizes(None))
         self._decisions.restart(
-            saved.policy_state(self.policy, start, state["policy"]),
+            saved.policy_state(self.policy, bound, state["policy"]),
             saved.signals_of(state["signals"]),
         )
         self._source.load_state_dict(state["source"])

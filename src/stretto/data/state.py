@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stretto.batching import BatchSizePolicy, PolicyState, Signals
+from stretto.batching import BatchSizePolicy, BoundPolicy, PolicyState, Signals
 from stretto.errors import CheckpointError, cannot
 from stretto.ordering import SampleOrder
 
@@ -48,12 +48,17 @@ def policy_record(policy: BatchSizePolicy, state: PolicyState) -> dict[str, Any]
 
 
 def policy_state(
-    policy: BatchSizePolicy, start: PolicyState, saved: Mapping[str, Any]
+    policy: BatchSizePolicy, bound: BoundPolicy, saved: Mapping[str, Any]
 ) -> PolicyState:
-    """Return a saved state for a policy of the same kind; another kind begins with `start`."""
+    """Return a saved state for a policy of the same kind; another kind starts afresh.
+
+    Args:
+        policy: the policy that goes on.
+        bound: the same, on its run.
+        saved: what `policy_record` returned.
+    """
     state: PolicyState = saved["state"]
-    is_same = saved["kind"] == _kind(policy) and _keys(state) == _keys(start)
-    return state if is_same else start
+    return state if saved["kind"] == _kind(policy) and bound.accepts(state) else bound.start()
 
 
 def signals_record(signals: Signals) -> dict[str, Any]:
@@ -92,15 +97,17 @@ def _kind(policy: BatchSizePolicy) -> str:
     """The types of a policy and of those inside it: `AtMost(Steps)`."""
     # Policies of ours are dataclasses; one of the user's need not be.
     names = getattr(policy, "__dataclass_fields__", {})
-    values = [getattr(policy, name) for name in names]
-    inner = [_kind(value) for value in values if isinstance(value, BatchSizePolicy)]
+    inner = [_kind(one) for name in names for one in _policies_in(getattr(policy, name))]
     return type(policy).__name__ + (f"({', '.join(inner)})" if inner else "")
 
 
-def _keys(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _keys(value) if isinstance(value, Mapping) else None for key, value in state.items()
-    }
+def _policies_in(value: object) -> Iterator[BatchSizePolicy]:
+    """A policy, or those of a tuple, which may be in pairs with something else."""
+    if isinstance(value, BatchSizePolicy):
+        yield value
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _policies_in(one)
 
 
 def _other_order(why: str, instead: str) -> CheckpointError:
