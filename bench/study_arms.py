@@ -120,6 +120,7 @@ ARMS: Mapping[str, Arm] = {
     "noise-from-16": Arm("noise-driven from 16, c = 0.4", 16, _noise(16, 0.4), Setting(7, 2)),
     # With a longer warm-up and a higher rate the noise scale is smaller; so a larger part of it.
     "noise-from-16-0.5": Arm("noise-driven from 16, c = 0.5", 16, _noise(16, 0.5), Setting(8, 3)),
+    "noise-from-16-0.6": Arm("noise-driven from 16, c = 0.6", 16, _noise(16, 0.6), Setting(9, 3)),
 }
 BASELINE = "constant-16"
 """What all others are held against."""

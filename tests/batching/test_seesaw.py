@@ -17,8 +17,10 @@ from stretto.batching import (
     Fixed,
     Hysteresis,
     IncreaseInsteadOfDecay,
+    LinearRule,
     Monotone,
     MultipleOf,
+    NoRule,
     PeriodSizes,
     PowerOfTwo,
     Seesaw,
@@ -297,10 +299,45 @@ def test_schedules_in_times_of_unknown_length_say_so() -> None:
 
 
 def test_only_sizes_that_are_a_function_of_time_are_multiplied() -> None:
-    with pytest.raises(BatchSizeError, match="not a function of time alone"):
+    with pytest.raises(BatchSizeError, match="neither one nor steps nor a ramp"):
         Seesaw(Cosine(), PeriodSizes([("10%", 8), ("rest", 16)])).policy.bind(RUN)
     with pytest.raises(BatchSizeError, match="beyond the maximum of 4"):
         Seesaw(Cosine(), 8, maximum=4).policy.bind(RUN)
+    with pytest.raises(BatchSizeError, match="the learning rate goes by them"):
+        Seesaw(Cosine(), Seesaw(Cosine(), 8).policy)
+
+
+def test_a_multiple_that_would_lift_the_rate_from_the_first_batch_is_refused() -> None:
+    """Sizes are rounded down, never up; a warm-up alone may begin with a whole multiple."""
+    with pytest.raises(BatchSizeError, match="no multiple of 64 is that few; begin with 64"):
+        Seesaw(Cosine(), 16, multiple_of=64).policy.bind(RUN)
+    with pytest.raises(BatchSizeError, match="every multiple is beyond that"):
+        Seesaw(Cosine(), 16, maximum=20, multiple_of=64)
+    ramp = planned(Seesaw(Cosine(), DoublingRamp(4, 16, "300sp"), multiple_of=8))
+    assert [stage.size for stage in ramp.stages][:2] == [8, 16]
+
+
+def test_restarts_as_many_as_places_that_are_looked_at_are_seen() -> None:
+    with pytest.raises(BatchSizeError, match="rises again"):
+        Seesaw(CosineRestarts("9995sp"), 16).policy.bind(Horizon("10_240_000sp"))
+    with pytest.raises(BatchSizeError, match="rises again"):
+        Seesaw(CosineRestarts("10_000sp"), 16).policy.bind(Horizon("10_240_000sp"))
+
+
+def test_a_pair_stays_together() -> None:
+    """What would count the size twice, or go by sizes that are not the run's, is refused."""
+    pair, other = Seesaw(Cosine(), 8), Seesaw(Cosine(), 8, maximum=64)
+    for schedule in (pair.schedule, pair.schedule * 0.5):
+        with pytest.raises(BatchSizeError, match="leave the rule out"):
+            plan(RUN, pair.policy, schedules={"lr": schedule}, rule=LinearRule(8))
+        for policy in (8, other.policy):
+            with pytest.raises(BatchSizeError, match=r"pass batch_size=pair\.policy"):
+                plan(RUN, policy, schedules={"lr": schedule})
+        plan(RUN, pair.policy, schedules={"lr": schedule}, rule=NoRule())
+    plan(RUN, 8, schedules={"lr": pair.base}, rule=LinearRule(8))
+    alone = plan(RUN, pair.policy, schedules={"lr": Cosine()})
+    assert "no learning rate goes with them" in alone.warnings[-1]
+    assert not any("goes with them" in line for line in plan(RUN, pair.policy).warnings)
 
 
 @pytest.mark.parametrize("factor", [1, 0.5, -2, float("nan"), float("inf"), "2", None, True])

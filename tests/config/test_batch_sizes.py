@@ -33,6 +33,7 @@ from stretto.errors import ConfigError
 from stretto.timing import Timestamp
 
 RUN = {"max_duration": "2ep", "data": {"target": "a:b"}}
+NOISY = {"noise_scale": 0.3, "start": 8, "maximum": 100}
 
 
 def policy(value: Any, building: Building | None = None) -> BatchSizePolicy:
@@ -105,6 +106,12 @@ def test_says_the_same_as_in_python(value: Any) -> None:
     assert policy(value) == as_policy(value)
 
 
+def test_what_is_even_may_be_beyond_the_maximum_of_what_is_measured() -> None:
+    with pytest.raises(ConfigError, match=r"cannot use maximum: 100.*write 128"):
+        policy(NOISY | {"even": True}, Building(32, 4))
+    policy(NOISY | {"even": True}, Building(16, 4))
+
+
 def test_even_goes_by_ranks_and_micro_batches() -> None:
     assert policy({"size": 100, "even": True}, Building(4, 3)) == MultipleOf(Fixed(100), 12)
 
@@ -149,6 +156,10 @@ def test_functions(project: str) -> None:
         ({"size": 64, "power_of_two": "up", "multiple_of": 6}, "holds no powers of two"),
         ({"size": 64, "at_least": 9, "at_most": 8}, "it is not at most 8"),
         ({"size": 64, "even": "yes"}, "write true"),
+        (NOISY | {"multiple_of": 128}, "cannot use maximum: 100.*write 128"),
+        (NOISY | {"at_least": 200}, "cannot use maximum: 100.*write 200"),
+        (NOISY | {"power_of_two": "up"}, "not a power of two; write 64 or 128"),
+        (NOISY | {"minimum": 1}, "write minimum=2 or more"),
         ({"target": "no_colon"}, "it is not of the form 'package.module:attribute'"),
         ({"increase": {"target": "a:b"}, "start": 8, "max_batch_size": 4}, "above max_batch_size"),
     ],

@@ -34,7 +34,7 @@ COSINE = Cosine(warmup="5%")
         (
             {
                 "seesaw": {"ramp": "double", "start": 8, "end": 32, "over": "20%"},
-                "at_most": 256,
+                "maximum": 256,
                 "reference": 16,
             },
             Seesaw(COSINE, DoublingRamp(8, 32, "20%"), maximum=256, reference=16),
@@ -58,7 +58,7 @@ def test_ways_to_write_it(value: dict[str, Any], expected: Coupling) -> None:
 
 
 def test_a_plan_shows_both_sizes_and_learning_rate() -> None:
-    got = build_plan(RunConfig.parse({**RUN, "batch_size": {"seesaw": 16, "at_most": 64}}))
+    got = build_plan(RunConfig.parse({**RUN, "batch_size": {"seesaw": 16, "maximum": 64}}))
     shown = [(stage.size, round(stage.values["lr"].first, 4)) for stage in got.stages]
     assert shown == [(16, 0.0), (32, 0.7071), (64, 0.5)]
 
@@ -98,7 +98,7 @@ def test_it_is_written_as_it_was_read() -> None:
         ({"batch_size": {"seesaw": {"size": 16}}}, "write a number, '0ep:8 1ep:16', or"),
         (
             {"batch_size": {"periods": [{"duration": "rest", "seesaw": 16}]}},
-            "it is none of the things that can stand here",
+            "write it as batch_size itself, and the periods in schedules.lr",
         ),
     ],
 )
@@ -110,7 +110,7 @@ def test_what_is_refused(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch_size": {"seesaw": 16, "at_most": 8}}, "beyond the maximum of 8"),
+        ({"batch_size": {"seesaw": 16, "maximum": 8}}, "beyond the maximum of 8"),
         ({"max_duration": "100ba"}, "follows batches"),
         ({"schedules": {"lr": {"cosine_restarts": {"t_0": "10%"}}}}, "rises again"),
     ],

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from stretto.batching import LinearRule, NoiseScale, NormTest, Plateau, as_policy
+from stretto.batching import LinearRule, NoiseScale, NormTest, Plateau, Seesaw, as_policy
 from stretto.noise import NoiseEstimator, noise_terms
+from stretto.schedules import Cosine
 from stretto.training import Stepping, Trainer
 from stretto.training.algorithms import AdaScale, NoiseReport
 
 wrong: Any = None
 """A value that a type checker would refuse."""
+PAIR = Seesaw(Cosine(), 8)
+"""A batch size and the schedule that goes with it."""
 
 
 def follows(policy: object, **settings: Any) -> Trainer:
@@ -106,4 +109,19 @@ CASES: list[tuple[str, Callable[[], object]]] = [
             8, callbacks=[AdaScale(8)], stepping=Stepping(learning_rate_rule=LinearRule(8))
         ).fit(),
     ),
+    (
+        "ada-scale-seesaw",
+        lambda: follows(
+            PAIR.policy, callbacks=[AdaScale(8)], schedules={"lr": PAIR.schedule}
+        ).fit(),
+    ),
+    (
+        "seesaw-rule",
+        lambda: follows(
+            PAIR.policy,
+            schedules={"lr": PAIR.schedule},
+            stepping=Stepping(learning_rate_rule=LinearRule(8)),
+        ),
+    ),
+    ("seesaw-other-sizes", lambda: follows(8, schedules={"lr": PAIR.schedule})),
 ]

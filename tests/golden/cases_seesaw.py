@@ -53,6 +53,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         "seesaw-file-rule",
         lambda: read(learning_rate_rule={"sqrt": 8}, batch_size={"seesaw": 8}),
     ),
-    ("seesaw-file-beyond", lambda: read(batch_size={"seesaw": 8, "at_most": 4})),
+    ("seesaw-file-beyond", lambda: read(batch_size={"seesaw": 8, "maximum": 4})),
     ("seesaw-file-factor", lambda: read(batch_size={"seesaw": 8, "factor": "continous"})),
 ]

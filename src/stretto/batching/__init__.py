@@ -6,6 +6,7 @@ from stretto.batching.hysteresis import Hysteresis
 from stretto.batching.increase import IncreaseFunction, awaits_maximum, with_maximum
 from stretto.batching.noise_scale import NoiseScale
 from stretto.batching.norm_test import NormTest
+from stretto.batching.pairs import check_pairs, couplings_in
 from stretto.batching.parse import PolicyLike, as_policy
 from stretto.batching.periods import PeriodSizes
 from stretto.batching.plateau import Plateau
@@ -27,7 +28,12 @@ from stretto.batching.rules import (
     NoRule,
     SquareRootRule,
 )
-from stretto.batching.seesaw import Continuous, Coupling, IncreaseInsteadOfDecay, Seesaw
+from stretto.batching.seesaw import (
+    Continuous,
+    Coupling,
+    IncreaseInsteadOfDecay,
+    Seesaw,
+)
 from stretto.batching.split import Split, split
 from stretto.batching.wrappers import AtLeast, AtMost, Monotone, MultipleOf, PowerOfTwo
 
@@ -70,6 +76,8 @@ __all__ = [
     "TimedPolicy",
     "as_policy",
     "awaits_maximum",
+    "check_pairs",
+    "couplings_in",
     "checked_size",
     "rampup",
     "split",

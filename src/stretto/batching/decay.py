@@ -19,7 +19,11 @@ from stretto.schedules import BoundSchedule, Schedule
 from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
 
 _GRID = 1024
-"""Points at which a schedule is looked at: where its peak is, and that it falls from there on."""
+"""Intervals of the run in each of which a schedule is looked at twice, at the beginning and at a
+place that differs from one to the next: where its peak is, and that it falls from there on. Places
+that are evenly spread alone would all be alike for a schedule with as many restarts."""
+_STRIDE = (5**0.5 - 1) / 2
+"""Multiples of the golden ratio leave no part of an interval out."""
 _NOISE = 1e-9
 """A rise by less than this part is rounding."""
 _FARTHEST = 2**62
@@ -54,7 +58,8 @@ class Decay:
         axis = _axis(horizon, schedule)
         value, at = schedule.bind(horizon), _timestamps(horizon, axis)
         end = _end(horizon, axis)
-        grid = list(_grid(_reach(horizon, schedule, axis, end)))
+        reach = _reach(horizon, schedule, axis, end)
+        grid = sorted({*_grid(reach), *_edges(horizon, schedule, axis, reach)})
         _check_counters(horizon, schedule, value, [at(tick) for tick in grid], axis)
         values = [value(at(tick)) for tick in grid]
         highest = max(range(len(grid)), key=values.__getitem__)
@@ -157,9 +162,20 @@ def _reach(horizon: Horizon, schedule: Schedule, axis: Axis, end: int | None) ->
 
 
 def _grid(reach: int) -> Iterator[int]:
-    """Ticks from 0 to `reach`, evenly spread."""
+    """Ticks from 0 to `reach`: the ends of its intervals, and one inside each."""
     count = min(_GRID, reach)
-    return (reach * number // count for number in range(count + 1))
+    for number in range(count):
+        begin, end = reach * number // count, reach * (number + 1) // count
+        yield begin
+        yield begin + int((end - begin) * (number * _STRIDE % 1))
+    yield reach
+
+
+def _edges(horizon: Horizon, schedule: Schedule, axis: Axis, reach: int) -> Iterator[int]:
+    """Ticks around each time that the schedule is written with: where it may jump."""
+    for time in schedule.times():
+        tick = int(horizon.ticks(time, axis))
+        yield from (near for near in (tick - 1, tick, tick + 1) if 0 <= near <= reach)
 
 
 def _check_counters(

@@ -12,10 +12,18 @@ from typing import Any, Literal, Self, TypeAlias, final
 
 from stretto.batching.bound_coupling import BoundCoupledSizes, BoundCoupling
 from stretto.batching.decay import Decay, cannot_grow
-from stretto.batching.parse import PolicyLike, as_policy
+from stretto.batching.parse import PolicyLike
 from stretto.batching.policy import BatchSizePolicy, BoundPolicy, TimedPolicy, checked_size
+from stretto.batching.wrappers import checked_policy
 from stretto.errors import BatchSizeError, ScheduleError, cannot, shown
-from stretto.schedules import BoundSchedule, RunScope, Schedule, ScheduleLike, Scope, as_schedule
+from stretto.schedules import (
+    BoundSchedule,
+    RunScope,
+    Schedule,
+    ScheduleLike,
+    Scope,
+    as_schedule,
+)
 from stretto.timing import Horizon, Time, Timestamp
 from stretto.timing.number import exact, is_number
 from stretto.timing.time import Number
@@ -56,7 +64,7 @@ class Coupling(ABC):
     maximum: int | None
     """The size beyond which the learning rate alone falls; None: 64 times that before it grows."""
     multiple_of: int
-    """Only multiples of this, rounded down."""
+    """Only multiples of this, at least one: rounded down."""
     reference: int | None
     """The size that the schedule is meant for; None: that of the end of the warm-up."""
 
@@ -71,13 +79,23 @@ class Coupling(ABC):
         multiple_of: int = 1,
         reference: int | None = None,
     ) -> None:
+        most = None if maximum is None else checked_size(maximum)
+        multiple = checked_size(multiple_of)
+        if most is not None and multiple > most:
+            raise BatchSizeError(
+                cannot(
+                    f"grow the batch to {most} by multiples of {multiple}",
+                    why="every multiple is beyond that",
+                    instead=f"write a maximum of at least {multiple}, or a smaller multiple_of",
+                )
+            )
         values = {
             "decay": as_schedule(decay),
-            "size": as_policy(size),
+            "size": checked_policy(size),
             "factor": _checked_factor(factor, smooth=smooth),
-            "smooth": smooth,
-            "maximum": None if maximum is None else checked_size(maximum),
-            "multiple_of": checked_size(multiple_of),
+            "smooth": _checked_flag(smooth),
+            "maximum": most,
+            "multiple_of": multiple,
             "reference": None if reference is None else checked_size(reference),
         }
         for name, value in values.items():
@@ -122,12 +140,17 @@ class Coupling(ABC):
         horizon = horizon.with_batch_sizes(None)
         decay, sizes = Decay.on(horizon, self.decay), self.size.bind(horizon)
         if not isinstance(sizes, TimedPolicy):
-            why = f"{self.size!r} is not a function of time alone"
+            why = f"the sizes before it falls, {self.size!r}, are neither one nor steps nor a ramp"
             raise cannot_grow(self.decay, why, "write a number, steps or a ramp")
         last = sizes.size_at(_FAR)
         if self.maximum is not None and last > self.maximum:
             why = f"it has {last} samples before, which is beyond the maximum of {self.maximum}"
             raise cannot_grow(self.decay, why, f"write maximum={last} or more")
+        if last < self.multiple_of:
+            # The rate goes by the sizes: it would be larger than the schedule from the first batch.
+            multiple = self.multiple_of
+            why = f"it has {last} samples before, and no multiple of {multiple} is that few"
+            raise cannot_grow(self.decay, why, f"begin with {multiple}, or round to smaller ones")
         return BoundCoupling(
             decay=decay,
             sizes=sizes,
@@ -191,7 +214,7 @@ class Seesaw(Coupling):
             where the size does; left out, it moves in steps, too.
         maximum: the size beyond which the learning rate alone falls; left out, 64 times the size
             before the growth.
-        multiple_of: only sizes that are multiples of this, rounded down.
+        multiple_of: only sizes that are multiples of this, at least one: rounded down.
         reference: the size that the schedule is meant for; left out, that of the end of the
             warm-up of the batch. Smaller sizes before have a smaller learning rate.
 
@@ -236,7 +259,7 @@ class IncreaseInsteadOfDecay(Coupling):
             where the size does; left out, it moves in steps, too.
         maximum: the size beyond which the learning rate alone falls; left out, 64 times the size
             before the growth.
-        multiple_of: only sizes that are multiples of this, rounded down.
+        multiple_of: only sizes that are multiples of this, at least one: rounded down.
         reference: the size that the schedule is meant for; left out, that of the end of the
             warm-up of the batch. Smaller sizes before have a smaller learning rate.
 
@@ -335,6 +358,18 @@ class CoupledSizes(BatchSizePolicy):
 
     def __repr__(self) -> str:
         return f"{self.coupling!r}.policy"
+
+
+def _checked_flag(smooth: object) -> bool:
+    if not isinstance(smooth, bool):
+        raise BatchSizeError(
+            cannot(
+                f"use smooth={shown(smooth)}",
+                why="it is neither true nor false",
+                instead="write smooth=True, or leave it out",
+            )
+        )
+    return smooth
 
 
 def _checked_factor(factor: object, *, smooth: bool) -> float | Continuous:

@@ -25,6 +25,7 @@ from stretto.config.sizes import (
     StepsText,
 )
 from stretto.config.source import Path
+from stretto.errors import ConfigError, cannot
 from stretto.schedules import Schedule
 
 
@@ -62,6 +63,16 @@ _COUPLED: Mapping[str, type[Section]] = {
 
 def _shape(value: object) -> str | None:
     """The tag of the way in which the sizes of a period are written."""
+    coupled = [key for key in _COUPLED if isinstance(value, Mapping) and key in value]
+    if coupled:
+        raise ConfigError(
+            cannot(
+                f"use {coupled[0]!r} in a period",
+                why="its sizes go by the learning rate of the whole run",
+                instead=f"write it as batch_size itself, and the periods in schedules.lr; "
+                f"{coupled[0]!r} may begin with steps or a ramp",
+            )
+        )
     return shape_among(_KEYS, value)
 
 

@@ -87,7 +87,7 @@ class CoupledSizes(Section):
     """By how much the batch grows at once; `continuous`: whenever another sample fits in."""
     smooth: bool = False
     """Whether the learning rate follows the curve between two steps of the size."""
-    at_most: Count | None = None
+    maximum: Count | None = None
     """The size beyond which the learning rate alone decays; left out, 64 times that before."""
     multiple_of: Count = 1
     """Only multiples of this, rounded down."""
@@ -109,7 +109,7 @@ class CoupledSizes(Section):
             policy,
             factor=self.factor,
             smooth=self.smooth,
-            maximum=self.at_most,
+            maximum=self.maximum,
             multiple_of=math.lcm(self.multiple_of, unit),
             reference=self.reference,
         )

@@ -11,15 +11,24 @@ from stretto.config.fields import Count, Number
 from stretto.config.sizes import WrittenSizes
 
 
-class NoiseScaleSizes(WrittenSizes):
+class FollowingSizes(WrittenSizes):
+    """Sizes that have no end of their own."""
+
+    maximum: Count
+    """The size is never above it."""
+
+    @property
+    def _largest(self) -> int:
+        return self.maximum
+
+
+class NoiseScaleSizes(FollowingSizes):
     """Follows a part of the gradient noise scale."""
 
     noise_scale: Number
     """Which part of the noise scale the batch is, such as 0.3."""
     start: Count
     """The size until the noise is known."""
-    maximum: Count
-    """The size is never above it."""
     minimum: Count | None = None
     """The size is never below it; left out, `start`."""
     window: Count = 100
@@ -38,15 +47,13 @@ class NoiseScaleSizes(WrittenSizes):
         )
 
 
-class NormTestSizes(WrittenSizes):
+class NormTestSizes(FollowingSizes):
     """Grows where the gradient of the batch is not sure enough of its direction."""
 
     norm_test: Number
     """How large the error of the gradient may be beside it, below 1."""
     start: Count
     """The first size."""
-    maximum: Count
-    """The size is never above it."""
     window: Count = 20
     """How many measured steps are averaged."""
 
@@ -54,15 +61,13 @@ class NormTestSizes(WrittenSizes):
         return NormTest(self.start, self.maximum, eta=self.norm_test, window=self.window)
 
 
-class PlateauSizes(WrittenSizes):
+class PlateauSizes(FollowingSizes):
     """Grows when a metric has stopped improving."""
 
     plateau: Annotated[str, Field(examples=["validation/loss"])]
     """Which metric: the name of an evaluation and what it measures."""
     start: Count
     """The first size."""
-    maximum: Count
-    """The size is never above it."""
     factor: Number = 2.0
     """By how much it grows at once."""
     patience: Count = 2

@@ -116,6 +116,21 @@ class Sizes(Section):
         factors = [] if self.multiple_of is None else [self.multiple_of]
         return [*factors, building.even_unit] if self.even else factors
 
+    @property
+    def _largest(self) -> int | None:
+        """The size that these sizes never exceed; None where they say it themselves."""
+        return None
+
+    def _check_largest(self, largest: int, building: Building) -> None:
+        """Refuse what would lift a size beyond its own maximum."""
+        least = max([*self._factors(building), self.at_least or 1])
+        if least > largest:
+            why = f"at least {least}, which no size is below"
+            raise _bound("maximum", largest, why, (least,))
+        if self.power_of_two == "up" and largest & (largest - 1):
+            power = 1 << (largest.bit_length() - 1)
+            raise _bound("maximum", largest, "a power of two", (power, 2 * power))
+
     def _check_bounds(self, building: Building) -> None:
         """Refuse a bound that the rounding would have to break."""
         bounds = {"at_least": self.at_least, "at_most": self.at_most}
@@ -129,6 +144,9 @@ class Sizes(Section):
                 raise _bound(name, bound, "a power of two", (power, 2 * power))
         if self.at_most is not None and (self.at_least or 0) > self.at_most:
             raise _bound("at_least", self.at_least, f"at most {self.at_most}", (self.at_most,))
+        largest = self._largest
+        if largest is not None:
+            self._check_largest(largest, building)
         if self.power_of_two and any(factor & (factor - 1) for factor in self._factors(building)):
             raise BatchSizeError(
                 cannot(
@@ -142,7 +160,7 @@ class Sizes(Section):
 def _bound(name: str, bound: int | None, need: str, write: tuple[int, ...]) -> BatchSizeError:
     return BatchSizeError(
         cannot(
-            f"use {name}={bound}",
+            f"use {name}: {bound}",
             why=f"it is not {need}",
             instead=f"write {' or '.join(map(str, write))}",
         )

@@ -10,7 +10,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stretto.batching import LearningRateRule, NoRule
+from stretto.batching import LearningRateRule, NoRule, check_pairs
 from stretto.errors import ScheduleError, cannot, shown
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
 from stretto.timing import Horizon, Timestamp
@@ -57,6 +57,7 @@ class Hyperparameters:
     Raises:
         ScheduleError: there is no such hyper-parameter or group, a schedule does not fit the run,
             or the rule is none.
+        BatchSizeError: there is a rule, and a schedule that goes by the batch size already.
         ConversionError: a time needs a fact that is not known.
     """
 
@@ -76,6 +77,7 @@ class Hyperparameters:
         self._optimizer = optimizer
         groups = optimizer.param_groups
         factors = {name: _one(value) for name, value in schedules.items()}
+        check_pairs(factors.values(), rule=rule)
         for name in factors:
             _check(name, groups)
         if "lr" in groups[0]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from stretto.batching import BatchSizePolicy, couplings_in
 from stretto.errors import ConversionError
 from stretto.planning.sizes import PlannedSizes
 from stretto.planning.stages import Stage
+from stretto.schedules import Schedule
 from stretto.timing import TimeUnit
 
 
@@ -23,6 +25,16 @@ def warnings_of(
     yield from _beyond(sizes)
     horizon = sizes.horizon.with_batch_sizes(None)
     yield from sizes.policy.cautions(horizon, max((stage.size for stage in stages), default=0))
+
+
+def growth_alone(policy: BatchSizePolicy, schedules: Mapping[str, Schedule]) -> Iterator[str]:
+    """Yield a line where batches take over a decay, and the learning rate does not know of it."""
+    rates = [one for name, one in schedules.items() if name.partition("@")[0] == "lr"]
+    if policy.is_coupled and rates and not any(any(couplings_in(one)) for one in rates):
+        yield (
+            f"batches grow by {policy!r}, and no learning rate goes with them; "
+            "schedules={'lr': pair.schedule} of the same pair does"
+        )
 
 
 def _cut(

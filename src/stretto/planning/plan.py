@@ -14,11 +14,12 @@ from stretto.batching import (
     NoRule,
     PolicyLike,
     as_policy,
+    check_pairs,
 )
 from stretto.batching.policy import checked_size, checked_world_size
 from stretto.batching.split import split
 from stretto.errors import PlanError, cannot
-from stretto.planning.cautions import warnings_of
+from stretto.planning.cautions import growth_alone, warnings_of
 from stretto.planning.clock import walk
 from stretto.planning.events import Event, make_event
 from stretto.planning.length import check_length
@@ -212,7 +213,7 @@ def plan(
         PlanError: the sizes are not known before the run; a stage has fewer samples than there are
             ranks, or cannot be split evenly; tokens are asked for that are not counted; or the
             run is longer than any.
-        BatchSizeError: the policy cannot be followed on this run.
+        BatchSizeError: the policy cannot be followed on this run, or not with these schedules.
         ConversionError: a time needs a fact that is not known.
         ScheduleError: a schedule does not fit into the run.
     """
@@ -221,6 +222,7 @@ def plan(
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
     read = {name: as_schedule(schedule) for name, schedule in (schedules or {}).items()}
     policy = as_policy(policy)
+    check_pairs(read.values(), policy=policy, rule=rule)
     bound_policy = policy.bind(horizon.with_batch_sizes(None))
     if not tracks_tokens:
         check_run_tokens(horizon, bound_policy)
@@ -256,7 +258,11 @@ def plan(
         micro_batch_size=micro_batch_size,
         stages=stages,
         events=tuple(make_event(name, one, sizes) for name, one in bound_triggers.items()),
-        warnings=(*warnings_of(sizes, stages, world_size=world_size, even=even), *unknown),
+        warnings=(
+            *warnings_of(sizes, stages, world_size=world_size, even=even),
+            *growth_alone(policy, read),
+            *unknown,
+        ),
         _policy=bound_policy,
         _values=values,
     )

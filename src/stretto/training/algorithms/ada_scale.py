@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 
-from stretto.batching import NoRule, Signals, checked_size
+from stretto.batching import NoRule, Signals, checked_size, couplings_in
 from stretto.data import Step
 from stretto.errors import TrainingError, cannot
 from stretto.noise import NoiseEstimator, NoiseTerms
@@ -36,7 +36,8 @@ class AdaScale(Callback):
 
     Raises:
         BatchSizeError: a value cannot be.
-        TrainingError: when training begins: there is a learning rate rule as well.
+        TrainingError: when training begins: there is a learning rate rule as well, or the sizes
+            are those of a `Seesaw`.
     """
 
     in_branches = False
@@ -51,14 +52,16 @@ class AdaScale(Callback):
         """The sum of the gains of all steps: as many steps of the reference size they stand for."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Refuse a rule that would multiply it once more."""
+        """Refuse what multiplies it already: a rule, or a schedule that goes by the batch size."""
         rule = trainer.hyperparameters.rule
-        if not isinstance(rule, NoRule):
+        schedules = trainer.hyperparameters.schedules.values()
+        pairs = [pair for schedule in schedules for pair in couplings_in(schedule)]
+        if not isinstance(rule, NoRule) or pairs:
             raise TrainingError(
                 cannot(
                     "follow the batch size by AdaScale",
-                    why=f"{rule!r} does so already",
-                    instead="leave learning_rate_rule out",
+                    why=f"{pairs[0] if pairs else rule!r} does so already",
+                    instead="leave AdaScale out" if pairs else "leave learning_rate_rule out",
                 )
             )
 
