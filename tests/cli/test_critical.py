@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from tests.cli.conftest import Stretto
 
+# Of the run here nothing is left of the learning rate at its end.
+pytestmark = pytest.mark.filterwarnings("ignore:the learning rate in force:RuntimeWarning")
 SIZES = ("--sizes", "2,4,8", "--over", "32sp", "--seeds", "2")
 
 
@@ -71,6 +73,11 @@ def test_it_is_the_same_each_time_and_leaves_the_run_alone(stretto: Stretto, tra
         (("--sizes", "8"), "not two or more in ascending order"),
         (("--sizes", "8,512"), "that is less than 4 steps"),
         (("--plot", "critical.gif"), "its name does not say what kind of picture"),
+        (("--plot", "nowhere/critical.png"), "name a file in a folder that exists"),
+        (("--plot", "run.yaml/critical.png"), "name a file in a folder that exists"),
+        (("--tolerance", "nan"), "write for example --tolerance 0.01"),
+        (("--tolerance", "-1"), "write for example --tolerance 0.01"),
+        (("--over", "32tok"), "write them in samples: --over 10000sp"),
         (("--checkpoint", "nowhere"), "nowhere"),
     ],
 )
@@ -143,6 +150,13 @@ class Stop(Callback):
         trainer.stop("early enough")
 
 
+class TerminateSecondSeed(Callback):
+    def on_batch_end(self, trainer, step):
+        SEEN.append("a step")
+        if len(SEEN) == 16 + 8 + 4 + 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 class Terminate(Callback):
     def on_batch_end(self, trainer, step):
         if not SEEN:
@@ -202,3 +216,50 @@ def test_a_signal_ends_all_branches_as_it_ends_a_run(
     )
     assert (said.code, said.out) == (143, "")
     assert called_back == ["terminated"]
+
+
+def test_a_signal_leaves_the_answer_of_the_orders_that_are_complete(
+    stretto: Stretto, trained: Path, called_back: list[object]
+) -> None:
+    callbacks = "callbacks=[{target: cli_callbacks:TerminateSecondSeed}]"
+    said = stretto(*("critical-batch-size", "run.yaml", callbacks, "--checkpoint", trained, *SIZES))
+    assert said.code == 143
+    assert "so far, critical batch size: " in said.out
+    assert len(called_back) < 2 * (16 + 8 + 4)
+
+
+def test_a_learning_rate_that_has_decayed_is_warned_of(stretto: Stretto, trained: Path) -> None:
+    command = ("critical-batch-size", "run.yaml", "--checkpoint", trained, *SIZES)
+    with pytest.warns(RuntimeWarning, match="name an earlier checkpoint"):
+        assert stretto(*command).code == 0
+
+
+def test_a_run_in_batches_has_a_length_in_samples(stretto: Stretto, project: Path) -> None:
+    run = ("run.yaml", "max_duration=10ba", "batch_size=4")
+    assert stretto("train", *run, "--folder", "runs/b").code == 0
+    said = stretto(
+        *("critical-batch-size", *run, "--checkpoint", "runs/b", "--sizes", "2,4"),
+        *("--over", "80%", "--seeds", "1", "--json"),
+    )
+    assert said.code == 0, said.err
+    assert json.loads(said.out)["samples"] == 32
+
+
+def test_the_loss_is_of_the_same_samples_whatever_the_size(stretto: Stretto, trained: Path) -> None:
+    """Where nothing is evaluated; the last quarter begins with a batch of each size."""
+    command = ("critical-batch-size", "run.yaml", "evaluate=[]", "--checkpoint", trained)
+    said = stretto(*command, "--sizes", "2,3,4", "--over", "60sp", "--seeds", "1", "--json")
+    assert said.code == 0, said.err
+    assert json.loads(said.out)["samples"] == 48
+
+
+def test_a_yardstick_that_diverges_ends_it_at_once(stretto: Stretto, trained: Path) -> None:
+    text = Path("cli_project.py").read_text()
+    Path("cli_nan.py").write_text(text.replace("batch[1])", "batch[1]) * float('nan')"))
+    said = stretto(
+        *("critical-batch-size", "run.yaml", "model.target=cli_nan:Line"),
+        *("--checkpoint", trained, *SIZES),
+    )
+    assert said.code == 2
+    assert "cannot hold losses against that of batches of 2" in said.err
+    assert said.err.count("seed 0") == 1

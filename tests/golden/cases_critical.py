@@ -13,7 +13,7 @@ from stretto.checkpoint import checkpoint_path, write_checkpoint
 from stretto.cli.critical import _rule, _sizes
 from stretto.config.branching import Trunk, _check_not_stopped
 from stretto.config.run import RunConfig
-from stretto.training.critical import Branch, CriticalBatchSize, check_branches
+from stretto.training.critical import Branch, CriticalBatchSize, check_branches, check_yardstick
 
 CONFIG = RunConfig.parse(
     {
@@ -41,9 +41,11 @@ def trunk(ranks: int = 1) -> object:
 
 
 CASES: list[tuple[str, Callable[[], object]]] = [
-    ("critical-sizes-one", lambda: check_branches([8], 1024)),
-    ("critical-sizes-order", lambda: check_branches([16, 8], 1024)),
-    ("critical-steps", lambda: check_branches([8, 512], 1024)),
+    ("critical-sizes-one", lambda: check_branches([8], 1024, tolerance=0.01)),
+    ("critical-sizes-order", lambda: check_branches([16, 8], 1024, tolerance=0.01)),
+    ("critical-steps", lambda: check_branches([8, 512], 1024, tolerance=0.01)),
+    ("critical-tolerance", lambda: check_branches([8, 16], 1024, tolerance=-0.01)),
+    ("critical-yardstick", lambda: check_yardstick(Branch(8, 0, 9, 0.1, float("nan")), 8)),
     (
         "critical-seeds",
         lambda: CriticalBatchSize.of([Branch(8, 0, 1, 0.1, 2.0)], samples=64, tolerance=0.01),

@@ -68,6 +68,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("noise-window", lambda: NoiseEstimator(window=1)),
     ("noise-confidence", lambda: NoiseEstimator(confidence=1.0)),
     ("noise-sizes", lambda: noise_terms([1.0, 2.0], [3], 1.0)),
+    ("noise-sizes-negative", lambda: noise_terms([1.0, 2.0], [-1, 2], 1.0)),
     ("noise-steps", lambda: Stepping(measure_noise=0)),
     ("noise-off", lambda: follows(NoiseScale(8, 64), stepping=Stepping(measure_noise=None))),
     ("noise-from", lambda: Stepping(noise_from=wrong)),
@@ -103,6 +104,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("plateau-mode", lambda: plateau(mode="less")),
     ("plateau-not-measured", lambda: follows(plateau())),
     ("noise-report", lambda: NoiseReport(c=-1)),
+    ("noise-report-bounds", lambda: NoiseReport(minimum=64, maximum=8)),
+    ("noise-gain", lambda: NoiseEstimator().gain(0, 64)),
     (
         "ada-scale-rule",
         lambda: follows(

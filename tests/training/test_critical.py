@@ -6,6 +6,7 @@ import random
 import pytest
 
 from stretto.errors import TrainingError
+from stretto.report.critical import critical_table
 from stretto.training.critical import Branch, CriticalBatchSize, check_branches
 
 SIZES = (8, 16, 32, 64, 128)
@@ -60,13 +61,44 @@ def test_a_single_seed_tells_no_interval() -> None:
     assert (found.low, found.high) == (8, None)
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
+@pytest.mark.parametrize("loss", [math.nan, math.inf, 4.3e15])
 def test_a_size_that_diverges_is_beyond(loss: float) -> None:
     excess = {8: 0.0, 16: 0.0, 32: loss}
     found = CriticalBatchSize.of(branches(excess), samples=1024, tolerance=0.01)
     assert found.size == 16
     assert found.low == 16
     assert found.rows[-1].verdict == "above"
+    assert found.high == 32
+
+
+def test_one_seed_that_diverges_is_enough() -> None:
+    """However far the others are from it, which no interval would survive."""
+    several = branches({8: 0.0, 16: 0.0, 32: 0.005})
+    several[-1] = several[-1]._replace(loss=1e9)
+    found = CriticalBatchSize.of(several, samples=1024, tolerance=0.01)
+    assert (found.low, found.high) == (16, 32)
+    assert critical_table(found).splitlines()[-1].endswith("  diverges")
+
+
+def test_losses_near_zero_may_be_many_times_as_large() -> None:
+    """What counts then is the tolerance."""
+    losses = {8: 1e-9, 16: 1e-7}
+    few = [Branch(size, seed, 9, 1.0, losses[size]) for size in losses for seed in (0, 1)]
+    found = CriticalBatchSize.of(few, samples=1024, tolerance=0.01)
+    assert (found.low, found.high) == (16, None)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_yardstick_that_diverges_is_refused(loss: float) -> None:
+    excess = {8: loss, 16: 0.0}
+    with pytest.raises(TrainingError, match="hold losses against that of batches of 8"):
+        CriticalBatchSize.of(branches(excess), samples=1024, tolerance=0.01)
+
+
+@pytest.mark.parametrize("tolerance", [math.nan, math.inf, -0.01])
+def test_a_tolerance_is_a_number(tolerance: float) -> None:
+    with pytest.raises(TrainingError, match=r"write for example --tolerance 0\.01"):
+        check_branches((8, 16), 1024, tolerance=tolerance)
 
 
 def test_every_size_needs_every_seed() -> None:
@@ -77,10 +109,10 @@ def test_every_size_needs_every_seed() -> None:
 @pytest.mark.parametrize("sizes", [(8,), (16, 8), (8, 8), (0, 8), ()])
 def test_sizes_are_two_or_more_in_order(sizes: tuple[int, ...]) -> None:
     with pytest.raises(TrainingError, match="not two or more in ascending order"):
-        check_branches(sizes, 1024)
+        check_branches(sizes, 1024, tolerance=0.01)
 
 
 def test_the_largest_size_has_some_steps() -> None:
-    check_branches((8, 256), 1024)
+    check_branches((8, 256), 1024, tolerance=0)
     with pytest.raises(TrainingError, match="that is less than 4 steps"):
-        check_branches((8, 257), 1024)
+        check_branches((8, 257), 1024, tolerance=0)

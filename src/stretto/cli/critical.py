@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,13 @@ from stretto.config.branching import Trunk, default_sizes
 from stretto.errors import ConfigError, cannot
 from stretto.report.critical import critical_table, draw_critical
 from stretto.timing import Time
-from stretto.training.critical import CriticalBatchSize, check_branches
+from stretto.training.critical import (
+    LEAST_STEPS,
+    Branch,
+    CriticalBatchSize,
+    check_branches,
+    check_yardstick,
+)
 
 RULES: dict[str, LearningRateRule] = {
     "sqrt": SquareRootRule(1),
@@ -39,27 +45,29 @@ def critical_batch_size(
 ) -> None:
     """Branch short runs off a checkpoint at several batch sizes, and compare their losses."""
     if plot is not None:
-        from stretto.report.drawing import check_format
+        from stretto.report.drawing import check_drawable
 
-        check_format(plot)
+        check_drawable(plot)
     chosen, wanted = _rule(rule), None if sizes is None else _sizes(sizes)
     add_working_folder()
     config, source = read_arguments(arguments)
     trunk = Trunk.at(config, checkpoint, source=source, rule=chosen)
     samples = trunk.samples(Time(over))
     tried = wanted or default_sizes(trunk.size, samples)
-    check_branches(tried, samples)
-    samples -= samples % tried[-1]  # so that the last batch is whole, where sizes are doublings
-    branches = []
-    for seed in range(seeds):
-        for size in tried:
-            branch = trunk.branch(size, seed=seed, samples=samples)
-            branches.append(branch)
-            typer.echo(
-                f"seed {seed}, batch size {size:,}: loss {branch.loss:.4f} after "
-                f"{branch.steps:,} steps at a learning rate of {branch.learning_rate:.3g}",
-                err=True,
-            )
+    check_branches(tried, samples, tolerance=tolerance)
+    # So that the last quarter of each branch, whose loss it is where nothing is evaluated, begins
+    # with a batch; of all sizes where they are doublings or the branches are long enough.
+    whole = LEAST_STEPS * math.lcm(*tried)
+    samples -= samples % (whole if whole <= samples else LEAST_STEPS * tried[-1])
+    branches: list[Branch] = []
+    try:
+        for seed in range(seeds):
+            branches += _branches(trunk, tried, seed=seed, samples=samples)
+    except (SystemExit, KeyboardInterrupt):
+        if branches:
+            told = CriticalBatchSize.of(branches, samples=samples, tolerance=tolerance)
+            typer.echo(f"{critical_table(told)}\n\nso far, {told}")
+        raise
     found = CriticalBatchSize.of(branches, samples=samples, tolerance=tolerance)
     if as_json:
         typer.echo(json.dumps(_plain(found, trunk), indent=2))
@@ -68,6 +76,21 @@ def critical_batch_size(
     if plot is not None:
         draw_critical(found, plot)
         typer.echo(f"drew {plot}", err=True)
+
+
+def _branches(trunk: Trunk, sizes: Sequence[int], *, seed: int, samples: int) -> list[Branch]:
+    """Train the branches of one order of samples, and say what each came to."""
+    branches = []
+    for size in sizes:
+        branch = trunk.branch(size, seed=seed, samples=samples)
+        typer.echo(
+            f"seed {seed}, batch size {size:,}: loss {branch.loss:.4f} after "
+            f"{branch.steps:,} steps at a learning rate of {branch.learning_rate:.3g}",
+            err=True,
+        )
+        check_yardstick(branch, sizes[0])
+        branches.append(branch)
+    return branches
 
 
 def _rule(name: str | None) -> LearningRateRule | None:
@@ -108,7 +131,7 @@ def _plain(found: CriticalBatchSize, trunk: Trunk) -> dict[str, Any]:
         "samples": found.samples,
         "at": {"sample": trunk.timestamp.sample, "batch_size": trunk.size},
         "branches": [
-            branch._asdict() | {"loss": branch.loss if isfinite(branch.loss) else None}
+            branch._asdict() | {"loss": branch.loss if math.isfinite(branch.loss) else None}
             for branch in found.branches
         ],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,15 @@ from stretto.config.source import NO_SOURCE, Source
 from stretto.config.targets import call_target
 from stretto.config.training import check_complete, seed_everything
 from stretto.data import DataSpec
-from stretto.errors import CheckpointError, ConfigError, StrettoError, TrainingError, cannot
+from stretto.data.state import policy_state
+from stretto.errors import (
+    CheckpointError,
+    ConfigError,
+    ConversionError,
+    StrettoError,
+    TrainingError,
+    cannot,
+)
 from stretto.planning import resolve_horizon
 from stretto.timing import Time, Timestamp
 from stretto.training import Callback, Evaluation, Logging, Trainer
@@ -42,6 +51,8 @@ from stretto.training.resuming import FOLDER
 
 ORDER_SEEDS = 1_000_003
 """Branches see samples in orders of their own, from seeds that no run is likely to have."""
+_DECAYED = 0.05
+"""A learning rate below this part of the run's is one that has decayed."""
 
 
 @final
@@ -108,7 +119,7 @@ class Trunk:
             records = reader.records["loader"]
             timestamp = Timestamp.from_state(records["clock"])
             bound = run.policy.bind(run.horizon.with_batch_sizes(None))
-            state = {**bound.start(), **records["policy"]["state"]}
+            state = policy_state(run.policy, bound, records["policy"])
             size = bound.decide(timestamp, state, NO_SIGNALS)[0]
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise _no_branch(
@@ -123,7 +134,17 @@ class Trunk:
         Raises:
             ConversionError: a fact is missing.
         """
-        return int(self.run.horizon.convert(over, "sp"))
+        horizon = resolve_horizon(self.run.horizon, self.run.policy)
+        try:
+            return int(horizon.convert(over, "sp"))
+        except ConversionError as error:
+            raise ConversionError(
+                cannot(
+                    f"tell how many samples branches of '{over}' are",
+                    why=str(error).partition(": ")[2].rpartition("; ")[0] or str(error),
+                    instead="write them in samples: --over 10000sp",
+                )
+            ) from error
 
     def branch(self, size: int, *, seed: int, samples: int) -> Branch:
         """Train a branch at batches of `size` over `samples`, and return what came out.
@@ -139,9 +160,19 @@ class Trunk:
         if not isinstance(model, nn.Module):
             raise wrong_kind("model", config.model.target, model, "a torch.nn.Module", source)
         optimizer = make_optimizer(config, model, source)
+        before = max(float(group["lr"]) for group in optimizer.param_groups)
         self._restore(model, optimizer)
-        if not any(group["lr"] for group in optimizer.param_groups):
+        there = max(float(group["lr"]) for group in optimizer.param_groups)
+        if not there:
             raise _no_branch(self.path, "the learning rate in force there is 0")
+        if there < _DECAYED * before:
+            warnings.warn(
+                f"the learning rate in force at {self.path.name} is {there:.2g}, and the run's is "
+                f"{before:.2g}: hardly anything is learned there, whatever the size; name an "
+                "earlier checkpoint",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         factor = self.rule(size) / self.rule(self.size)
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * factor

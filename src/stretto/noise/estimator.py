@@ -12,6 +12,7 @@ from stretto.batching.averages import (
     checked_confidence,
     checked_window,
 )
+from stretto.batching.policy import checked_size
 from stretto.noise.terms import NoiseTerms, noise_terms
 
 
@@ -22,8 +23,8 @@ class NoiseEstimator:
     It is the batch size at which the noise of the gradient is as large as the gradient (McCandlish
     et al. 2018, arXiv 1812.06162, equation 2.9). Numerator and denominator are averaged apart, with
     weights that fall geometrically, and divided at the end; the interval is Fieller's. No number
-    is given before 20 steps were measured (or three quarters of a shorter window) and the interval
-    spans at most a factor of 3.
+    is given before about 20 steps were measured (or three quarters of a shorter window) and the
+    interval spans at most a factor of 3.
 
     >>> estimator = NoiseEstimator(window=50)
     >>> for step in range(40):
@@ -99,7 +100,11 @@ class NoiseEstimator:
         ...     estimator.add(NoiseTerms(64.0, 1.0))
         >>> round(estimator.gain(128, 64), 3)
         1.333
+
+        Raises:
+            BatchSizeError: a size is not an integer of at least 1.
         """
+        size, reference = checked_size(size), checked_size(reference)
         average = self._average
         variance, square = max(0.0, average.numerator), max(0.0, average.denominator)
         if not average.is_over_enough(self._window) or variance + square == 0:

@@ -106,7 +106,7 @@ def noise_terms(
         None from fewer than two groups, or where something is not finite.
 
     Raises:
-        TrainingError: there are not as many sizes as norms.
+        TrainingError: there are not as many sizes as norms, or one is below 0.
     """
     squares, sizes = list(squares), list(sizes)
     if len(squares) != len(sizes):
@@ -114,6 +114,14 @@ def noise_terms(
             cannot(
                 f"measure the noise of {len(squares)} gradients",
                 why=f"there are {len(sizes)} sizes",
+                instead="pass the size of each group",
+            )
+        )
+    if any(size < 0 for size in sizes):
+        raise TrainingError(
+            cannot(
+                f"measure the noise of gradients of {min(sizes)} samples",
+                why="no gradient is of fewer than 0",
                 instead="pass the size of each group",
             )
         )

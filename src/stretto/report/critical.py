@@ -55,12 +55,15 @@ def _cells(row: SizeRow, found: CriticalBatchSize) -> tuple[str, ...]:
     said, excess = _SAID[row.verdict], f"{row.excess:+.4f}"
     if is_yardstick:
         said, excess = "the yardstick", ""
+    elif math.isinf(row.excess):
+        said, excess = "diverges", ""
     elif math.isinf(row.reach):
         said += " (one seed)"
     else:
         excess += f" +- {row.reach:.4f}"
     rate = f"{row.learning_rate:.4g}"
-    return f"{row.size:,}", f"{row.steps:,}", rate, f"{row.loss:.4f}", excess, said
+    loss = f"{row.loss:.4f}" if abs(row.loss) < 1e6 else f"{row.loss:.3g}"
+    return f"{row.size:,}", f"{row.steps:,}", rate, loss, excess, said
 
 
 def draw_critical(found: CriticalBatchSize, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,25 @@ STYLE: dict[str, Any] = {
 }
 MAX_SIZES = 6
 """Up to this many batch sizes, each stands at the axis."""
+
+
+def check_drawable(path: Path) -> None:
+    """Refuse a picture that could not be drawn, before hours of work are done for it.
+
+    Raises:
+        ConfigError: the ending of its name is none of ours, or there is no such folder to write to.
+        MissingPackageError: matplotlib is not installed.
+    """
+    check_format(path)
+    import_optional("matplotlib", "plot")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
+        raise ConfigError(
+            cannot(
+                f"draw {str(path)!r}",
+                why="there is no such folder that files can be written to",
+                instead="name a file in a folder that exists",
+            )
+        )
 
 
 def check_format(path: Path) -> None:

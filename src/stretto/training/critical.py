@@ -16,6 +16,9 @@ CONFIDENCE = 0.9
 """The probability with which an interval holds what it is of."""
 LEAST_STEPS = 4
 """Fewer optimizer steps than this do not tell how a size trains."""
+_DIVERGED = 10.0
+"""An excess of more than so many times the loss (or the tolerance, if that is more) is that of a
+size that diverges. Student's distribution knows nothing of such: they spread as far as they lie."""
 
 Verdict: TypeAlias = Literal["below", "open", "above"]
 """Whether a size is surely below the critical one, surely above, or neither."""
@@ -44,7 +47,7 @@ class SizeRow:
     """The mean over the seeds."""
     excess: float
     """By how much it is above that of the smallest size: the mean of the differences by seed.
-    Infinite where a loss is not finite."""
+    Infinite where a branch diverges: its loss is not finite, or more than ten times as large."""
     reach: float
     """Half the width of the interval of the excess; infinite for a single seed."""
     verdict: Verdict
@@ -88,7 +91,8 @@ class CriticalBatchSize:
         """Return what `branches` say.
 
         Raises:
-            TrainingError: there are fewer than two sizes, or a size lacks a seed of the others.
+            TrainingError: there are fewer than two sizes, a size lacks a seed of the others, or
+                the smallest diverges.
         """
         sizes = sorted({branch.size for branch in branches})
         seeds = {branch.seed for branch in branches}
@@ -102,6 +106,8 @@ class CriticalBatchSize:
                     instead="train every size, two or more, with every seed",
                 )
             )
+        for branch in branches:
+            check_yardstick(branch, sizes[0])
         rows = tuple(_row(size, sizes[0], branches, tolerance) for size in sizes)
         within = next((n for n, row in enumerate(rows) if row.verdict != "below"), len(rows))
         return cls(
@@ -127,13 +133,38 @@ class CriticalBatchSize:
         )
 
 
-def check_branches(sizes: Sequence[int], samples: int) -> None:
+def check_yardstick(branch: Branch, smallest: int) -> None:
+    """Refuse a branch of the smallest size whose loss nothing can be held against.
+
+    Raises:
+        TrainingError: its loss is not finite.
+    """
+    if branch.size == smallest and not math.isfinite(branch.loss):
+        raise TrainingError(
+            cannot(
+                f"hold losses against that of batches of {smallest:,}",
+                why=f"it is {branch.loss} after {branch.steps:,} steps, and it is the smallest",
+                instead="name a checkpoint whose weights are finite, or a run file with a lower "
+                "learning rate",
+            )
+        )
+
+
+def check_branches(sizes: Sequence[int], samples: int, *, tolerance: float) -> None:
     """Refuse sizes that branches of so many samples tell nothing about.
 
     Raises:
-        TrainingError: there are fewer than two, they are not ascending, or the largest has too
-            few steps.
+        TrainingError: there are fewer than two, they are not ascending, the largest has too few
+            steps, or the tolerance is none.
     """
+    if not (math.isfinite(tolerance) and tolerance >= 0):
+        raise TrainingError(
+            cannot(
+                f"tolerate a loss that is worse by {tolerance}",
+                why="it is not a number of at least 0",
+                instead="write for example --tolerance 0.01",
+            )
+        )
     if len(sizes) < 2 or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
         raise TrainingError(
             cannot(
@@ -156,7 +187,9 @@ def _row(size: int, smallest: int, branches: Sequence[Branch], tolerance: float)
     own = [branch for branch in branches if branch.size == size]
     base = {branch.seed: branch.loss for branch in branches if branch.size == smallest}
     differences = [branch.loss - base[branch.seed] for branch in own]
-    diverges = not all(map(math.isfinite, differences))
+    worst = {seed: _DIVERGED * max(abs(loss), tolerance) for seed, loss in base.items()}
+    # Written so that a loss which is nan diverges, too.
+    diverges = not all(branch.loss - base[branch.seed] <= worst[branch.seed] for branch in own)
     excess = math.inf if diverges else statistics.mean(differences)
     reach, count = math.inf, len(differences)
     if size == smallest or diverges:

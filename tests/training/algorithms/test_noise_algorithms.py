@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.batching import LinearRule, Signals, as_policy
+from stretto.batching import LinearRule, Signals, SquareRootRule, as_policy
 from stretto.config import parse_run_file
 from stretto.errors import BatchSizeError, TrainingError
 from stretto.noise import NoiseEstimator, NoiseTerms
@@ -53,6 +53,22 @@ def test_the_noise_scale_is_logged_with_its_interval(tmp_path: Path) -> None:
     written = (tmp_path / "suggested_batch_size.yaml").read_text()
     assert written.rstrip() == report.suggestion()
     parse_run_file(f"max_duration: 1ep\ndata: {{target: 'a:b'}}\n{written}")
+    assert "learning_rate_rule: {sqrt: 40}" in written
+
+
+def test_a_rule_is_suggested_where_there_is_none() -> None:
+    report = NoiseReport()
+    known(report, stepping=Stepping(learning_rate_rule=SquareRootRule(8))).fit()
+    assert "batch_size: " in report.suggestion()
+    assert "learning_rate_rule" not in report.suggestion()
+
+
+def test_the_suggestion_begins_with_what_was_found_first() -> None:
+    """And not with batches of one for as long as nothing was known."""
+    report = NoiseReport()
+    for at, scale in ((0.05, 10.0), (0.5, 40.0)):
+        report.on_log(None, {"dur": at, "noise_scale": scale})  # type: ignore[arg-type]
+    assert report.suggestion().splitlines()[1] == "batch_size: {0%: 8, 50%: 32}"
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-from stretto.batching import Signals, checked_size
-from stretto.batching.following import checked_number
+from stretto.batching import NoRule, Signals, checked_size
+from stretto.batching.following import checked_bounds, checked_number
 from stretto.data import Step
 from stretto.noise import NoiseEstimator, NoiseTerms
 from stretto.training.callback import Callback
@@ -34,11 +34,12 @@ class NoiseReport(Callback):
         c: which part of the noise scale a batch may be.
         window: how many measured steps are averaged.
         confidence: the probability with which the interval holds the true noise scale.
-        minimum: the least size that is suggested.
+        minimum: the least size that is suggested, and the first; left out, the suggestion begins
+            with the first size that was found.
         maximum: the largest; left out, any.
 
     Raises:
-        BatchSizeError: a value cannot be.
+        BatchSizeError: a value cannot be, or `minimum` is above `maximum`.
     """
 
     in_branches = False
@@ -49,14 +50,18 @@ class NoiseReport(Callback):
         c: float = 1.0,
         window: int = 100,
         confidence: float = 0.9,
-        minimum: int = 1,
+        minimum: int | None = None,
         maximum: int | None = None,
     ) -> None:
         self._c = checked_number(c, "the part of the noise scale that a batch may be")
         self._estimator = NoiseEstimator(window=window, confidence=confidence)
-        self._minimum = checked_size(minimum, "the least batch size")
+        self._minimum = None if minimum is None else checked_size(minimum, "the least batch size")
         self._maximum = None if maximum is None else checked_size(maximum, "the largest batch size")
+        if minimum is not None and maximum is not None:
+            checked_bounds(minimum, maximum)
         self._seen: list[tuple[float, float]] = []
+        # The one that the learning rate is meant for; None where a rule says so already.
+        self._size: int | None = None
 
     @property
     def estimator(self) -> NoiseEstimator:
@@ -65,7 +70,8 @@ class NoiseReport(Callback):
 
     def on_noise(self, trainer: Trainer, step: Step, signals: Signals) -> None:
         """Take what a step measured."""
-        del trainer, step
+        if self._size is None and isinstance(trainer.hyperparameters.rule, NoRule):
+            self._size = step.batch_size
         self._estimator.add(NoiseTerms.of(signals))
 
     def log_values(self, trainer: Trainer) -> Mapping[str, float]:
@@ -103,41 +109,51 @@ class NoiseReport(Callback):
         highest = max(scale for _, scale in self._seen)
         part = "" if self._c == 1 else f"{self._c:g} of "
         steps = ", ".join(f"{at}: {size}" for at, size in stages)
-        return (
-            f"# follows {part}a noise scale of {lowest:.3g} to {highest:.3g} samples\n"
-            f"batch_size: {{{steps}}}"
-        )
+        lines = [
+            f"# follows {part}a noise scale of {lowest:.3g} to {highest:.3g} samples",
+            f"batch_size: {{{steps}}}",
+        ]
+        if self._size is not None:
+            lines += [
+                f"# the learning rate was that of batches of {self._size} (with SGD: linear)",
+                f"learning_rate_rule: {{sqrt: {self._size}}}",
+            ]
+        return "\n".join(lines)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages and what was logged so far."""
         return {
             "estimator": self._estimator.state_dict(),
             "seen": [list(one) for one in self._seen],
+            "size": self._size,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from saved averages."""
         self._estimator.load_state_dict(state["estimator"])
         self._seen = [(at, scale) for at, scale in state["seen"]]
+        self._size = state["size"]
 
     def __repr__(self) -> str:
         return f"NoiseReport(c={self._c})"
 
 
 def _stages(
-    seen: Sequence[tuple[float, float]], minimum: int, maximum: int | None
+    seen: Sequence[tuple[float, float]], first: int | None, maximum: int | None
 ) -> list[tuple[str, int]]:
-    """Steps by powers of two of `minimum` that never again come to lie above what is wanted.
+    """Steps by powers of two of `first` that never again come to lie above what is wanted.
 
     A size is taken from where all that comes later wants at least as much, so that a passing peak
-    is no reason to grow.
+    is no reason to grow. Without a first size, the first that is wanted holds from the beginning:
+    before it nothing was known.
     """
+    minimum = first or 1
     least, grown = float("inf"), []
     for at, wanted in reversed(seen):
         least = min(least, wanted if maximum is None else min(wanted, maximum))
         doublings = max(0, int(least // minimum).bit_length() - 1)
         grown.append((f"{100 * at:.3g}%", minimum << doublings))
-    stages = {"0%": minimum}
+    stages = {"0%": minimum if first else grown[-1][1]}
     for text, size in reversed(grown):
         if size > max(stages.values()):
             stages[text] = size
