@@ -92,7 +92,7 @@ def _noise(start: int, c: float) -> Callable[[Schedule], Parts]:
 _WARMUP = DoublingRamp(8, 32, "15%")
 ARMS: Mapping[str, Arm] = {
     "constant-16": Arm("constant 16", 16, lambda cosine: Parts(Fixed(16), cosine)),
-    "constant-24": Arm("constant 24", 24, lambda cosine: Parts(Fixed(24), cosine)),
+    "constant-24": Arm("constant 24", 24, lambda cosine: Parts(Fixed(24), cosine), is_drawn=False),
     "constant-32": Arm("constant 32", 32, lambda cosine: Parts(Fixed(32), cosine)),
     "warmup": Arm(
         "batch warm-up 8-16-32", 32, lambda cosine: Parts(_WARMUP, cosine, SquareRootRule(32))
@@ -117,9 +117,13 @@ ARMS: Mapping[str, Arm] = {
     "noise-0.45": Arm(
         "noise-driven from 8, c = 0.45", 16, _noise(8, 0.45), Setting(7, 2), is_drawn=False
     ),
-    "noise-from-16": Arm("noise-driven from 16, c = 0.4", 16, _noise(16, 0.4), Setting(7, 2)),
+    "noise-from-16": Arm(
+        "noise-driven from 16, c = 0.4", 16, _noise(16, 0.4), Setting(7, 2), is_drawn=False
+    ),
     # With a longer warm-up and a higher rate the noise scale is smaller; so a larger part of it.
-    "noise-from-16-0.5": Arm("noise-driven from 16, c = 0.5", 16, _noise(16, 0.5), Setting(8, 3)),
+    "noise-from-16-0.5": Arm(
+        "noise-driven from 16, c = 0.5", 16, _noise(16, 0.5), Setting(8, 3), is_drawn=False
+    ),
     "noise-from-16-0.6": Arm("noise-driven from 16, c = 0.6", 16, _noise(16, 0.6), Setting(9, 3)),
 }
 BASELINE = "constant-16"

@@ -105,7 +105,7 @@ def picture(final: Sequence[Mapping[str, Any]], path: Path) -> None:
         )
         panels = figure.subplots(1, 2, sharey=True)
         drawn = [(arm, runs) for arm, runs in _by_arm(final).items() if ARMS[arm].is_drawn]
-        for colour, (arm, runs) in zip(COLOURS, drawn, strict=False):
+        for colour, (arm, runs) in zip(COLOURS[: len(drawn)], drawn, strict=True):
             points = list(zip(*(run["curve"] for run in runs), strict=False))
             loss = [statistics.mean(at[2] for at in each) for each in points]
             for panel, number in zip(panels, (0, 1), strict=True):
