@@ -24,6 +24,7 @@ from stretto.batching import (
     PeriodSizes,
     PowerOfTwo,
     Seesaw,
+    SquareRootRule,
     Steps,
 )
 from stretto.errors import BatchSizeError, ConversionError, ScheduleError
@@ -313,6 +314,7 @@ def test_a_multiple_that_would_lift_the_rate_from_the_first_batch_is_refused() -
         Seesaw(Cosine(), 16, multiple_of=64).policy.bind(RUN)
     with pytest.raises(BatchSizeError, match="every multiple is beyond that"):
         Seesaw(Cosine(), 16, maximum=20, multiple_of=64)
+    planned(Seesaw(Cosine(), 16, multiple_of=64, reference=64))
     ramp = planned(Seesaw(Cosine(), DoublingRamp(4, 16, "300sp"), multiple_of=8))
     assert [stage.size for stage in ramp.stages][:2] == [8, 16]
 
@@ -335,6 +337,9 @@ def test_a_pair_stays_together() -> None:
                 plan(RUN, policy, schedules={"lr": schedule})
         plan(RUN, pair.policy, schedules={"lr": schedule}, rule=NoRule())
     plan(RUN, 8, schedules={"lr": pair.base}, rule=LinearRule(8))
+    plan(RUN, pair.policy, schedules={"weight_decay": pair.schedule}, rule=LinearRule(8))
+    same = plan(RUN, pair.policy, schedules={"lr": pair.base}, rule=SquareRootRule(8))
+    assert not any("goes with them" in line for line in same.warnings)
     alone = plan(RUN, pair.policy, schedules={"lr": Cosine()})
     assert "no learning rate goes with them" in alone.warnings[-1]
     assert not any("goes with them" in line for line in plan(RUN, pair.policy).warnings)

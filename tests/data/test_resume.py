@@ -19,6 +19,8 @@ from stretto.batching import (
     IncreaseFunction,
     LinearRamp,
     Monotone,
+    NoiseScale,
+    NormTest,
     PeriodSizes,
     Steps,
 )
@@ -62,22 +64,44 @@ def test_a_run_that_is_cut_in_a_later_period_goes_on_as_if_it_had_not_been(polic
     assert_resumes(lambda: StepLoader(data, policy, max_duration="3ep"), values)
 
 
+def periodic(*periods: tuple[str, Any]) -> StepLoader:
+    return StepLoader([*range(400)], PeriodSizes(periods), max_duration="1ep")
+
+
 def test_other_periods_start_afresh() -> None:
     """Also where there are fewer of them than the saved one's number."""
-
-    def loader(*periods: tuple[str, Any]) -> StepLoader:
-        return StepLoader([*range(40)], PeriodSizes(periods), max_duration="1ep")
-
-    three = loader(("5sp", 2), ("5sp", 3), ("rest", 4))
+    three = periodic(("5sp", 2), ("5sp", 3), ("rest", 4))
     for step in three:
         if step.batch_size == 4:
             break
-    two = loader(("5sp", 2), ("rest", 5))
+    two = periodic(("5sp", 2), ("rest", 5))
     two.load_state_dict(three.state_dict())
     assert next(two).batch_size == 5
-    other_inside = loader(("5sp", 2), ("rest", Monotone(Fixed(6))))
+    other_inside = periodic(("5sp", 2), ("rest", Monotone(Fixed(6))))
     other_inside.load_state_dict(two.state_dict())
     assert next(other_inside).batch_size == 6
+
+
+def test_a_period_that_has_not_begun_may_become_another() -> None:
+    """The present one goes on where it was, also where it is counted from its own beginning."""
+    before = periodic(("20sp", 4), ("9ba", 8), ("rest", 16))
+    for step in before:
+        if step.timestamp.batch == 9:
+            break
+    after = periodic(("20sp", 4), ("9ba", 8), ("rest", LinearRamp(20, 30, "50%")))
+    after.load_state_dict(before.state_dict())
+    assert [next(after).batch_size for _ in range(5)] == [8, 8, 8, 8, 20]
+
+
+def test_what_another_policy_has_measured_is_not_taken_over() -> None:
+    """Its state looks alike, and is of another quantity; inside periods and wrappers as well."""
+    loaders = [
+        StepLoader([*range(40)], AtMost(PeriodSizes([("rest", one)]), 64), max_duration="1ep")
+        for one in (NoiseScale(8, 64), NormTest(6, 64))
+    ]
+    next(loaders[0])
+    loaders[1].load_state_dict(loaders[0].state_dict())
+    assert next(loaders[1]).batch_size == 6
 
 
 @given(st.integers(1, 40), st.integers(0, 99), st.data())

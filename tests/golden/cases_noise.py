@@ -126,5 +126,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
             stepping=Stepping(learning_rate_rule=LinearRule(8)),
         ),
     ),
+    ("seesaw-noise", lambda: follows(NoiseScale(8, 64), schedules={"lr": PAIR.schedule})),
     ("seesaw-other-sizes", lambda: follows(8, schedules={"lr": PAIR.schedule})),
 ]

@@ -61,7 +61,7 @@ def test_a_single_seed_tells_no_interval() -> None:
     assert (found.low, found.high) == (8, None)
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf, 4.3e15])
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 4.3e15])
 def test_a_size_that_diverges_is_beyond(loss: float) -> None:
     excess = {8: 0.0, 16: 0.0, 32: loss}
     found = CriticalBatchSize.of(branches(excess), samples=1024, tolerance=0.01)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from stretto.data import DataSpec
 from stretto.errors import TrainingError
 from stretto.noise import noise_terms
 from stretto.timing import Horizon, Time, Timestamp
-from stretto.training import Callback, Evaluation, Stepping
+from stretto.training import Callback, Checkpointing, Evaluation, Stepping
 
 Make = Callable[..., Any]
 
@@ -196,6 +198,50 @@ def test_the_norms_say_what_is_finite_and_where_they_overflow_it_is_looked_up(
                 callbacks=listeners,
             ).fit()
             assert torch.equal(run.weights(), before) != moves
+
+
+def test_a_step_that_ended_the_run_says_nothing_of_the_next_one(
+    problem: Make, tmp_path: Path
+) -> None:
+    """Its norm was finite; and the gradient of a step that is not measured is not."""
+    calls: list[str] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        calls.append("one")
+        if len(calls) > 9:
+            return _nan_gradient(model, batch)
+        plain: Tensor = model(batch[0]).square().mean()
+        return plain + math.nan if len(calls) > 7 else plain
+
+    # Two passes in a step that is measured, which are batches 0, 2 and 4.
+    run = problem()
+    trainer = run.trainer(
+        loss=loss,
+        stepping=Stepping(measure_noise=2),
+        checkpoint=Checkpointing("3ba"),
+        callbacks=[Listener()],
+        folder=tmp_path,
+    )
+    with pytest.raises(TrainingError, match="the weights are still those before it"):
+        trainer.fit()
+    assert (trainer.timer.batch, len(calls)) == (4, 8)
+    calls += ["resumed"] * 9
+    trainer.resume()
+    assert trainer.timer.batch == 3
+    with pytest.raises(TrainingError, match="the weights are still those before it"):
+        trainer.fit()
+    assert trainer.timer.batch == 3
+    assert run.weights().isfinite().all()
+
+
+def test_squares_beyond_float64_are_no_error(problem: Make) -> None:
+    run, listener = problem(), Listener()
+    run.trainer(
+        max_duration="1ba",
+        loss=lambda model, batch: model(batch[0]).mean() * 1e154,
+        callbacks=[listener],
+    ).fit()
+    assert listener.heard == []
 
 
 def _nan_gradient(model: nn.Module, batch: Any) -> Tensor:

@@ -110,6 +110,9 @@ def test_the_noise_is_that_of_a_cpu() -> None:
 
 
 def test_a_batch_follows_the_noise() -> None:
-    trainer = run(DEVICE, batch_size=NoiseScale(8, 64, c=0.5), micro_batch_size=4)
+    listener = Listener()
+    policy = NoiseScale(8, 64, c=4.0, window=10)
+    trainer = run(DEVICE, batch_size=policy, micro_batch_size=4, callbacks=[listener])
     trainer.fit()
-    assert 8 <= trainer.timer.timestamp.sample / trainer.timer.batch <= 64
+    assert len(listener.heard) == trainer.timer.batch
+    assert trainer.timer.batch < 3 * 512 / 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 
 from stretto.batching.policy import BatchSizePolicy
 from stretto.batching.rules import LearningRateRule, NoRule
@@ -27,7 +27,7 @@ def couplings_in(schedule: Schedule) -> Iterator[Coupling]:
 
 
 def check_pairs(
-    schedules: Iterable[Schedule],
+    schedules: Mapping[str, Schedule],
     *,
     policy: BatchSizePolicy | None = None,
     rule: LearningRateRule | None = None,
@@ -35,15 +35,17 @@ def check_pairs(
     """Refuse what does not go with the schedules that follow a batch size by themselves.
 
     Args:
-        schedules: all that the run has.
+        schedules: all that the run has, by name.
         policy: its batch sizes, which must be those of the same pair; None: unknown.
         rule: its learning rate rule, which would count the size twice.
 
     Raises:
         BatchSizeError: there is another batch size or a rule.
     """
-    for pair in (one for schedule in schedules for one in couplings_in(schedule)):
-        if rule is not None and not isinstance(rule, NoRule):
+    pairs = [(name, one) for name, each in schedules.items() for one in couplings_in(each)]
+    for name, pair in pairs:
+        is_rate = name.partition("@")[0] == "lr"  # a rule leaves all else alone
+        if is_rate and rule is not None and not isinstance(rule, NoRule):
             raise BatchSizeError(
                 cannot(
                     f"follow the batch size by {rule!r}",

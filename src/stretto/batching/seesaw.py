@@ -146,7 +146,7 @@ class Coupling(ABC):
         if self.maximum is not None and last > self.maximum:
             why = f"it has {last} samples before, which is beyond the maximum of {self.maximum}"
             raise cannot_grow(self.decay, why, f"write maximum={last} or more")
-        if last < self.multiple_of:
+        if (self.reference or last) < self.multiple_of:
             # The rate goes by the sizes: it would be larger than the schedule from the first batch.
             multiple = self.multiple_of
             why = f"it has {last} samples before, and no multiple of {multiple} is that few"

@@ -55,10 +55,7 @@ def critical_batch_size(
     samples = trunk.samples(Time(over))
     tried = wanted or default_sizes(trunk.size, samples)
     check_branches(tried, samples, tolerance=tolerance)
-    # So that the last quarter of each branch, whose loss it is where nothing is evaluated, begins
-    # with a batch; of all sizes where they are doublings or the branches are long enough.
-    whole = LEAST_STEPS * math.lcm(*tried)
-    samples -= samples % (whole if whole <= samples else LEAST_STEPS * tried[-1])
+    samples = _whole(samples, tried)
     branches: list[Branch] = []
     try:
         for seed in range(seeds):
@@ -66,16 +63,32 @@ def critical_batch_size(
     except (SystemExit, KeyboardInterrupt):
         if branches:
             told = CriticalBatchSize.of(branches, samples=samples, tolerance=tolerance)
-            typer.echo(f"{critical_table(told)}\n\nso far, {told}")
+            _print(told, trunk, as_json=as_json, so_far="so far, ")
         raise
     found = CriticalBatchSize.of(branches, samples=samples, tolerance=tolerance)
-    if as_json:
-        typer.echo(json.dumps(_plain(found, trunk), indent=2))
-    else:
-        typer.echo(f"{critical_table(found)}\n\n{found}")
+    _print(found, trunk, as_json=as_json)
     if plot is not None:
         draw_critical(found, plot)
         typer.echo(f"drew {plot}", err=True)
+
+
+def _print(found: CriticalBatchSize, trunk: Trunk, *, as_json: bool, so_far: str = "") -> None:
+    if as_json:
+        typer.echo(json.dumps(_plain(found, trunk), indent=2))
+    else:
+        typer.echo(f"{critical_table(found)}\n\n{so_far}{found}")
+
+
+def _whole(samples: int, sizes: Sequence[int]) -> int:
+    """Return a number of samples, at most a quarter fewer, that suits the sizes best.
+
+    The last quarter of a branch, whose loss it is where nothing is evaluated, begins with a batch:
+    of every size, or of the largest; or at least the last batch is whole.
+    """
+    for unit in (LEAST_STEPS * math.lcm(*sizes), LEAST_STEPS * sizes[-1]):
+        if samples - samples % unit >= 0.75 * samples:
+            return samples - samples % unit
+    return samples - samples % sizes[-1]
 
 
 def _branches(trunk: Trunk, sizes: Sequence[int], *, seed: int, samples: int) -> list[Branch]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,8 +50,6 @@ from stretto.training.resuming import FOLDER
 
 ORDER_SEEDS = 1_000_003
 """Branches see samples in orders of their own, from seeds that no run is likely to have."""
-_DECAYED = 0.05
-"""A learning rate below this part of the run's is one that has decayed."""
 
 
 @final
@@ -160,19 +157,9 @@ class Trunk:
         if not isinstance(model, nn.Module):
             raise wrong_kind("model", config.model.target, model, "a torch.nn.Module", source)
         optimizer = make_optimizer(config, model, source)
-        before = max(float(group["lr"]) for group in optimizer.param_groups)
         self._restore(model, optimizer)
-        there = max(float(group["lr"]) for group in optimizer.param_groups)
-        if not there:
+        if not any(group["lr"] for group in optimizer.param_groups):
             raise _no_branch(self.path, "the learning rate in force there is 0")
-        if there < _DECAYED * before:
-            warnings.warn(
-                f"the learning rate in force at {self.path.name} is {there:.2g}, and the run's is "
-                f"{before:.2g}: hardly anything is learned there, whatever the size; name an "
-                "earlier checkpoint",
-                RuntimeWarning,
-                stacklevel=2,
-            )
         factor = self.rule(size) / self.rule(self.size)
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * factor

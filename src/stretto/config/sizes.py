@@ -118,7 +118,7 @@ class Sizes(Section):
 
     @property
     def _largest(self) -> int | None:
-        """The size that these sizes never exceed; None where they say it themselves."""
+        """The `maximum` of sizes that follow what is measured; None for all others."""
         return None
 
     def _check_largest(self, largest: int, building: Building) -> None:
@@ -145,7 +145,7 @@ class Sizes(Section):
         if self.at_most is not None and (self.at_least or 0) > self.at_most:
             raise _bound("at_least", self.at_least, f"at most {self.at_most}", (self.at_most,))
         largest = self._largest
-        if largest is not None:
+        if largest is not None and self.at_most is None:
             self._check_largest(largest, building)
         if self.power_of_two and any(factor & (factor - 1) for factor in self._factors(building)):
             raise BatchSizeError(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from stretto.batching import BatchSizePolicy, BoundPolicy, PolicyState, Signals
+from stretto.batching import BatchSizePolicy, BoundPolicy, PeriodSizes, PolicyState, Signals
+from stretto.batching.policy import inner_state
 from stretto.errors import CheckpointError, cannot
 from stretto.ordering import SampleOrder
 
@@ -44,7 +45,7 @@ def check_order(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
 
 def policy_record(policy: BatchSizePolicy, state: PolicyState) -> dict[str, Any]:
     """Return the state of a policy, and what kind of policy it belongs to."""
-    return {"kind": _kind(policy), "state": dict(state)}
+    return {"kind": _kind(policy, state), "state": dict(state)}
 
 
 def policy_state(
@@ -58,7 +59,8 @@ def policy_state(
         saved: what `policy_record` returned.
     """
     state: PolicyState = saved["state"]
-    return state if saved["kind"] == _kind(policy) and bound.accepts(state) else bound.start()
+    is_same = saved["kind"] == _kind(policy, state) and bound.accepts(state)
+    return state if is_same else bound.start()
 
 
 def signals_record(signals: Signals) -> dict[str, Any]:
@@ -93,21 +95,24 @@ def check_version(state: Mapping[str, Any]) -> None:
         )
 
 
-def _kind(policy: BatchSizePolicy) -> str:
-    """The types of a policy and of those inside it: `AtMost(Steps)`."""
-    # Policies of ours are dataclasses; one of the user's need not be.
-    names = getattr(policy, "__dataclass_fields__", {})
-    inner = [_kind(one) for name in names for one in _policies_in(getattr(policy, name))]
+def _kind(policy: BatchSizePolicy, state: PolicyState) -> str:
+    """The types of a policy and of those inside it: `AtMost(Steps)`.
+
+    Of periods the present one's alone: only its policy has a state.
+    """
+    held: list[object]
+    if isinstance(policy, PeriodSizes):
+        number = state.get("period")
+        held = [one for place, (_, one) in enumerate(policy.periods) if place == number]
+    else:
+        # Policies of ours are dataclasses; one of the user's need not be.
+        names = getattr(policy, "__dataclass_fields__", {})
+        held = [getattr(policy, name) for name in names]
+    # A wrapper without a state of its own passes on that of the policy inside.
+    is_own = "inner" in state and ("period" not in state or isinstance(policy, PeriodSizes))
+    within = inner_state(state) if is_own else state
+    inner = [_kind(one, within) for one in held if isinstance(one, BatchSizePolicy)]
     return type(policy).__name__ + (f"({', '.join(inner)})" if inner else "")
-
-
-def _policies_in(value: object) -> Iterator[BatchSizePolicy]:
-    """A policy, or those of a tuple, which may be in pairs with something else."""
-    if isinstance(value, BatchSizePolicy):
-        yield value
-    elif isinstance(value, tuple):
-        for one in value:
-            yield from _policies_in(one)
 
 
 def _other_order(why: str, instead: str) -> CheckpointError:

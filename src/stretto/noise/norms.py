@@ -60,9 +60,16 @@ def read_squares(parts: Sequence[Norms]) -> list[float]:
         scalars = [one.cpu() for one in scalars]
     values = iter(torch.stack(scalars).tolist() if scalars else ())
     return [
-        math.fsum([next(values) ** 2 for _ in part.norms] + [next(values) for _ in part.squares])
+        _sum([next(values) for _ in part.norms], [next(values) for _ in part.squares])
         for part in parts
     ]
+
+
+def _sum(norms: Sequence[float], squares: Sequence[float]) -> float:
+    try:
+        return math.fsum([*(norm**2 for norm in norms), *squares])
+    except OverflowError:  # of finite gradients in float64
+        return math.inf
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class Hyperparameters:
         self._optimizer = optimizer
         groups = optimizer.param_groups
         factors = {name: _one(value) for name, value in schedules.items()}
-        check_pairs(factors.values(), rule=rule)
+        check_pairs(factors, rule=rule)
         for name in factors:
             _check(name, groups)
         if "lr" in groups[0]:

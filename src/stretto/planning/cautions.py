@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from stretto.batching import BatchSizePolicy, couplings_in
+from stretto.batching import BatchSizePolicy, LearningRateRule, NoRule, couplings_in
 from stretto.errors import ConversionError
 from stretto.planning.sizes import PlannedSizes
 from stretto.planning.stages import Stage
@@ -27,10 +27,14 @@ def warnings_of(
     yield from sizes.policy.cautions(horizon, max((stage.size for stage in stages), default=0))
 
 
-def growth_alone(policy: BatchSizePolicy, schedules: Mapping[str, Schedule]) -> Iterator[str]:
+def growth_alone(
+    policy: BatchSizePolicy, schedules: Mapping[str, Schedule], rule: LearningRateRule | None
+) -> Iterator[str]:
     """Yield a line where batches take over a decay, and the learning rate does not know of it."""
     rates = [one for name, one in schedules.items() if name.partition("@")[0] == "lr"]
-    if policy.is_coupled and rates and not any(any(couplings_in(one)) for one in rates):
+    pairs = [pair for rate in rates for pair in couplings_in(rate)]
+    has_rule = rule is not None and not isinstance(rule, NoRule)
+    if policy.is_coupled and rates and not pairs and not has_rule:
         yield (
             f"batches grow by {policy!r}, and no learning rate goes with them; "
             "schedules={'lr': pair.schedule} of the same pair does"

@@ -222,7 +222,7 @@ def plan(
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
     read = {name: as_schedule(schedule) for name, schedule in (schedules or {}).items()}
     policy = as_policy(policy)
-    check_pairs(read.values(), policy=policy, rule=rule)
+    check_pairs(read, policy=policy, rule=rule)
     bound_policy = policy.bind(horizon.with_batch_sizes(None))
     if not tracks_tokens:
         check_run_tokens(horizon, bound_policy)
@@ -260,7 +260,7 @@ def plan(
         events=tuple(make_event(name, one, sizes) for name, one in bound_triggers.items()),
         warnings=(
             *warnings_of(sizes, stages, world_size=world_size, even=even),
-            *growth_alone(policy, read),
+            *growth_alone(policy, read, rule),
             *unknown,
         ),
         _policy=bound_policy,

@@ -90,7 +90,8 @@ def _draw_branches(axes: Axes, found: CriticalBatchSize) -> None:
     base = {
         branch.seed: branch.loss for branch in found.branches if branch.size == found.rows[0].size
     }
-    for branch in found.branches:
+    diverged = {row.size for row in found.rows if math.isinf(row.excess)}
+    for branch in (one for one in found.branches if one.size not in diverged):
         above = branch.loss - base[branch.seed]
         axes.plot([branch.size], [above], "o", color=MUTED, markersize=3.5)
     rows = [row for row in found.rows if math.isfinite(row.excess)]

@@ -67,17 +67,20 @@ def check_drawable(path: Path) -> None:
     """Refuse a picture that could not be drawn, before hours of work are done for it.
 
     Raises:
-        ConfigError: the ending of its name is none of ours, or there is no such folder to write to.
+        ConfigError: the ending of its name is none of ours, or it cannot be written there.
         MissingPackageError: matplotlib is not installed.
     """
     check_format(path)
     import_optional("matplotlib", "plot")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
+    # Folders that are not there are made when it is drawn.
+    place = next((one for one in (path, *path.absolute().parents) if one.exists()), path)
+    is_file = place == path and path.is_file()
+    if not os.access(place, os.W_OK) or not (is_file or (place != path and place.is_dir())):
         raise ConfigError(
             cannot(
                 f"draw {str(path)!r}",
-                why="there is no such folder that files can be written to",
-                instead="name a file in a folder that exists",
+                why=f"'{place}' is no place that a file can be written to",
+                instead="name a file in a folder of yours",
             )
         )
 

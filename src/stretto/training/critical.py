@@ -47,7 +47,8 @@ class SizeRow:
     """The mean over the seeds."""
     excess: float
     """By how much it is above that of the smallest size: the mean of the differences by seed.
-    Infinite where a branch diverges: its loss is not finite, or more than ten times as large."""
+    Infinite where a branch diverges: its loss is not finite, or in excess by more than ten
+    times the loss of the smallest size."""
     reach: float
     """Half the width of the interval of the excess; infinite for a single seed."""
     verdict: Verdict
@@ -188,8 +189,10 @@ def _row(size: int, smallest: int, branches: Sequence[Branch], tolerance: float)
     base = {branch.seed: branch.loss for branch in branches if branch.size == smallest}
     differences = [branch.loss - base[branch.seed] for branch in own]
     worst = {seed: _DIVERGED * max(abs(loss), tolerance) for seed, loss in base.items()}
-    # Written so that a loss which is nan diverges, too.
-    diverges = not all(branch.loss - base[branch.seed] <= worst[branch.seed] for branch in own)
+    diverges = not all(
+        math.isfinite(branch.loss) and branch.loss - base[branch.seed] <= worst[branch.seed]
+        for branch in own
+    )
     excess = math.inf if diverges else statistics.mean(differences)
     reach, count = math.inf, len(differences)
     if size == smallest or diverges:

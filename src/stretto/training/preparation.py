@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from stretto.batching import check_pairs
 from stretto.data import DataSpec, StepLoader
 from stretto.optim import Hyperparameters
 from stretto.planning import Plan, plan
@@ -50,6 +51,7 @@ def make_plan(
 
     Stages that are over at `resume_at` are not checked.
     """
+    check_pairs(hyperparameters.schedules, policy=loader.policy, rule=hyperparameters.rule)
     if unplannable(loader.horizon, loader.policy.bind(loader.horizon)) is not None:
         return None
     triggers = {one.name: one.trigger for one in evaluations} | {"log": log.trigger}

@@ -119,6 +119,8 @@ class Stepper:
     def _gradient(
         self, step: Step, micro_batches: Sequence[MicroBatch], *, averages: bool
     ) -> Gradient:
+        if self.meter is not None:
+            self.meter.has_finite_gradient = False  # a step that failed may have left it
         meter = self.meter if self.meter is not None and self.meter.is_due(step) else None
         if meter is not None:
             micro_batches = meter.begin(micro_batches)

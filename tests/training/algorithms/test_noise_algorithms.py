@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.batching import LinearRule, Signals, SquareRootRule, as_policy
+from stretto.batching import LinearRule, Signals, SquareRootRule, Steps, as_policy
 from stretto.config import parse_run_file
 from stretto.errors import BatchSizeError, TrainingError
 from stretto.noise import NoiseEstimator, NoiseTerms
@@ -61,6 +61,12 @@ def test_a_rule_is_suggested_where_there_is_none() -> None:
     known(report, stepping=Stepping(learning_rate_rule=SquareRootRule(8))).fit()
     assert "batch_size: " in report.suggestion()
     assert "learning_rate_rule" not in report.suggestion()
+    moving = NoiseReport()
+    known(moving, batch_size=Steps("0sp:30 500sp:40")).fit()
+    assert "learning_rate_rule" not in moving.suggestion()
+    restored = NoiseReport()
+    restored.load_state_dict(moving.state_dict())
+    assert restored.suggestion() == moving.suggestion()
 
 
 def test_the_suggestion_begins_with_what_was_found_first() -> None:

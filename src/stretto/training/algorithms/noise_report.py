@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-from stretto.batching import NoRule, Signals, checked_size
-from stretto.batching.following import checked_bounds, checked_number
+from stretto.batching import NoRule, Signals, checked_size, couplings_in
+from stretto.batching.following import checked_number
 from stretto.data import Step
+from stretto.errors import BatchSizeError, cannot
 from stretto.noise import NoiseEstimator, NoiseTerms
 from stretto.training.callback import Callback
 
@@ -57,21 +58,35 @@ class NoiseReport(Callback):
         self._estimator = NoiseEstimator(window=window, confidence=confidence)
         self._minimum = None if minimum is None else checked_size(minimum, "the least batch size")
         self._maximum = None if maximum is None else checked_size(maximum, "the largest batch size")
-        if minimum is not None and maximum is not None:
-            checked_bounds(minimum, maximum)
+        if maximum is not None and (minimum or 1) > maximum:
+            raise BatchSizeError(
+                cannot(
+                    f"suggest batch sizes from {minimum} to {maximum}",
+                    why="there are none",
+                    instead=f"write a minimum of at most {maximum}",
+                )
+            )
         self._seen: list[tuple[float, float]] = []
-        # The one that the learning rate is meant for; None where a rule says so already.
+        # The one that the learning rate is meant for, where it is one and nothing goes by it yet.
         self._size: int | None = None
+        self._moves = False
 
     @property
     def estimator(self) -> NoiseEstimator:
         """What is known of the noise."""
         return self._estimator
 
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Look whether the learning rate goes by the batch size already."""
+        schedules = trainer.hyperparameters.schedules.values()
+        pairs = any(True for schedule in schedules for _ in couplings_in(schedule))
+        self._moves = self._moves or pairs or not isinstance(trainer.hyperparameters.rule, NoRule)
+
     def on_noise(self, trainer: Trainer, step: Step, signals: Signals) -> None:
         """Take what a step measured."""
-        if self._size is None and isinstance(trainer.hyperparameters.rule, NoRule):
-            self._size = step.batch_size
+        del trainer
+        self._moves = self._moves or self._size not in (None, step.batch_size)
+        self._size = step.batch_size
         self._estimator.add(NoiseTerms.of(signals))
 
     def log_values(self, trainer: Trainer) -> Mapping[str, float]:
@@ -113,7 +128,7 @@ class NoiseReport(Callback):
             f"# follows {part}a noise scale of {lowest:.3g} to {highest:.3g} samples",
             f"batch_size: {{{steps}}}",
         ]
-        if self._size is not None:
+        if self._size is not None and not self._moves:
             lines += [
                 f"# the learning rate was that of batches of {self._size} (with SGD: linear)",
                 f"learning_rate_rule: {{sqrt: {self._size}}}",
@@ -126,13 +141,14 @@ class NoiseReport(Callback):
             "estimator": self._estimator.state_dict(),
             "seen": [list(one) for one in self._seen],
             "size": self._size,
+            "moves": self._moves,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from saved averages."""
         self._estimator.load_state_dict(state["estimator"])
         self._seen = [(at, scale) for at, scale in state["seen"]]
-        self._size = state["size"]
+        self._size, self._moves = state.get("size"), state.get("moves", False)
 
     def __repr__(self) -> str:
         return f"NoiseReport(c={self._c})"
