@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,21 @@ def leave(room):
     resource.setrlimit(resource.RLIMIT_DATA, (process_status()["VmData"] + room, -1))
 
 """
+
+
+@pytest.fixture(autouse=True)
+def _limits_stay() -> Iterator[None]:
+    """Find the test that leaves a limit on memory behind, not one that suffers from it."""
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    yield
+    after = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+    assert after == before, "a limit on the data of the process was left behind"
 
 
 @pytest.fixture

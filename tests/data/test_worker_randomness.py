@@ -110,7 +110,8 @@ def test_a_worker_that_dies_is_told_with_what_to_do() -> None:
     seen: list[Any] = []
     with pytest.raises(DataError, match=r"one of them ended .*then resume"):
         seen.extend(loader)
-    assert loader.timer.sample <= 16
+    # Whatever had arrived before it died; the sample that kills is number 20.
+    assert loader.timer.sample == 4 * len(seen) <= 20
 
 
 class HalfWay(Noisy):
