@@ -90,14 +90,15 @@ def guard(limit: int) -> Iterator[None]:
     import resource
 
     used = process_status().get("VmData")
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    # Made here: to lift the limit must not need memory, of which there may be none left.
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     bounds = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
     wanted = min([used + limit, *bounds]) if used is not None else soft
     resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def process_status(root: Path = ROOT) -> dict[str, int]:
