@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from stretto.batching import BatchSizePolicy, BoundPolicy, PeriodSizes, PolicyState, Signals
-from stretto.batching.policy import inner_state
 from stretto.errors import CheckpointError, cannot
 from stretto.ordering import SampleOrder
 
@@ -110,7 +109,8 @@ def _kind(policy: BatchSizePolicy, state: PolicyState) -> str:
         held = [getattr(policy, name) for name in names]
     # A wrapper without a state of its own passes on that of the policy inside.
     is_own = "inner" in state and ("period" not in state or isinstance(policy, PeriodSizes))
-    within = inner_state(state) if is_own else state
+    inside = state["inner"] if is_own else state
+    within = inside if isinstance(inside, Mapping) else {}  # a policy of the user's may keep any
     inner = [_kind(one, within) for one in held if isinstance(one, BatchSizePolicy)]
     return type(policy).__name__ + (f"({', '.join(inner)})" if inner else "")
 

@@ -51,8 +51,9 @@ def make_plan(
 
     Stages that are over at `resume_at` are not checked.
     """
-    check_pairs(hyperparameters.schedules, policy=loader.policy, rule=hyperparameters.rule)
     if unplannable(loader.horizon, loader.policy.bind(loader.horizon)) is not None:
+        # As `plan` does; hyperparameters have looked at the rule.
+        check_pairs(hyperparameters.schedules, policy=loader.policy)
         return None
     triggers = {one.name: one.trigger for one in evaluations} | {"log": log.trigger}
     if checkpoint is not None:
