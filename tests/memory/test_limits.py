@@ -193,3 +193,21 @@ def test_a_guard_never_raises_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     with limits.guard(9_000):
         pass
     assert calls == [(3_000, 8_000), (5_000, 8_000), (5_000, 8_000), (5_000, 8_000)]
+
+
+@linux_only
+def test_guards_of_several_threads_leave_no_limit_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    now = [(-1, 8_000)]
+    monkeypatch.setattr(limits, "process_status", lambda: {"VmData": 1000})
+    monkeypatch.setattr(resource, "getrlimit", lambda number: now[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda number, value: now.append(value))
+    first, second = limits.guard(2_000), limits.guard(3_000)
+    # As two threads may come and go: the first ends while the second still tries.
+    first.__enter__()
+    second.__enter__()
+    assert now[-1] == (3_000, 8_000), "the least of both"
+    first.__exit__(None, None, None)
+    assert now[-1] == (3_000, 8_000)
+    second.__exit__(None, None, None)
+    assert now[-1] == (-1, 8_000)

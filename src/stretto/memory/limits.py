@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,13 +74,52 @@ def held_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     return sum(pieces.values())
 
 
+class _Limit:
+    """The limit on the data of this process, which the guards of all its threads share."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_guards = 0
+        self._before = (0, 0)
+
+    def lower(self, more: int) -> None:
+        """Let this process take no more than `more` bytes beyond now, nor than it might before."""
+        import resource
+
+        with self._lock:
+            used = process_status().get("VmData")
+            soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            if self._num_guards == 0:
+                self._before = soft, hard
+            bounds = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
+            wanted = min([used + more, *bounds]) if used is not None else soft
+            resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+            self._num_guards += 1
+
+    def lift(self) -> None:
+        """Give back, with the last guard, what was before the first.
+
+        It makes nothing new: there may be no memory left.
+        """
+        import resource
+
+        with self._lock:
+            self._num_guards -= 1
+            if self._num_guards == 0:
+                resource.setrlimit(resource.RLIMIT_DATA, self._before)
+
+
+_LIMIT = _Limit()
+
+
 @contextlib.contextmanager
 def guard(limit: int) -> Iterator[None]:
     """Let an allocation fail that takes this process more than `limit` bytes beyond now.
 
     Without a limit, Linux grants what it does not have and kills the process that uses it. With
     one, the allocation raises an error. It is a soft limit on the data of this process
-    (`RLIMIT_DATA`), lifted again afterwards. On other systems nothing happens.
+    (`RLIMIT_DATA`), lifted again afterwards; where guards of several threads overlap, the least of
+    their limits holds until the last of them ends. On other systems nothing happens.
 
     >>> with guard(64 * 2**20):
     ...     _ = torch.ones(2**22)  # 16 MiB
@@ -87,18 +127,11 @@ def guard(limit: int) -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    import resource
-
-    used = process_status().get("VmData")
-    # Made here: to lift the limit must not need memory, of which there may be none left.
-    before = soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    bounds = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
-    wanted = min([used + limit, *bounds]) if used is not None else soft
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+    _LIMIT.lower(limit)
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+        _LIMIT.lift()
 
 
 def process_status(root: Path = ROOT) -> dict[str, int]:
