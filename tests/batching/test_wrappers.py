@@ -119,12 +119,6 @@ class Noisy(BatchSizePolicy):
     def bind(self, horizon: Horizon) -> BoundPolicy:
         return BoundNoisy()
 
-    def scaled(self, ratio: object) -> Noisy:
-        return self
-
-    def times(self) -> tuple[Time, ...]:
-        return ()
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -151,9 +145,6 @@ class BoundNoisy(BoundPolicy):
         if above is not None and below is not None and below > 0 and math.isfinite(above / below):
             size = max(1, min(10**9, round(above / below)))
         return size, {"size": size}
-
-    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> None:
-        return None
 
 
 anything = st.none() | st.floats()
@@ -232,3 +223,21 @@ def test_wrong_wrappers_are_refused(make: object, match: str) -> None:
     assert callable(make)
     with pytest.raises(BatchSizeError, match=match):
         make()
+
+
+class Timed(BatchSizePolicy):
+    """A policy of somebody else's that has a time and does not say how it is stretched."""
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        return BoundNoisy()
+
+    def times(self) -> tuple[Time, ...]:
+        return (Time("5ba"),)
+
+
+def test_what_a_policy_need_not_say() -> None:
+    noisy = Noisy()
+    assert AtMost(noisy, 64).times() == ()
+    assert AtMost(noisy, 64).scaled(0.5) == AtMost(noisy, 64)
+    with pytest.raises(BatchSizeError, match=r"define scaled\(self, ratio\) in Timed"):
+        AtMost(Timed(), 64).scaled(0.5)

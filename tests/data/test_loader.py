@@ -26,7 +26,7 @@ from stretto.errors import BatchSizeError, ConversionError, DataError, PlanError
 from stretto.ordering import SampleOrder, share
 from stretto.planning import walk
 from stretto.testing.data import Reading, cycled, policies, read
-from stretto.timing import Horizon, LastBatch, Time, Timestamp
+from stretto.timing import Horizon, LastBatch, Timestamp
 
 MODES = st.sampled_from(["keep", "drop", "carry"])
 
@@ -165,12 +165,6 @@ class FollowLoss(BatchSizePolicy):
     def bind(self, horizon: Horizon) -> BoundPolicy:
         return FollowLossBound()
 
-    def scaled(self, ratio: object) -> FollowLoss:
-        return self
-
-    def times(self) -> tuple[Time, ...]:
-        return ()
-
 
 class FollowLossBound(BoundPolicy):
     is_static = False
@@ -185,9 +179,6 @@ class FollowLossBound(BoundPolicy):
         asked = state["asked"]
         assert isinstance(asked, int)
         return int(signals.loss or 2), {"asked": asked + 1}
-
-    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> None:
-        return None
 
 
 def test_the_size_follows_what_was_measured_just_before() -> None:

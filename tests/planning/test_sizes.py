@@ -265,12 +265,6 @@ class Hiding(BatchSizePolicy):
     def bind(self, horizon: Horizon) -> BoundPolicy:
         return BoundHiding(horizon)
 
-    def scaled(self, ratio: object) -> Hiding:
-        return self
-
-    def times(self) -> tuple[Time, ...]:
-        return ()
-
 
 class BoundHiding(TimedPolicy):
     """It, on one run."""

@@ -15,7 +15,7 @@ from stretto.batching import BatchSizePolicy, BoundPolicy, PolicyState, Signals
 from stretto.data import DataSpec
 from stretto.errors import TrainingError
 from stretto.noise import noise_terms
-from stretto.timing import Horizon, Time, Timestamp
+from stretto.timing import Horizon, Timestamp
 from stretto.training import Callback, Checkpointing, Evaluation, Stepping
 
 Make = Callable[..., Any]
@@ -46,12 +46,6 @@ class Reads(BatchSizePolicy):
     def bind(self, horizon: Horizon) -> BoundPolicy:
         return self.bound
 
-    def scaled(self, ratio: object) -> Reads:
-        return self
-
-    def times(self) -> tuple[Time, ...]:
-        return ()
-
 
 class BoundReads(BoundPolicy):
     is_static = False
@@ -70,9 +64,6 @@ class BoundReads(BoundPolicy):
     ) -> tuple[int, PolicyState]:
         self.told.append(signals)
         return 24, state
-
-    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> None:
-        return None
 
 
 def gradient(model: nn.Module, batch: Any) -> Tensor:

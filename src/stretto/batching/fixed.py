@@ -41,15 +41,6 @@ class Fixed(BatchSizePolicy):
         del horizon
         return BoundStairs((), (self.size,))
 
-    def scaled(self, ratio: Number) -> Fixed:
-        """Return the policy itself: it has no times."""
-        del ratio
-        return self
-
-    def times(self) -> tuple[Time, ...]:
-        """Return no times."""
-        return ()
-
     def __repr__(self) -> str:
         return f"Fixed({self.size})"
 

@@ -6,9 +6,9 @@ import math
 from abc import abstractmethod
 from typing import final
 
-from stretto.batching.policy import BoundPolicy, PolicyState, checked_size
+from stretto.batching.policy import BoundPolicy, checked_size
 from stretto.errors import BatchSizeError, cannot, shown
-from stretto.timing import Timestamp, TimeUnit
+from stretto.timing import TimeUnit
 
 
 class FollowingPolicy(BoundPolicy):
@@ -32,10 +32,6 @@ class FollowingPolicy(BoundPolicy):
     @abstractmethod
     def reads(self) -> frozenset[str]:
         """The signals that it follows."""
-
-    @final
-    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> None:
-        """Return None: the next signals may change the size."""
 
 
 def checked_bounds(

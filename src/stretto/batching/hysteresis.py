@@ -16,7 +16,7 @@ from stretto.batching.policy import (
     inner_state,
     stretched,
 )
-from stretto.batching.wrappers import checked_policy
+from stretto.batching.wrappers import BoundWrapper, Wrapper, checked_policy
 from stretto.errors import BatchSizeError, TimeError, cannot, shown
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
 from stretto.timing.number import exact
@@ -25,7 +25,7 @@ from stretto.timing.time import Number
 
 @final
 @dataclass(frozen=True, slots=True, init=False)
-class Hysteresis(BatchSizePolicy):
+class Hysteresis(Wrapper):
     """Moves only when the size wanted is at least `ratio` times larger or smaller than the size.
 
     From a size B it moves to B' when `B' >= ratio * B` or `B' <= B / ratio`, and only when `wait`
@@ -45,7 +45,6 @@ class Hysteresis(BatchSizePolicy):
         BatchSizeError: the ratio is not a finite number above 1, or `wait` has no length.
     """
 
-    policy: BatchSizePolicy
     ratio: Fraction
     wait: Time | None
 
@@ -93,10 +92,9 @@ class Hysteresis(BatchSizePolicy):
 
 @final
 @dataclass(frozen=True, slots=True)
-class BoundHysteresis(BoundPolicy):
+class BoundHysteresis(BoundWrapper):
     """Hysteresis on one run; remembers the size and when it last changed."""
 
-    inner: BoundPolicy
     ratio: Fraction
     axis: Axis | None
     wait_ticks: int
@@ -111,11 +109,6 @@ class BoundHysteresis(BoundPolicy):
     def units(self) -> frozenset[TimeUnit]:
         """The units of the policy inside, and that of `wait`."""
         return self.inner.units | ({self.axis.unit} if self.axis else set())
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """The signals of the policy inside."""
-        return self.inner.reads
 
     def start(self) -> PolicyState:
         """Return the state before any size."""

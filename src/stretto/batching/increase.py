@@ -16,8 +16,7 @@ from stretto.batching.policy import (
     checked_size,
 )
 from stretto.errors import BatchSizeError, cannot, shown
-from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
-from stretto.timing.time import Number
+from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
 
 IncreaseCallable: TypeAlias = Callable[[int, int], int | None]
 """`(epoch, current_batch_size) -> increment`; 0 or None for no increase."""
@@ -86,15 +85,6 @@ class IncreaseFunction(BatchSizePolicy):
                 )
             )
         return BoundIncrease(self, self.max_batch_size, horizon.axis(TimeUnit.EPOCH))
-
-    def scaled(self, ratio: Number) -> IncreaseFunction:
-        """Return the policy itself: it goes by epochs, whose length does not change."""
-        del ratio
-        return self
-
-    def times(self) -> tuple[Time, ...]:
-        """Return no times."""
-        return ()
 
     def __repr__(self) -> str:
         return f"IncreaseFunction({name_of(self.function)}, {self.start}, {self.max_batch_size!r})"

@@ -18,8 +18,7 @@ from stretto.batching.following import (
     rounded_size,
 )
 from stretto.batching.policy import BatchSizePolicy, PolicyState, Signals
-from stretto.timing import Horizon, Time, Timestamp
-from stretto.timing.time import Number
+from stretto.timing import Horizon, Timestamp
 
 
 @final
@@ -84,15 +83,6 @@ class NoiseScale(BatchSizePolicy):
         """Return the policy on one run."""
         del horizon
         return BoundNoiseScale(self, cast(int, self.minimum))
-
-    def scaled(self, ratio: Number) -> NoiseScale:
-        """Return the policy itself: it has no times."""
-        del ratio
-        return self
-
-    def times(self) -> tuple[Time, ...]:
-        """Return no times."""
-        return ()
 
 
 @final

@@ -14,8 +14,7 @@ from stretto.batching.following import (
     rounded_size,
 )
 from stretto.batching.policy import BatchSizePolicy, PolicyState, Signals
-from stretto.timing import Horizon, Time, Timestamp
-from stretto.timing.time import Number
+from stretto.timing import Horizon, Timestamp
 
 
 @final
@@ -66,15 +65,6 @@ class NormTest(BatchSizePolicy):
         """Return the policy on one run."""
         del horizon
         return BoundNormTest(self)
-
-    def scaled(self, ratio: Number) -> NormTest:
-        """Return the policy itself: it has no times."""
-        del ratio
-        return self
-
-    def times(self) -> tuple[Time, ...]:
-        """Return no times."""
-        return ()
 
 
 @final

@@ -14,8 +14,7 @@ from stretto.batching.following import (
 )
 from stretto.batching.policy import BatchSizePolicy, PolicyState, Signals, checked_size
 from stretto.errors import BatchSizeError, cannot, shown
-from stretto.timing import Horizon, Time, Timestamp
-from stretto.timing.time import Number
+from stretto.timing import Horizon, Timestamp
 
 
 @final
@@ -88,15 +87,6 @@ class Plateau(BatchSizePolicy):
         """Return the policy on one run."""
         del horizon
         return BoundPlateau(self)
-
-    def scaled(self, ratio: Number) -> Plateau:
-        """Return the policy itself: it has no times."""
-        del ratio
-        return self
-
-    def times(self) -> tuple[Time, ...]:
-        """Return no times."""
-        return ()
 
 
 @final

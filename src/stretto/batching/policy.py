@@ -122,14 +122,15 @@ class BoundPolicy(ABC):
         Called once for each batch, in order. The size is at least 1 whatever the signals are.
         """
 
-    @abstractmethod
     def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold | None:
         """Return for how long the decision just made at `timestamp` stands.
 
         `state` is the state that `decide` returned there. For every batch that starts later and
         is covered by the hold, `decide` would return the same size and the same state, so it need
-        not be called. None: it stands for this batch only.
+        not be called. None: it stands for this batch only, as it does unless a policy knows better.
         """
+        del timestamp, state
+        return None
 
 
 class BatchSizePolicy(ABC):
@@ -152,13 +153,27 @@ class BatchSizePolicy(ABC):
             BatchSizeError: the times are out of order on this run.
         """
 
-    @abstractmethod
     def scaled(self, ratio: Number) -> BatchSizePolicy:
-        """Return the policy with every time that is not a fraction of the run stretched."""
+        """Return the policy with every time that is not a fraction of the run stretched.
 
-    @abstractmethod
+        One that has no times stays as it is; one that has times says how.
+
+        Raises:
+            BatchSizeError: the ratio is not positive, or the policy does not say how.
+        """
+        if self.times():
+            raise BatchSizeError(
+                cannot(
+                    f"stretch {self!r} by {ratio}",
+                    why="it has times, and does not say what becomes of them",
+                    instead=f"define scaled(self, ratio) in {type(self).__name__}",
+                )
+            )
+        return self
+
     def times(self) -> tuple[Time, ...]:
-        """Return every time that it is written with."""
+        """Return every time that it is written with; none, unless a policy says otherwise."""
+        return ()
 
     @property
     def is_coupled(self) -> bool:

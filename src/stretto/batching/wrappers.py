@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, cast, final
+from typing import Literal, Self, TypeAlias, cast, final
 
 from stretto.batching.policy import (
     BatchSizePolicy,
@@ -23,203 +23,29 @@ Rounding: TypeAlias = Literal["down", "up"]
 """Which way a size is rounded."""
 
 
-@final
 @dataclass(frozen=True, slots=True)
-class AtMost(BatchSizePolicy):
-    """Never more than `size`.
-
-    >>> from stretto.batching import LinearRamp
-    >>> AtMost(LinearRamp(8, 1024, "1ep"), 512).size
-    512
-
-    Raises:
-        BatchSizeError: the size is not an integer of at least 1.
-    """
-
-    policy: BatchSizePolicy
-    size: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "policy", checked_policy(self.policy))
-        object.__setattr__(self, "size", checked_size(self.size))
-
-    def bind(self, horizon: Horizon) -> BoundPolicy:
-        """Bind the policy inside."""
-        return BoundMap(self.policy.bind(horizon), lambda size: min(size, self.size))
-
-    def scaled(self, ratio: Number) -> AtMost:
-        """Return the same bound on the stretched policy."""
-        return replace(self, policy=self.policy.scaled(ratio))
-
-    def times(self) -> tuple[Time, ...]:
-        """Return the times of the policy inside."""
-        return self.policy.times()
-
-    def __repr__(self) -> str:
-        return f"AtMost({self.policy!r}, {self.size})"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class AtLeast(BatchSizePolicy):
-    """Never less than `size`.
-
-    >>> from stretto.batching import LinearRamp
-    >>> AtLeast(LinearRamp(8, 1024, "1ep"), 32).size
-    32
-
-    Raises:
-        BatchSizeError: the size is not an integer of at least 1.
-    """
-
-    policy: BatchSizePolicy
-    size: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "policy", checked_policy(self.policy))
-        object.__setattr__(self, "size", checked_size(self.size))
-
-    def bind(self, horizon: Horizon) -> BoundPolicy:
-        """Bind the policy inside."""
-        return BoundMap(self.policy.bind(horizon), lambda size: max(size, self.size))
-
-    def scaled(self, ratio: Number) -> AtLeast:
-        """Return the same bound on the stretched policy."""
-        return replace(self, policy=self.policy.scaled(ratio))
-
-    def times(self) -> tuple[Time, ...]:
-        """Return the times of the policy inside."""
-        return self.policy.times()
-
-    def __repr__(self) -> str:
-        return f"AtLeast({self.policy!r}, {self.size})"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class MultipleOf(BatchSizePolicy):
-    """Only multiples of `factor`, at least one: rounded down, or up.
-
-    With `factor = world_size * micro_batch_size` every rank always runs full micro-batches.
-
-    >>> from stretto.batching import Fixed
-    >>> bound = MultipleOf(Fixed(100), 64).bind(Horizon("1ep"))
-    >>> bound.decide(Timestamp(), bound.start(), Signals())[0]
-    64
-
-    Raises:
-        BatchSizeError: the factor is not an integer of at least 1.
-    """
-
-    policy: BatchSizePolicy
-    factor: int
-    rounding: Rounding = "down"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "policy", checked_policy(self.policy))
-        object.__setattr__(self, "factor", checked_size(self.factor, "a factor of batch sizes"))
-        _check_rounding(self.rounding)
-
-    def bind(self, horizon: Horizon) -> BoundPolicy:
-        """Bind the policy inside."""
-        factor, add = self.factor, self.factor - 1 if self.rounding == "up" else 0
-        return BoundMap(
-            self.policy.bind(horizon), lambda size: max(1, (size + add) // factor) * factor
-        )
-
-    def scaled(self, ratio: Number) -> MultipleOf:
-        """Return the same rounding of the stretched policy."""
-        return replace(self, policy=self.policy.scaled(ratio))
-
-    def times(self) -> tuple[Time, ...]:
-        """Return the times of the policy inside."""
-        return self.policy.times()
-
-    def __repr__(self) -> str:
-        rounding = "" if self.rounding == "down" else f", {self.rounding!r}"
-        return f"MultipleOf({self.policy!r}, {self.factor}{rounding})"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class PowerOfTwo(BatchSizePolicy):
-    """Only powers of two: rounded down, or up.
-
-    >>> from stretto.batching import Fixed
-    >>> bound = PowerOfTwo(Fixed(100)).bind(Horizon("1ep"))
-    >>> bound.decide(Timestamp(), bound.start(), Signals())[0]
-    64
-    """
-
-    policy: BatchSizePolicy
-    rounding: Rounding = "down"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "policy", checked_policy(self.policy))
-        _check_rounding(self.rounding)
-
-    def bind(self, horizon: Horizon) -> BoundPolicy:
-        """Bind the policy inside."""
-        below = 1 if self.rounding == "up" else 0
-
-        def power(size: int) -> int:
-            return 1 << (size - below).bit_length() - 1 + below
-
-        return BoundMap(self.policy.bind(horizon), power)
-
-    def scaled(self, ratio: Number) -> PowerOfTwo:
-        """Return the same rounding of the stretched policy."""
-        return replace(self, policy=self.policy.scaled(ratio))
-
-    def times(self) -> tuple[Time, ...]:
-        """Return the times of the policy inside."""
-        return self.policy.times()
-
-    def __repr__(self) -> str:
-        rounding = "" if self.rounding == "down" else f", {self.rounding!r}"
-        return f"PowerOfTwo({self.policy!r}{rounding})"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Monotone(BatchSizePolicy):
-    """Never shrinks: the largest size decided so far.
-
-    >>> from stretto.batching import Steps
-    >>> bound = Monotone(Steps("0ba:8 1ba:4")).bind(Horizon("9ba"))
-    >>> _, state = bound.decide(Timestamp(), bound.start(), Signals())
-    >>> bound.decide(Timestamp(batch=1), state, Signals())[0]
-    8
-    """
+class Wrapper(BatchSizePolicy):
+    """A policy around another one, whose times are its times."""
 
     policy: BatchSizePolicy
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", checked_policy(self.policy))
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
-        """Bind the policy inside."""
-        return BoundMonotone(self.policy.bind(horizon))
-
-    def scaled(self, ratio: Number) -> Monotone:
-        """Return the same rule over the stretched policy."""
+    def scaled(self, ratio: Number) -> Self:
+        """Return the same around the stretched policy."""
         return replace(self, policy=self.policy.scaled(ratio))
 
     def times(self) -> tuple[Time, ...]:
         """Return the times of the policy inside."""
         return self.policy.times()
 
-    def __repr__(self) -> str:
-        return f"Monotone({self.policy!r})"
 
-
-@final
 @dataclass(frozen=True, slots=True)
-class BoundMap(BoundPolicy):
-    """A bound policy whose sizes go through a function."""
+class BoundWrapper(BoundPolicy):
+    """A bound policy around another one, which reads what that one reads."""
 
     inner: BoundPolicy
-    function: Callable[[int], int]
 
     @property
     def is_static(self) -> bool:
@@ -235,6 +61,155 @@ class BoundMap(BoundPolicy):
     def reads(self) -> frozenset[str]:
         """The signals of the policy inside."""
         return self.inner.reads
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AtMost(Wrapper):
+    """Never more than `size`.
+
+    >>> from stretto.batching import LinearRamp
+    >>> AtMost(LinearRamp(8, 1024, "1ep"), 512).size
+    512
+
+    Raises:
+        BatchSizeError: the size is not an integer of at least 1.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        Wrapper.__post_init__(self)
+        object.__setattr__(self, "size", checked_size(self.size))
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Bind the policy inside."""
+        return BoundMap(self.policy.bind(horizon), lambda size: min(size, self.size))
+
+    def __repr__(self) -> str:
+        return f"AtMost({self.policy!r}, {self.size})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AtLeast(Wrapper):
+    """Never less than `size`.
+
+    >>> from stretto.batching import LinearRamp
+    >>> AtLeast(LinearRamp(8, 1024, "1ep"), 32).size
+    32
+
+    Raises:
+        BatchSizeError: the size is not an integer of at least 1.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        Wrapper.__post_init__(self)
+        object.__setattr__(self, "size", checked_size(self.size))
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Bind the policy inside."""
+        return BoundMap(self.policy.bind(horizon), lambda size: max(size, self.size))
+
+    def __repr__(self) -> str:
+        return f"AtLeast({self.policy!r}, {self.size})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MultipleOf(Wrapper):
+    """Only multiples of `factor`, at least one: rounded down, or up.
+
+    With `factor = world_size * micro_batch_size` every rank always runs full micro-batches.
+
+    >>> from stretto.batching import Fixed
+    >>> bound = MultipleOf(Fixed(100), 64).bind(Horizon("1ep"))
+    >>> bound.decide(Timestamp(), bound.start(), Signals())[0]
+    64
+
+    Raises:
+        BatchSizeError: the factor is not an integer of at least 1.
+    """
+
+    factor: int
+    rounding: Rounding = "down"
+
+    def __post_init__(self) -> None:
+        Wrapper.__post_init__(self)
+        object.__setattr__(self, "factor", checked_size(self.factor, "a factor of batch sizes"))
+        _check_rounding(self.rounding)
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Bind the policy inside."""
+        factor, add = self.factor, self.factor - 1 if self.rounding == "up" else 0
+        return BoundMap(
+            self.policy.bind(horizon), lambda size: max(1, (size + add) // factor) * factor
+        )
+
+    def __repr__(self) -> str:
+        rounding = "" if self.rounding == "down" else f", {self.rounding!r}"
+        return f"MultipleOf({self.policy!r}, {self.factor}{rounding})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PowerOfTwo(Wrapper):
+    """Only powers of two: rounded down, or up.
+
+    >>> from stretto.batching import Fixed
+    >>> bound = PowerOfTwo(Fixed(100)).bind(Horizon("1ep"))
+    >>> bound.decide(Timestamp(), bound.start(), Signals())[0]
+    64
+    """
+
+    rounding: Rounding = "down"
+
+    def __post_init__(self) -> None:
+        Wrapper.__post_init__(self)
+        _check_rounding(self.rounding)
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Bind the policy inside."""
+        below = 1 if self.rounding == "up" else 0
+
+        def power(size: int) -> int:
+            return 1 << (size - below).bit_length() - 1 + below
+
+        return BoundMap(self.policy.bind(horizon), power)
+
+    def __repr__(self) -> str:
+        rounding = "" if self.rounding == "down" else f", {self.rounding!r}"
+        return f"PowerOfTwo({self.policy!r}{rounding})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Monotone(Wrapper):
+    """Never shrinks: the largest size decided so far.
+
+    >>> from stretto.batching import Steps
+    >>> bound = Monotone(Steps("0ba:8 1ba:4")).bind(Horizon("9ba"))
+    >>> _, state = bound.decide(Timestamp(), bound.start(), Signals())
+    >>> bound.decide(Timestamp(batch=1), state, Signals())[0]
+    8
+    """
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Bind the policy inside."""
+        return BoundMonotone(self.policy.bind(horizon))
+
+    def __repr__(self) -> str:
+        return f"Monotone({self.policy!r})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BoundMap(BoundWrapper):
+    """A bound policy whose sizes go through a function."""
+
+    function: Callable[[int], int]
 
     def start(self) -> PolicyState:
         """Return the state of the policy inside."""
@@ -258,25 +233,8 @@ class BoundMap(BoundPolicy):
 
 @final
 @dataclass(frozen=True, slots=True)
-class BoundMonotone(BoundPolicy):
+class BoundMonotone(BoundWrapper):
     """The largest size that a bound policy has decided; remembers it."""
-
-    inner: BoundPolicy
-
-    @property
-    def is_static(self) -> bool:
-        """Whether the policy inside is."""
-        return self.inner.is_static
-
-    @property
-    def units(self) -> frozenset[TimeUnit]:
-        """The units of the policy inside."""
-        return self.inner.units
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """The signals of the policy inside."""
-        return self.inner.reads
 
     def start(self) -> PolicyState:
         """Return the state before any size."""
