@@ -35,22 +35,28 @@ def test_it_measures_prints_and_draws(stretto: Stretto, trained: Path) -> None:
     assert Path("critical.png").read_bytes().startswith(b"\x89PNG")
 
 
+def ledger(folder: Path) -> list[dict[str, float]]:
+    """What each batch of a run was."""
+    lines = [line.split(",") for line in (folder / "ledger.csv").read_text().splitlines()]
+    return [dict(zip(lines[0], map(float, line), strict=True)) for line in lines[1:]]
+
+
 def test_the_rate_goes_with_the_size_from_the_one_in_force(stretto: Stretto, trained: Path) -> None:
-    # The last checkpoint but one, where the batch is 8 and the rate in the middle of its cosine.
+    # The last checkpoint but one, where the size is about to grow and the cosine is in its middle.
     checkpoints = sorted((trained / "checkpoints").iterdir())
     said = stretto(
         "critical-batch-size", "run.yaml", "--checkpoint", checkpoints[0], *SIZES, "--json"
     )
     assert said.code == 0, said.err
     found = json.loads(said.out)
-    lines = (trained / "ledger.csv").read_text().splitlines()
-    names, values = lines[0].split(","), [line.split(",") for line in lines[1:]]
-    at = {int(row[names.index("sample")]): row for row in values}
-    before = max(sample for sample in at if sample < found["at"]["sample"])
-    rate = float(at[before][names.index("lr")])
-    size = found["at"]["batch_size"]
+    rows = ledger(trained)
+    behind = next(n for n, row in enumerate(rows) if row["sample"] == found["at"]["sample"])
+    before = rows[behind - 1]
+    assert rows[behind]["size"] != found["at"]["batch_size"], "the size moves here"
+    assert found["at"]["batch_size"] == 8, "what was decided; it was cut to 4 by the epoch's end"
     for branch in found["branches"]:
-        assert branch["learning_rate"] == pytest.approx(rate * (branch["size"] / size) ** 0.5)
+        wanted = before["lr"] * (branch["size"] / 8) ** 0.5
+        assert branch["learning_rate"] == pytest.approx(wanted)
     assert found["samples"] == 32
     assert {branch["seed"] for branch in found["branches"]} == {0, 1}
 
@@ -72,14 +78,16 @@ def test_it_is_the_same_each_time_and_leaves_the_run_alone(stretto: Stretto, tra
         (("--sizes", "8,512"), "that is less than 4 steps"),
         (("--plot", "critical.gif"), "its name does not say what kind of picture"),
         (("--plot", "run.yaml/critical.png"), "name a file in a folder of yours"),
-        (("--tolerance", "nan"), "write for example --tolerance 0.01"),
-        (("--tolerance", "-1"), "write for example --tolerance 0.01"),
+        (("--tolerance", "nan", *SIZES), "write for example --tolerance 0.01"),
+        (("--tolerance", "-1", *SIZES), "write for example --tolerance 0.01"),
+        (("--over", "20sp"), "write --over 64sp or more, or smaller --sizes"),
+        (("loading={shuffle: false}",), "all would be the same; write --seeds 1, or loading="),
         (("--over", "32tok"), "write them in samples: --over 10000sp"),
         (("--checkpoint", "nowhere"), "nowhere"),
     ],
 )
 def test_what_is_refused(
-    stretto: Stretto, trained: Path, options: tuple[str, str], message: str
+    stretto: Stretto, trained: Path, options: tuple[str, ...], message: str
 ) -> None:
     said = stretto("critical-batch-size", "run.yaml", "--checkpoint", trained, *options)
     assert said.code == 2
@@ -152,6 +160,17 @@ class TerminateSecondSeed(Callback):
         SEEN.append("a step")
         if len(SEEN) == 16 + 8 + 4 + 2:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Batches(Callback):
+    def on_log(self, trainer, record):
+        SEEN.append(record["loss"])
+
+
+class Scale(Callback):
+    def on_batch_end(self, trainer, step):
+        SEEN.append(trainer.scaler.get_scale())
+        trainer.scaler.update(32.0)
 
 
 class Terminate(Callback):
@@ -236,12 +255,44 @@ def test_a_run_in_batches_has_a_length_in_samples(stretto: Stretto, project: Pat
     assert json.loads(said.out)["samples"] == 32
 
 
-def test_the_loss_is_of_the_same_samples_whatever_the_size(stretto: Stretto, trained: Path) -> None:
-    """Where nothing is evaluated; the last quarter begins with a batch of each size."""
-    command = ("critical-batch-size", "run.yaml", "evaluate=[]", "--checkpoint", trained)
-    said = stretto(*command, "--sizes", "2,3,4", "--over", "60sp", "--seeds", "1", "--json")
+def test_the_loss_is_of_the_same_samples_whatever_the_size(
+    stretto: Stretto, trained: Path, called_back: list[object]
+) -> None:
+    """Where nothing is evaluated: that of the last quarter, whichever batch it begins inside."""
+    callbacks = "callbacks=[{target: cli_callbacks:Batches}]"
+    command = ("critical-batch-size", "run.yaml", "evaluate=[]", callbacks, "--checkpoint", trained)
+    said = stretto(*command, "--sizes", "2,3,5", "--over", "38sp", "--seeds", "1", "--json")
     assert said.code == 0, said.err
-    assert json.loads(said.out)["samples"] == 48
+    found = json.loads(said.out)
+    assert found["samples"] == 30, "whole batches of every size"
+    seen = iter(called_back)
+    for branch in found["branches"]:
+        size = branch["size"]
+        batches = [next(seen) for _ in range(30 // size)]
+        parts = [min(size, max(0.0, end - 22.5)) for end in range(size, 31, size)]
+        wanted = sum(part * loss for part, loss in zip(parts, batches, strict=True)) / 7.5
+        assert branch["loss"] == pytest.approx(wanted)
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(stretto: Stretto, trained: Path) -> None:
+    older, newest = sorted((trained / "checkpoints").iterdir())
+    (newest / "manifest.json").write_text("{")
+    with pytest.warns(RuntimeWarning, match="an older one is looked for"):
+        said = stretto("critical-batch-size", "run.yaml", "--checkpoint", trained, *SIZES, "--json")
+    assert said.code == 0, said.err
+    assert json.loads(said.out)["at"]["sample"] == int(older.name.rpartition("-")[2])
+
+
+def test_the_scale_of_the_loss_goes_on(
+    stretto: Stretto, project: Path, called_back: list[object]
+) -> None:
+    run = ("run.yaml", "stepping={precision: fp16}", "callbacks=[{target: cli_callbacks:Scale}]")
+    assert stretto("train", *run, "--folder", "runs/a").code == 0
+    assert called_back[0] > 32.0, "where a scaler begins, halved perhaps"
+    called_back.clear()
+    said = stretto("critical-batch-size", *run, "--checkpoint", "runs/a", *SIZES)
+    assert said.code == 0, said.err
+    assert called_back[0] == 32.0, "what it was at the checkpoint"
 
 
 def test_a_yardstick_that_diverges_ends_it_at_once(stretto: Stretto, trained: Path) -> None:

@@ -53,6 +53,17 @@ def test_no_size_is_too_large() -> None:
     assert str(found).startswith("critical batch size: at least 128 (loss within 0.01 of that at 8")
 
 
+def test_seeds_that_are_the_same_run_tell_no_interval() -> None:
+    same = [
+        Branch(size, seed, 1024 // size, 1e-3, 2.0 + size / 100)
+        for size in (8, 16)
+        for seed in range(3)
+    ]
+    found = CriticalBatchSize.of(same, samples=1024, tolerance=0.01)
+    assert found.rows[1].verdict == "open"
+    assert "cannot be told (the same with every seed)" in critical_table(found)
+
+
 def test_a_single_seed_tells_no_interval() -> None:
     found = CriticalBatchSize.of(
         branches({8: 0.0, 16: 0.0, 32: 0.05}, seeds=1), samples=1024, tolerance=0.01
@@ -83,7 +94,9 @@ def test_one_seed_that_diverges_is_enough() -> None:
 def test_losses_near_zero_may_be_many_times_as_large() -> None:
     """What counts then is the tolerance."""
     losses = {8: 1e-9, 16: 1e-7}
-    few = [Branch(size, seed, 9, 1.0, losses[size]) for size in losses for seed in (0, 1)]
+    few = [
+        Branch(size, seed, 9, 1.0, losses[size] * (1 + seed)) for size in losses for seed in (0, 1)
+    ]
     found = CriticalBatchSize.of(few, samples=1024, tolerance=0.01)
     assert (found.low, found.high) == (16, None)
 

@@ -17,7 +17,6 @@ from stretto.errors import ConfigError, cannot
 from stretto.report.critical import critical_table, draw_critical
 from stretto.timing import Time
 from stretto.training.critical import (
-    LEAST_STEPS,
     Branch,
     CriticalBatchSize,
     check_branches,
@@ -53,7 +52,8 @@ def critical_batch_size(
     config, source = read_arguments(arguments)
     trunk = Trunk.at(config, checkpoint, source=source, rule=chosen)
     samples = trunk.samples(Time(over))
-    tried = wanted or default_sizes(trunk.size, samples)
+    trunk.check_orders(seeds)
+    tried = default_sizes(trunk.size, samples) if wanted is None else wanted
     check_branches(tried, samples, tolerance=tolerance)
     samples = _whole(samples, tried)
     branches: list[Branch] = []
@@ -82,13 +82,10 @@ def _print(found: CriticalBatchSize, trunk: Trunk, *, as_json: bool, so_far: str
 def _whole(samples: int, sizes: Sequence[int]) -> int:
     """Return a number of samples, at most a quarter fewer, that suits the sizes best.
 
-    The last quarter of a branch, whose loss it is where nothing is evaluated, begins with a batch:
-    of every size, or of the largest; or at least the last batch is whole.
+    The last batch is whole: of every size, or at least of the largest.
     """
-    for unit in (LEAST_STEPS * math.lcm(*sizes), LEAST_STEPS * sizes[-1]):
-        if samples - samples % unit >= 0.75 * samples:
-            return samples - samples % unit
-    return samples - samples % sizes[-1]
+    whole = samples - samples % math.lcm(*sizes)
+    return whole if whole >= 0.75 * samples else samples - samples % sizes[-1]
 
 
 def _branches(trunk: Trunk, sizes: Sequence[int], *, seed: int, samples: int) -> list[Branch]:

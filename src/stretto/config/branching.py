@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stretto.batching import NO_SIGNALS, LearningRateRule, SquareRootRule
-from stretto.checkpoint import CheckpointReader, checkpoints, open_checkpoint, unpack_optimizer
+from stretto.checkpoint import CheckpointReader, open_checkpoint, unpack_optimizer
 from stretto.config.parts import (
     known_sizes,
     make_callbacks,
@@ -30,6 +31,7 @@ from stretto.config.source import NO_SOURCE, Source
 from stretto.config.targets import call_target
 from stretto.config.training import check_complete, seed_everything
 from stretto.data import DataSpec
+from stretto.data.source import is_shuffled
 from stretto.data.state import policy_state
 from stretto.errors import (
     CheckpointError,
@@ -46,7 +48,7 @@ from stretto.training.callback import restore_states
 from stretto.training.critical import LEAST_STEPS, Branch
 from stretto.training.held import held
 from stretto.training.interrupt import exit_code
-from stretto.training.resuming import FOLDER
+from stretto.training.resuming import FOLDER, newest_of
 
 ORDER_SEEDS = 1_000_003
 """Branches see samples in orders of their own, from seeds that no run is likely to have."""
@@ -74,7 +76,7 @@ class Trunk:
     timestamp: Timestamp
     """Where the checkpoint stands."""
     size: int
-    """The batch size in force there."""
+    """The size of the batch before it, which the learning rate in force there belongs to."""
 
     @classmethod
     def at(
@@ -89,7 +91,7 @@ class Trunk:
 
         Args:
             config: the run file.
-            checkpoint: a checkpoint of that run, or its folder, whose newest is meant.
+            checkpoint: a checkpoint of that run, or its folder, whose newest whole one is meant.
             source: where the file's values were written, for messages.
             rule: how the learning rate goes with the size; left out, the file's
                 `learning_rate_rule`, or the square root.
@@ -107,22 +109,21 @@ class Trunk:
                     instead="start it without torchrun",
                 )
             )
-        if (checkpoint / FOLDER).is_dir():
-            checkpoint = next(reversed(checkpoints(checkpoint / FOLDER)), checkpoint)
+        is_folder = (checkpoint / FOLDER).is_dir()
+        if is_folder:
+            checkpoint = newest_of(checkpoint)
         spec = make_spec(config, source=source)
         run = build_run(config, known_sizes(spec), source=source)
-        reader = open_checkpoint(checkpoint)
+        reader = open_checkpoint(checkpoint, verify=not is_folder)
         try:
             records = reader.records["loader"]
             timestamp = Timestamp.from_state(records["clock"])
-            bound = run.policy.bind(run.horizon.with_batch_sizes(None))
-            state = policy_state(run.policy, bound, records["policy"])
-            size = bound.decide(timestamp, state, NO_SIGNALS)[0]
+            size = records.get("size") or _next_size(run, timestamp, records)
+            rule = rule or run.rule or SquareRootRule(size)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise _no_branch(
                 checkpoint, f"its records are not those of this run ({error})"
             ) from error
-        rule = rule or run.rule or SquareRootRule(size)
         return cls(config, source, spec, run, reader, checkpoint, rule, timestamp, size)
 
     def samples(self, over: Time) -> int:
@@ -143,6 +144,23 @@ class Trunk:
                 )
             ) from error
 
+    def check_orders(self, count: int) -> None:
+        """Refuse branches in several orders where the data have only one.
+
+        Raises:
+            TrainingError: they are map-style and not shuffled.
+        """
+        if count == 1 or not self.spec.is_map_style:
+            return
+        if not is_shuffled(self.spec, asked=make_loading(self.config, self.source).shuffle):
+            raise TrainingError(
+                cannot(
+                    f"compare branches in {count} orders of the samples",
+                    why="they are not shuffled, so all would be the same",
+                    instead="write --seeds 1, or loading={shuffle: true} behind the run file",
+                )
+            )
+
     def branch(self, size: int, *, seed: int, samples: int) -> Branch:
         """Train a branch at batches of `size` over `samples`, and return what came out.
 
@@ -151,7 +169,7 @@ class Trunk:
             StrettoError: the run file does not allow it.
         """
         config, source = self.config, self.source
-        seed_everything(config.seed)
+        seed_everything(config.seed + seed)
         assert config.model is not None, "checked when the trunk was made"
         model = call_target(config.model, source=source, path=("model",))
         if not isinstance(model, nn.Module):
@@ -163,7 +181,7 @@ class Trunk:
         factor = self.rule(size) / self.rule(self.size)
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * factor
-        losses, callbacks = _Losses(), self._callbacks()
+        losses, callbacks = _Losses(samples), self._callbacks()
         every = f"{samples}sp"
         trainer = Trainer(
             model,
@@ -183,13 +201,15 @@ class Trunk:
                 non_finite="ignore",
             ),
             evaluate=[replace(one, every=every) for one in self._evaluations()],
-            log=Logging(f"{max(samples // 4, 1)}sp"),
+            log=Logging("1ba"),
             callbacks=[*callbacks, losses],
         )
+        if trainer.scaler is not None and self.reader.records["scaler"] is not None:
+            trainer.scaler.load_state_dict(self.reader.records["scaler"])
         trainer.fit()
         _check_not_stopped(trainer)
         rate = float(optimizer.param_groups[0]["lr"])
-        return Branch(size, seed, trainer.timer.batch, rate, losses.last)
+        return Branch(size, seed, trainer.timer.batch, rate, losses.loss)
 
     def _evaluations(self) -> Sequence[Evaluation]:
         """The first evaluation of the file, whose loss is what branches are compared by."""
@@ -223,22 +243,48 @@ class Trunk:
 
 
 class _Losses(Callback):
-    """Keeps the loss at the end: that of the evaluation, or of the last quarter of the training."""
+    """Keeps the loss at the end: that of the evaluation, or of the last quarter of the training.
 
-    def __init__(self) -> None:
-        self.last = float("nan")
-        self._is_evaluated = False
+    The quarter is the same samples whatever the batch size is: of a batch that it begins inside,
+    its part counts.
+
+    Args:
+        samples: how many there are.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self._quarter = 0.75 * samples
+        self._before = 0
+        self._sum = self._weight = 0.0
+        self._evaluated: float | None = None
+
+    @property
+    def loss(self) -> float:
+        """The loss, once the branch is over; nan if there is none."""
+        if self._evaluated is not None:
+            return self._evaluated
+        return self._sum / self._weight if self._weight else math.nan
 
     def on_log(self, trainer: Trainer, record: Mapping[str, float]) -> None:
-        """Take the training loss where nothing is evaluated."""
-        del trainer
-        if not self._is_evaluated and "loss" in record:
-            self.last = float(record["loss"])
+        """Take the training loss of a batch."""
+        end = trainer.timer.sample
+        part = end - max(self._before, self._quarter)
+        if "loss" in record and part > 0:
+            self._sum += part * float(record["loss"])
+            self._weight += part
+        self._before = end
 
     def on_evaluation_end(self, trainer: Trainer, name: str, metrics: Mapping[str, float]) -> None:
         """Take the loss of the evaluation."""
         del trainer, name
-        self.last, self._is_evaluated = float(metrics["loss"]), True
+        self._evaluated = float(metrics["loss"])
+
+
+def _next_size(run: Run, timestamp: Timestamp, records: Mapping[str, Any]) -> int:
+    """The size that is decided at a checkpoint: for one before the first batch."""
+    bound = run.policy.bind(run.horizon.with_batch_sizes(None))
+    state = policy_state(run.policy, bound, records["policy"])
+    return bound.decide(timestamp, state, NO_SIGNALS)[0]
 
 
 def _check_not_stopped(trainer: Trainer) -> None:
@@ -279,6 +325,17 @@ def default_sizes(size: int, samples: int) -> list[int]:
 
     >>> default_sizes(16, 1024)
     [8, 16, 32, 64, 128, 256]
+
+    Raises:
+        TrainingError: there are fewer than two.
     """
-    wanted = [max(1, size // 2), *(size * 2**power for power in range(5))]
-    return sorted({one for one in wanted if one * LEAST_STEPS <= samples})
+    wanted = sorted({max(1, size // 2), *(size * 2**power for power in range(5))})
+    if samples < LEAST_STEPS * wanted[1]:
+        raise TrainingError(
+            cannot(
+                f"compare batches of {wanted[0]:,} and {wanted[1]:,} over {samples:,} samples",
+                why=f"that is less than {LEAST_STEPS} steps",
+                instead=f"write --over {LEAST_STEPS * wanted[1]}sp or more, or smaller --sizes",
+            )
+        )
+    return [one for one in wanted if one * LEAST_STEPS <= samples]

@@ -35,6 +35,8 @@ class Decisions:
         """The policy's state after the last batch that was finished."""
         self.signals = NO_SIGNALS
         """What that batch measured."""
+        self.size: int | None = None
+        """The size that was decided for it; None before the first one."""
         axis, tick = end_tick(horizon)
         self._run_limit = (axis.read, tick)
         self._limits: tuple[tuple[Callable[[Timestamp], int], int], ...] = ()
@@ -56,6 +58,10 @@ class Decisions:
             if plan is None:
                 return
             yield plan
+
+    def finish(self, plan: StepPlan, signals: Signals) -> None:
+        """Note what was decided for the batch that is finished, and what it measured."""
+        self.state, self.signals, self.size = plan.state, signals, plan.decided
 
     def restart(self, state: PolicyState, signals: Signals) -> None:
         """Go on from where the timer stands now."""

@@ -235,7 +235,7 @@ class StepLoader(Iterator[Step]):
             self._cross(draw, open_step, tokens, seconds)
         else:
             timer.update(samples=draw.size, tokens=tokens, seconds=seconds)
-        self._decisions.state, self._decisions.signals = plan.state, signals
+        self._decisions.finish(plan, signals)
         return timer.timestamp
 
     def note_metric(self, value: float) -> None:
@@ -314,6 +314,7 @@ class StepLoader(Iterator[Step]):
             "clock": self.timer.state_dict(),
             "policy": saved.policy_record(self.policy, self._decisions.state),
             "signals": saved.signals_record(self._decisions.signals),
+            "size": self._decisions.size,
             "order": saved.order_record(self._source.order),
             "source": self._source.state_dict(self.timer.timestamp),
         }
@@ -336,6 +337,7 @@ class StepLoader(Iterator[Step]):
             saved.policy_state(self.policy, bound, state["policy"]),
             saved.signals_of(state["signals"]),
         )
+        self._decisions.size = state.get("size")
         self._source.load_state_dict(state["source"])
 
     def _open(self) -> Iterator[Draw]:

@@ -99,12 +99,21 @@ def make_source(reading: Reading, horizon: Horizon, *, is_planned: bool) -> Sour
     return Source(feed, source, None)
 
 
+def is_shuffled(spec: DataSpec, *, asked: bool | None) -> bool:
+    """Return whether each epoch of map-style data has an order of its own, which goes by the seed.
+
+    Args:
+        spec: the data.
+        asked: what is asked for; None: yes, or as the `DataLoader` that is given does.
+    """
+    if asked is not None:
+        return asked
+    return not isinstance(spec.data, DataLoader) or isinstance(spec.data.sampler, RandomSampler)
+
+
 def _map_source(reading: Reading, workers: Workers) -> MapSource:
-    spec, shuffle = reading.spec, reading.shuffle
-    if shuffle is None:
-        loader = spec.data
-        shuffle = not isinstance(loader, DataLoader) or isinstance(loader.sampler, RandomSampler)
-    order = SampleOrder(len(spec.dataset), reading.seed, shuffle)
+    spec = reading.spec
+    order = SampleOrder(len(spec.dataset), reading.seed, is_shuffled(spec, asked=reading.shuffle))
     keyed_seed = reading.seed if reading.is_keyed else None
     fetch = Fetch(spec.dataset, workers.collate_fn, keyed_seed=keyed_seed)
     return MapSource(spec, order, reading.part, fetch, workers, reading.is_keyed)

@@ -58,7 +58,8 @@ def _cells(row: SizeRow, found: CriticalBatchSize) -> tuple[str, ...]:
     elif math.isinf(row.excess):
         said, excess = "diverges", ""
     elif math.isinf(row.reach):
-        said += " (one seed)"
+        is_single = sum(branch.size == row.size for branch in found.branches) == 1
+        said += " (one seed)" if is_single else " (the same with every seed)"
     else:
         excess += f" +- {row.reach:.4f}"
     rate = f"{row.learning_rate:.4g}"

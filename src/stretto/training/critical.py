@@ -50,7 +50,8 @@ class SizeRow:
     Infinite where a branch diverges: its loss is not finite, or in excess by more than ten
     times the loss of the smallest size."""
     reach: float
-    """Half the width of the interval of the excess; infinite for a single seed."""
+    """Half the width of the interval of the excess; infinite for a single seed, and for several
+    that have come to the very same."""
     verdict: Verdict
 
 
@@ -197,7 +198,8 @@ def _row(size: int, smallest: int, branches: Sequence[Branch], tolerance: float)
     reach, count = math.inf, len(differences)
     if size == smallest or diverges:
         reach = 0.0
-    elif count > 1:
+    elif len({branch.loss for branch in own}) > 1:
+        # Seeds that all come to the same to the last bit are one order: nothing is known of others.
         reach = student(CONFIDENCE, count - 1) * statistics.stdev(differences) / math.sqrt(count)
     verdict: Verdict = "open"
     if excess + reach <= tolerance:

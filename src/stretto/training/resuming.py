@@ -83,7 +83,7 @@ def _find(asked: str | Path, run_folder: Path | None) -> Path | None:
         path = path if path.name else path.resolve()  # '.'
         if (path / FOLDER).is_dir():
             is_own = run_folder is not None and path.resolve() == run_folder.resolve()
-            return _newest(path) if is_own else _newest_of_another(path)
+            return _newest(path) if is_own else newest_of(path)
         open_checkpoint(path)  # every byte of it
         return path
     if run_folder is None:
@@ -106,8 +106,12 @@ def _newest(run_folder: Path) -> Path:
     return found
 
 
-def _newest_of_another(run_folder: Path) -> Path:
-    """The newest whole checkpoint of a run that may live: nothing is renamed there."""
+def newest_of(run_folder: Path) -> Path:
+    """Return the newest whole checkpoint of a run that may live: nothing is renamed there.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     for path in reversed(checkpoints(run_folder / FOLDER)):
         try:
             open_checkpoint(path)

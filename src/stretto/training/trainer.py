@@ -261,6 +261,11 @@ class Trainer:
         return self._loop.skipped.count
 
     @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """What scales the loss of fp16; None with any other precision."""
+        return self._loop.stepper.scaler
+
+    @property
     def unsaved(self) -> str | None:
         """Why the last checkpoint could not be written; None where it could."""
         return self._loop.saver.failure
@@ -300,7 +305,7 @@ class Trainer:
             self._open(folder)
             held.enter_context(loop.interrupts)
             self.model.train()
-            self.optimizer.zero_grad()  # a gradient from before is no part of the first batch
+            loop.stepper.clear()  # a gradient from before is no part of the first batch
             with loop.events.fit():
                 loop.run()
 
