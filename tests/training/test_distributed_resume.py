@@ -118,6 +118,17 @@ def test_any_number_of_ranks_goes_on_from_any_other(
     assert_close(before["states"][-1], expected["states"][-1])
 
 
+def test_three_ranks_go_on_to_the_last_bit(tmp_path: Path) -> None:
+    """In a ring of three the order of a sum depends on where in it a gradient lies."""
+    settings = {"parallel": "ddp", "micro_batch_size": "auto"}
+    whole = launch(3, tmp_path / "whole", **settings)
+    # While the ranks agree before they average, and when they average in the backward pass.
+    for stop in ([0, 2], [0, 8], None):
+        parts = launch(3, tmp_path / "parts", stop=stop, **settings)
+    assert parts[0]["started"]["batch"] == 9
+    assert parts[0]["states"][-1] == whole[0]["states"][-1]
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_killed_rank_comes_back_from_the_last_checkpoint(
     tmp_path: Path, parallel: str, unbroken: tuple[dict[str, Any], list[Any]]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from stretto.checkpoint import (
@@ -31,8 +30,8 @@ from stretto.training.finite import SkippedSteps
 from stretto.training.randomness import random_state, restore_random_state
 from stretto.training.ranks import Ranks
 from stretto.training.recorder import Recorder
-from stretto.training.safety_net import SafetyNet
 from stretto.training.setup import BuiltWith, changes, gone
+from stretto.training.stepper import Stepper
 
 
 @final
@@ -44,12 +43,11 @@ class RunState:
         optimizer: its optimizer.
         loader: the clock, the position in the data and the batch size policy's state.
         recorder: the losses since the last log, and how long its files are.
-        scaler: the loss scaler of fp16, or None.
+        stepper: knows the loss scale, and the micro-batch size that was found.
         callbacks: listeners that may have state of their own.
         evaluators: know when they last measured.
         skipped: the steps that were not applied.
         best: the best evaluation so far.
-        net: has found a micro-batch size, or None.
         setup: what the run is set up as.
         built: what the optimizer was built with.
         ranks: the processes of the run.
@@ -62,12 +60,11 @@ class RunState:
         *,
         loader: StepLoader,
         recorder: Recorder,
-        scaler: GradScaler | None,
+        stepper: Stepper,
         callbacks: Sequence[Callback],
         evaluators: Sequence[Evaluator],
         skipped: SkippedSteps,
         best: Best,
-        net: SafetyNet | None,
         setup: Mapping[str, Any],
         built: BuiltWith,
         ranks: Ranks,
@@ -76,12 +73,11 @@ class RunState:
         self._optimizer = optimizer
         self._loader = loader
         self._recorder = recorder
-        self._scaler = scaler
+        self._stepper = stepper
         self._callbacks = callbacks
         self._evaluators = evaluators
         self._skipped = skipped
         self._best = best
-        self._net = net
         self._setup = setup
         self._built = built
         self._ranks = ranks
@@ -101,7 +97,6 @@ class RunState:
             "optimizer": record,
             "loader": self._loader.state_dict(),
             "recorder": self._recorder.state_dict(),
-            "scaler": self._scaler.state_dict() if self._scaler is not None else None,
             "callbacks": [
                 {"type": type(callback).__qualname__, "state": callback.state_dict()}
                 for callback in self._callbacks
@@ -110,8 +105,8 @@ class RunState:
             "random": [json.loads(text) for text in everybody],
             "skipped": self._skipped.state_dict(),
             "best": self._best.state_dict(),
-            "net": None if self._net is None else self._net.state_dict(),
             "setup": dict(self._setup),
+            **self._stepper.state_dict(),
         }
         groups = {"model": self._model.state_dict(), "optimizer": packed}
         tensors = {
@@ -182,13 +177,11 @@ class RunState:
 
     def _restore_records(self, records: Mapping[str, Any], *, is_own: bool) -> list[str]:
         """Put the records back; return the types of callbacks whose state nobody takes."""
-        if self._net is not None and (net := records.get("net")) is not None:
-            self._net.load_state_dict(net)
-            self._loader.set_micro_batch_size(self._net.largest)
+        self._stepper.load_state_dict(records)
+        if self._stepper.net is not None:
+            self._loader.set_micro_batch_size(self._stepper.net.largest)
         self._loader.load_state_dict(records["loader"])
         self._recorder.load_state_dict(records["recorder"], is_own=is_own)
-        if self._scaler is not None and records["scaler"] is not None:
-            self._scaler.load_state_dict(records["scaler"])
         left = restore_states(self._callbacks, records["callbacks"])
         for evaluator in self._evaluators:
             evaluator.measured_at = records["evaluated"].get(evaluator.name, -1)

@@ -10,7 +10,7 @@ ranks), the division comes late: gradients are multiplied once, before clipping.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, final
 
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from stretto.data import DataSpec, MicroBatch, Step, count_target_tokens, move_batch
 from stretto.errors import TrainingError, cannot
+from stretto.memory.rewind import Rewind
 from stretto.noise import NoiseSums
 from stretto.training.finite import FiniteCheck
 from stretto.training.fully_sharded import is_fully_sharded, sync_gradients, zero_gradient
@@ -100,6 +101,7 @@ class Stepper:
         self._check = FiniteCheck(watched) if settings.non_finite != "ignore" else None
         self._moves = ranks.device.type != "cpu"
         self._is_sharded = ranks.world_size > 1 and is_fully_sharded(model)
+        self._has_met = self._rehearses = False
 
     def gradient(self, step: Step) -> Gradient:
         """Accumulate the gradient of `step`; it is complete but for `finish`.
@@ -107,6 +109,8 @@ class Stepper:
         Raises:
             TrainingError: the loss is no scalar, or there is no unit to learn from.
         """
+        if self._rehearses:
+            self._rehearse(step)
         if self.net is None:
             return self._gradient(step, step.micro_batches, averages=True)
         return self.net.take(
@@ -115,6 +119,39 @@ class Stepper:
             clear=self.clear,
             average=lambda: self._ranks.average(self._averaged),
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run must remember beside its weights, as JSON."""
+        return {
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "net": None if self.net is None else self.net.state_dict(),
+            "has_met": self._has_met,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.net is not None and state.get("net") is not None:
+            self.net.load_state_dict(state["net"])
+        is_ring = self._ranks.world_size > 2 and not self._is_sharded
+        self._rehearses = is_ring and bool(state.get("has_met"))
+
+    def _rehearse(self, step: Step) -> None:
+        """Average gradients over the ranks once, and forget them.
+
+        After its first pass `DistributedDataParallel` lays gradients out anew, and with three ranks
+        or more it is the layout that says in which order they are summed. With that pass behind it
+        a run that goes on sums to the last bit as one that never stopped.
+        """
+        self._rehearses = False
+        rewind = Rewind(self._model)
+        rewind.take()
+        meter, self.meter = self.meter, None
+        self._gradient(step, step.micro_batches[:1], averages=True)
+        self.clear()
+        self.meter = meter
+        rewind.restore()
 
     def _gradient(
         self, step: Step, micro_batches: Sequence[MicroBatch], *, averages: bool
@@ -144,6 +181,7 @@ class Stepper:
             if units:
                 factor = 1.0 if self._is_sum else float(units)
                 losses.append(MicroLoss(loss.detach(), factor, float(units)))
+        self._has_met = self._has_met or averages
         own_units = sum(counts) if late else 0
         return Gradient(losses, own_units, self._tokens(micro_batches))
 

@@ -184,12 +184,11 @@ class Trainer:
             optimizer,
             loader=self.loader,
             recorder=recorder,
-            scaler=stepper.scaler,
+            stepper=stepper,
             callbacks=callbacks,
             evaluators=evaluators,
             skipped=skipped,
             best=best,
-            net=stepper.net,
             setup=describe_setup(
                 self.loader,
                 self.hyperparameters,
