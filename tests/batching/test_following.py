@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +15,16 @@ from hypothesis import strategies as st
 
 from stretto import batching
 from stretto.batching import (
+    AtLeast,
     AtMost,
     BatchSizePolicy,
+    DoublingRamp,
     Fixed,
     Hysteresis,
+    IncreaseFunction,
+    LinearRamp,
     Monotone,
+    MultipleOf,
     NoiseScale,
     NormTest,
     PeriodSizes,
@@ -83,6 +89,8 @@ def noisy(scale: float, steps: int, seed: int = 0) -> list[Signals]:
 def test_bounds_are_never_left(policy: BatchSizePolicy, seen: list[Signals]) -> None:
     sizes, state = sizes_of(policy, seen)
     assert all(type(size) is int and 1 <= size <= 100 for size in sizes)
+    bounds = policy.bind(RUN).bounds
+    assert bounds is None or all(bounds[0] <= size <= bounds[1] for size in sizes)
     assert json.loads(json.dumps(state, allow_nan=False)) == state
 
 
@@ -265,3 +273,74 @@ def test_a_raised_minimum_holds_from_the_first_batch_after_a_resume() -> None:
     assert sizes[-1] < 16
     size, _ = NoiseScale(32, 64, minimum=16).bind(RUN).decide(Timestamp(), state, Signals())
     assert size == 16
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: NoiseScale(8, 64, c=10**400), "it is too large"),
+        (lambda: NoiseScale(8, 64, c=math.inf), "it is too large"),
+        (lambda: NoiseScale(8, 64, c=-(10**400)), "it is not a number above 0;"),
+        (lambda: NormTest(8, 64, eta=10**400), "it is not a number above 0 and below 1;"),
+        (
+            lambda: Plateau("a/b", start=8, maximum=64, threshold=10**400),
+            "it is not a number above 0 and below 1, or 0;",
+        ),
+        (lambda: Plateau("a/b", start=8, maximum=64, factor=10**400), "it is too large"),
+        (lambda: Plateau("a/b", start=8, maximum=64, factor=0), "it is not a number above 1;"),
+    ],
+)
+def test_numbers_that_no_float_holds_are_refused_like_others(
+    make: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(BatchSizeError, match=message):
+        make()
+
+
+def test_a_wrapper_goes_by_what_is_decided_and_bounds_go_around_it() -> None:
+    rounded = PowerOfTwo(NoiseScale(100, 100), "up")
+    assert sizes_of(rounded, [Signals()])[0] == [128]
+    assert rounded.bind(RUN).bounds == (128, 128)
+    assert MultipleOf(NoiseScale(10, 100), 16).bind(RUN).bounds == (16, 96)
+    assert MultipleOf(NoiseScale(40, 100), 32).bind(RUN).bounds == (32, 96)
+    assert sizes_of(AtMost(rounded, 64), [Signals()])[0] == [64]
+
+
+@pytest.mark.parametrize(
+    ("policy", "bounds"),
+    [
+        (Fixed(8), (8, 8)),
+        (as_policy("0sp:64 200sp:4 9ep:16"), (4, 64)),
+        (LinearRamp(8, 32, "50ba", increment=8), (8, 32)),
+        (DoublingRamp(8, 32, "50ba"), (8, 32)),
+        (NoiseScale(8, 64, minimum=2), (2, 64)),
+        (NormTest(8, 64), (8, 64)),
+        (Monotone(Plateau("a/b", start=8, maximum=64)), (8, 64)),
+        (AtMost(AtLeast(NoiseScale(8, 64, minimum=2), 4), 32), (4, 32)),
+        # Its first call may increase the size that it starts from.
+        (IncreaseFunction(lambda epoch, size: 8, 8, 64), None),
+        (as_policy(lambda timestamp, current: 8), None),
+        (AtLeast(as_policy(lambda timestamp, current: 8), 8), None),
+        (PeriodSizes([("10%", 2), ("rest", NoiseScale(8, 64))]), None),
+    ],
+    ids=repr,
+)
+def test_the_bounds_of_what_may_be_decided(
+    policy: BatchSizePolicy, bounds: tuple[int, int] | None
+) -> None:
+    assert policy.bind(RUN).bounds == bounds
+
+
+def test_a_plateau_that_goes_on_with_another_metric_has_nothing_to_beat() -> None:
+    before = Plateau("a/loss", start=8, maximum=64, patience=1).bind(RUN)
+    state = before.start()
+    for metric in (0.5, 0.9):
+        size, state = before.decide(Timestamp(), state, Signals(metric=metric))
+    assert size == 16
+    after = Plateau("a/accuracy", start=8, maximum=64, patience=1, mode="max").bind(RUN)
+    assert after.accepts(state)
+    sizes = []
+    for metric in (0.3, 0.2):
+        size, state = after.decide(Timestamp(), state, Signals(metric=metric))
+        sizes.append(size)
+    assert sizes == [16, 32], "0.3 is the best so far, and 0.2 is not"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -26,8 +27,9 @@ from stretto.batching import (
     Seesaw,
     SquareRootRule,
     Steps,
+    as_policy,
 )
-from stretto.errors import BatchSizeError, ConversionError, ScheduleError
+from stretto.errors import BatchSizeError, ConversionError, PlanError, ScheduleError
 from stretto.planning import Plan, PlannedSizes, plan
 from stretto.schedules import (
     WSD,
@@ -326,6 +328,77 @@ def test_restarts_as_many_as_places_that_are_looked_at_are_seen() -> None:
         Seesaw(CosineRestarts("10_000sp"), 16).policy.bind(Horizon("10_240_000sp"))
 
 
+@pytest.mark.parametrize(
+    ("size", "options", "message"),
+    [
+        (
+            "0sp:64 200sp:4",
+            {},
+            "warm-up has 64 and ends with 4.*write none above 4, or reference=64",
+        ),
+        ("0sp:8 9sp:64 200sp:16", {"reference": 8}, "write none above 16, or reference=64"),
+        ("0sp:8 9ep:64 20000tok:16", {"maximum": 64}, "write none above 16, or reference=64"),
+        ("0sp:64 200sp:4", {"reference": 64, "maximum": 16}, "beyond the maximum of 16"),
+        ("0sp:1000 200sp:4", {"reference": 1000}, "beyond the maximum of 256; write maximum=1000"),
+    ],
+)
+def test_a_warm_up_of_the_batch_that_lifts_the_rate_or_would_be_cut_is_refused(
+    size: str, options: dict[str, Any], message: str
+) -> None:
+    horizon = Horizon("2000sp", dataset_num_samples=100)
+    with pytest.raises(BatchSizeError, match=message):
+        Seesaw(Linear(1, 0), size, **options).policy.bind(horizon)
+
+
+def test_a_warm_up_of_the_batch_may_shrink_from_the_size_that_the_schedule_is_meant_for() -> None:
+    got = planned(Seesaw(Linear(1, 0), "0sp:64 192sp:4", reference=64), Horizon("1000sp"))
+    assert [stage.values["lr"].first for stage in got.stages[:2]] == [1.0, 0.25]
+    # Whoever says that the schedule is meant for less has a larger rate from the first batch on.
+    got = planned(Seesaw(Linear(1, 0), 16, reference=4), Horizon("1000sp"))
+    assert got.stages[0].values["lr"].first == 2.0
+
+
+def test_what_a_plan_advises_for_sizes_that_the_learning_rate_goes_by_is_not_refused() -> None:
+    """Wrappers are; see below."""
+    dropping = Horizon("2531sp", dataset_num_samples=100, last_batch="drop")
+    wide: dict[str, Any] = {"decay": Linear(), "size": 3, "reference": 8}
+    with pytest.raises(BatchSizeError, match="write maximum=100, with no more samples than that"):
+        plan(dropping, Seesaw(**wide, maximum=1000).policy)
+    assert plan(dropping, Seesaw(**wide, maximum=100).policy).stages[-1].size == 100
+    with pytest.raises(PlanError, match="begin with at least 8 samples, once rounded to"):
+        plan(RUN, Seesaw(Cosine(), 4).policy, world_size=8)
+    plan(RUN, Seesaw(Cosine(), 8).policy, world_size=8)
+    even: dict[str, Any] = {"world_size": 8, "micro_batch_size": 2, "even": True}
+    with pytest.raises(PlanError, match="write multiple_of=16 and begin with at least 16 samples"):
+        plan(RUN, Seesaw(Cosine(), 12).policy, **even)
+    plan(RUN, Seesaw(Cosine(), 16, multiple_of=16).policy, **even)
+
+
+@pytest.mark.parametrize("factor", [2, 3, 4.0, 5, 10, 1.1, 1.5, 1.25, 2.5, 1.01, 2**0.5, 2**20])
+def test_sizes_are_those_of_the_exact_power_of_the_factor(factor: float) -> None:
+    exact, pair = Fraction(str(factor)), Seesaw(Cosine(), 8, factor=factor, maximum=10**6)
+    coupling = pair.bind(RUN)
+    for size, steps in itertools.product([1, 3, 8, 10, 100, 1000, 12_345], range(60)):
+        cut = float(exact) ** -steps * (1 - 1e-12)
+        assert coupling.grown(size, cut) == min(math.floor(size * exact**steps), 10**6)
+
+
+@pytest.mark.parametrize("factor", [1.0001, 1.0000001, 1.0000000000000002])
+def test_a_factor_close_to_1_grows_as_if_continuous(factor: float) -> None:
+    # With exact powers, whose digits go into the millions, a plan of 1.0001 took 37 s.
+    run = Horizon("10_000sp")
+    near = [stage.size for stage in planned(Seesaw(Cosine(), 16, factor=factor), run).stages]
+    smooth = [
+        stage.size for stage in planned(Seesaw(Cosine(), 16, factor="continuous"), run).stages
+    ]
+    assert near == pytest.approx(smooth, rel=0.01)
+    bound = Seesaw(Cosine(), 16, factor=factor).bind(run)
+    for sample in range(0, 9500, 500):
+        assert bound.base(Timestamp(sample=sample)) == pytest.approx(
+            bound.decay.value(Timestamp(sample=sample)), rel=2e-4
+        )
+
+
 def test_a_pair_stays_together() -> None:
     """What would count the size twice, or go by sizes that are not the run's, is refused."""
     pair, other = Seesaw(Cosine(), 8), Seesaw(Cosine(), 8, maximum=64)
@@ -345,9 +418,13 @@ def test_a_pair_stays_together() -> None:
     assert not any("goes with them" in line for line in plan(RUN, pair.policy).warnings)
 
 
-@pytest.mark.parametrize("factor", [1, 0.5, -2, float("nan"), float("inf"), "2", None, True])
-def test_factors_that_grow_nothing_are_refused(factor: Any) -> None:
-    with pytest.raises(BatchSizeError, match="grow the batch by a factor"):
+@pytest.mark.parametrize(
+    "factor",
+    [1, 0.5, -2, float("nan"), float("inf"), "2", None, True, 2**20 + 1, 10**400, -(10**400),
+     1 + Fraction(1, 2**80)],
+)  # fmt: skip
+def test_factors_that_grow_nothing_or_too_much_are_refused(factor: Any) -> None:
+    with pytest.raises(BatchSizeError, match=r"factor of .* above 1 and up to 1,048,576; write 2"):
         Seesaw(Cosine(), 8, factor=factor)
 
 
@@ -378,3 +455,18 @@ def test_the_schedule_is_that_of_the_whole_run() -> None:
 def test_sizes_that_the_learning_rate_goes_by_are_not_changed(wrap: Any) -> None:
     with pytest.raises(BatchSizeError, match=r"would not know.*maximum=256, multiple_of=8"):
         wrap(Seesaw(Cosine(), 16).policy)
+
+
+@pytest.mark.parametrize("make", [Seesaw, IncreaseInsteadOfDecay])
+def test_a_factor_that_the_schedule_never_falls_by_is_refused(make: type[Coupling]) -> None:
+    decay = Cosine(1, 0.05)
+    with pytest.raises(BatchSizeError, match=r"falls by a factor of 20 in all, which is less"):
+        make(decay, 16, factor=32).bind(Horizon("1000sp"))
+    make(decay, 16, factor=19).bind(Horizon("1000sp"))
+    make(decay, 16, factor="continuous").bind(Horizon("1000sp"))
+    make(Cosine(1, 0), 16, factor=32).bind(Horizon("1000sp"))
+
+
+def test_a_pair_is_no_batch_size() -> None:
+    with pytest.raises(BatchSizeError, match="pass its policy as the batch size, and schedules"):
+        as_policy(Seesaw(Cosine(), 16))

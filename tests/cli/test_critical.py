@@ -288,7 +288,7 @@ def test_the_scale_of_the_loss_goes_on(
 ) -> None:
     run = ("run.yaml", "stepping={precision: fp16}", "callbacks=[{target: cli_callbacks:Scale}]")
     assert stretto("train", *run, "--folder", "runs/a").code == 0
-    assert called_back[0] > 32.0, "where a scaler begins, halved perhaps"
+    assert called_back[0] not in (16.0, 32.0), "where a scaler begins, halved perhaps"
     called_back.clear()
     said = stretto("critical-batch-size", *run, "--checkpoint", "runs/a", *SIZES)
     assert said.code == 0, said.err

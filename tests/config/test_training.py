@@ -199,6 +199,17 @@ def test_loggers() -> None:
         ({"loss": {"target": "my_project:NUMBER"}}, "cannot use my_project:NUMBER as a function"),
         ({"stepping": {"device": "abacus"}}, "cannot compute on 'abacus'"),
         (
+            {"batch_size": {"plateau": "validation/loss", "start": 4, "maximum": 8}},
+            r"no evaluation measures it; write evaluate: {every: 10%} \(batch_size in",
+        ),
+        (
+            {
+                "batch_size": {"plateau": "validation/los", "start": 4, "maximum": 8},
+                "evaluate": {},
+            },
+            r"no evaluation measures it; write one of 'validation/loss' \(batch_size in",
+        ),
+        (
             {
                 "stepping": {"noise_from": "norm_layers"},
                 "callbacks": [{"target": "stretto.training.algorithms:NoiseReport"}],

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 from stretto.batching import (
+    AtLeast,
     BatchSizePolicy,
     BoundPolicy,
     Fixed,
+    NoiseScale,
     PolicyState,
     Signals,
     SizeFunction,
@@ -394,6 +396,13 @@ def test_a_stage_that_the_ranks_cannot_share_is_refused_before_the_first_step() 
         next(loader)
 
 
+def test_a_least_size_that_the_ranks_cannot_share_is_refused_before_the_first_step() -> None:
+    few: dict[str, Any] = {"max_duration": "1ep", "rank": 0, "world_size": 4}
+    with pytest.raises(PlanError, match="batches of 2 on 4 ranks"):
+        next(StepLoader(numbers(100), NoiseScale(2, 64), **few))
+    assert next(StepLoader(numbers(100), AtLeast(NoiseScale(2, 64), 4), **few)).size == 4
+
+
 def test_a_stage_that_is_over_may_have_been_smaller_than_the_world() -> None:
     one = StepLoader(numbers(100), "0sp:2 50%:8", max_duration="1ep")
     for step in one:
@@ -450,3 +459,15 @@ def test_pinning_needs_an_accelerator(size: BatchSizePolicy) -> None:
     loader = StepLoader(numbers(8), size, max_duration="1ep", pin_memory=True)
     tensors = [micro.batch[0] for step in loader for micro in step]
     assert all(tensor.is_pinned() == torch.accelerator.is_available() for tensor in tensors)
+
+
+def test_sizes_that_follow_what_no_step_brings_are_told() -> None:
+    loader = StepLoader(numbers(400), NoiseScale(2, 64), max_duration="1ep")
+    with pytest.warns(RuntimeWarning, match=r"follow the noise, and none of 20 steps has") as told:
+        for _ in loader:
+            pass
+    assert len(told) == 1
+    brought = StepLoader(numbers(400), NoiseScale(2, 64), max_duration="1ep")
+    brought.finish(next(brought), signals=Signals(noise_numerator=1.0, noise_denominator=1.0))
+    for _ in brought:
+        pass  # a warning would be an error

@@ -13,15 +13,19 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stretto.batching import (
+    AtLeast,
     AtMost,
     Fixed,
     Hysteresis,
     IncreaseFunction,
     LinearRamp,
     Monotone,
+    MultipleOf,
     NoiseScale,
     NormTest,
     PeriodSizes,
+    PowerOfTwo,
+    Signals,
     Steps,
 )
 from stretto.data import StepLoader
@@ -91,6 +95,40 @@ def test_a_period_that_has_not_begun_may_become_another() -> None:
     after = periodic(("20sp", 4), ("9ba", 8), ("rest", LinearRamp(20, 30, "50%")))
     after.load_state_dict(before.state_dict())
     assert [next(after).batch_size for _ in range(5)] == [8, 8, 8, 8, 20]
+
+
+def grown(policy: Any) -> StepLoader:
+    """A loader of 40 measured steps, whose sizes have grown from 8."""
+    loader = StepLoader([*range(4000)], policy, max_duration="1ep")
+    for _ in range(40):
+        loader.finish(next(loader), signals=Signals(noise_numerator=24.0, noise_denominator=1.0))
+    return loader
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "size"),
+    [(AtMost, 20), (AtLeast, 32), (MultipleOf, 24), (lambda policy, _: PowerOfTwo(policy), 16)],
+)
+def test_a_wrapper_that_keeps_nothing_may_come_and_go(wrapped: Any, size: int) -> None:
+    policy = NoiseScale(8, 64)
+    argument = 24 if wrapped is MultipleOf else size
+    plain, other = grown(policy), grown(wrapped(policy, argument))
+    for before, after, expected in ((plain, wrapped(policy, argument), size), (other, policy, 24)):
+        loader = StepLoader([*range(4000)], after, max_duration="1ep")
+        loader.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        assert next(loader).batch_size == expected
+        assert not loader.has_dropped_state
+
+
+def test_a_state_that_is_of_no_use_is_told() -> None:
+    loader = StepLoader([*range(4000)], Monotone(NoiseScale(8, 64)), max_duration="1ep")
+    loader.load_state_dict(grown(NoiseScale(8, 64)).state_dict())
+    assert next(loader).batch_size == 8
+    assert loader.has_dropped_state
+    plain = StepLoader([*range(4000)], 4, max_duration="1ep")
+    next(plain)
+    loader.load_state_dict(plain.state_dict())
+    assert not loader.has_dropped_state, "there was none"
 
 
 def test_what_another_policy_has_measured_is_not_taken_over() -> None:

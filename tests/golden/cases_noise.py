@@ -105,6 +105,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("plateau-not-measured", lambda: follows(plateau())),
     ("noise-report", lambda: NoiseReport(c=-1)),
     ("noise-report-bounds", lambda: NoiseReport(minimum=64, maximum=8)),
+    ("noise-not-a-number", lambda: noise_terms([wrong, 2.0], [1, 3], 1.0)),
+    ("noise-confidence-most", lambda: NoiseEstimator(confidence=0.99999)),
     ("noise-gain", lambda: NoiseEstimator().gain(0, 64)),
     (
         "ada-scale-rule",

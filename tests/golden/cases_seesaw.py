@@ -8,10 +8,12 @@ from typing import Any
 from stretto.batching import AtMost, PeriodSizes, Seesaw
 from stretto.config import build_plan
 from stretto.config.run import RunConfig
+from stretto.planning import plan
 from stretto.schedules import Constant, Cosine, CosineRestarts, Custom, Linear, Periods, Schedule
 from stretto.timing import Horizon
 
 RUN = Horizon("2ep", dataset_num_samples=100)
+DROPPING = Horizon("900ep", dataset_num_samples=100, last_batch="drop")
 
 
 def bind(decay: Schedule, size: Any = 8, run: Horizon = RUN, **options: Any) -> object:
@@ -45,6 +47,15 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("seesaw-counters", lambda: bind(Custom(follow_batches))),
     ("seesaw-constant", lambda: bind(Constant())),
     ("seesaw-restarts", lambda: bind(CosineRestarts("30%"))),
+    ("seesaw-factor-large", lambda: Seesaw(Cosine(), 8, factor=10**400)),
+    ("seesaw-shrinking", lambda: bind(Cosine(), "0sp:64 20sp:4")),
+    ("seesaw-shrinking-beyond", lambda: bind(Cosine(), "0sp:64 20sp:4", reference=64, maximum=16)),
+    ("seesaw-dropped", lambda: plan(DROPPING, Seesaw(Cosine(), 16).policy)),
+    ("seesaw-ranks", lambda: plan(RUN, Seesaw(Cosine(), 4).policy, world_size=8)),
+    (
+        "seesaw-uneven",
+        lambda: plan(RUN, Seesaw(Cosine(), 12).policy, world_size=8, micro_batch_size=2, even=True),
+    ),
     ("seesaw-beyond", lambda: bind(Cosine(), maximum=4)),
     ("seesaw-sizes", lambda: bind(Cosine(), PeriodSizes([("10%", 8), ("rest", 16)]))),
     ("seesaw-period", lambda: in_a_period.bind(RUN)),

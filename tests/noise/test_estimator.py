@@ -90,6 +90,20 @@ def test_it_follows_a_change_within_its_window() -> None:
     assert estimator.noise_scale == pytest.approx(39, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("terms", "gain"),
+    [((8.0, 1.0), 1.5), ((8e99, 1e99), 1.5), ((8e-300, 1e-300), 1.5), ((5e-324, 0.0), 2.0)],
+    ids=str,
+)
+def test_the_gain_does_not_go_by_how_large_gradients_are(
+    terms: tuple[float, float], gain: float
+) -> None:
+    estimator = NoiseEstimator()
+    for _ in range(40):
+        estimator.add(NoiseTerms(*terms))
+    assert estimator.gain(8, 4) == pytest.approx(gain)
+
+
 numbers = st.floats() | st.floats(-10, 10) | st.just(0.0)
 
 

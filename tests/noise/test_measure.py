@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from stretto.noise import MicroGradients
 from stretto.noise.norms import Norms, read_squares
@@ -70,3 +75,88 @@ def test_what_is_added_up_is_what_accumulating_gives(sparse: bool) -> None:
     assert parts == pytest.approx(alone)
     assert whole == pytest.approx(float(expected.square().sum()))
     assert unused.weight.grad is None
+
+
+class Mixed(nn.Module):
+    """Rows of a table, times weights of a sort: of one type, or laid out in one way."""
+
+    def __init__(self, sort: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        drawn = torch.randn(4, 6, dtype=torch.complex64 if sort == "complex" else torch.float32)
+        wide = drawn[:3, :4]
+        wide = wide if sort == "gaps" else wide.contiguous()
+        wide = wide.T.contiguous().T if sort in ("columns", "complex") else wide
+        self.wide = nn.Parameter(wide)
+        self.other = nn.Parameter(drawn[3, :4].clone())
+        self.table = nn.Embedding(6, 3, sparse=sort == "sparse")
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.table(batch).to(self.wide.dtype) @ self.wide @ self.other).abs().sum()
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of one: torch calls the hook there as anywhere."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    found = [p.grad for p in model.parameters()]
+    return [gradient.to_dense().clone() for gradient in found if gradient is not None]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("part", ["all", "some"])
+@pytest.mark.parametrize("sort", ["rows", "columns", "gaps", "sparse", "complex"])
+def test_what_ranks_average_is_what_they_would_without_it(sort: str, part: str) -> None:
+    batches = torch.randint(0, 6, (3, 5), generator=torch.Generator().manual_seed(1))
+    plain = nn.parallel.DistributedDataParallel(Mixed(sort))
+    alone = []
+    for batch in batches:
+        plain.zero_grad()
+        plain(batch).backward()
+        alone.append(gradients_of(plain))
+    plain.zero_grad()
+    for number, batch in enumerate(batches):
+        with plain.no_sync() if number < 2 else nullcontext():
+            plain(batch).backward()
+    model = nn.parallel.DistributedDataParallel(Mixed(sort))
+    own = list(model.parameters())[0 if part == "all" else 1 :]
+    gradients = MicroGradients(own)
+    gradients.attach(model)
+    gradients.begin()
+    for number, batch in enumerate(batches):
+        is_last = number == 2
+        with (
+            nullcontext() if is_last else model.no_sync(),
+            gradients.watch(is_last=is_last, is_averaged=is_last),
+        ):
+            model(batch).backward()
+    pairs = zip(gradients_of(model), gradients_of(plain), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    whole, *parts = (
+        sum(float(one.abs().square().sum()) for one in each[-len(own) :])
+        for each in (gradients_of(plain), *alone)
+    )
+    assert gradients.read() == pytest.approx([*parts, whole], rel=1e-5)
+
+
+@pytest.mark.usefixtures("group")
+def test_of_a_pass_that_fails_nothing_stays() -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+    gradients = MicroGradients(model.parameters())
+    gradients.attach(model)
+    gradients.begin()
+    with model.no_sync(), gradients.watch(is_last=False):
+        model(torch.ones(2, 3)).sum().backward()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        gradients.watch(is_last=True, is_averaged=True),
+    ):
+        raise KeyboardInterrupt
+    model.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()  # of a step that is not measured
+    assert torch.equal(model.module.weight.grad, torch.full((1, 3), 2.0))

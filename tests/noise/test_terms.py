@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,40 @@ def test_units_may_be_parts_of_a_sample() -> None:
     assert by_sample == by_token
 
 
+def told_by_tokens(counts: torch.Tensor) -> tuple[float, float]:
+    """tr(Sigma) as told over the true one: the mean of many steps, and its standard error.
+
+    Each sample is a group of its own. All tokens of one have the same gradient, so that it is
+    weighed by how many they are. `counts` is of shape `[steps, samples]`.
+    """
+    truth, (steps, samples) = TRUTHS["quadratic"], counts.shape
+    drawn = truth.draw(steps * samples, torch.Generator().manual_seed(1)).unflatten(0, counts.shape)
+    wholes = (counts[..., None] * drawn).sum(1) / counts.sum(1, keepdim=True)
+    # The samples times the variance of the step's gradient, which is what a noise scale is about.
+    part = samples * float((counts.square().sum(1) / counts.sum(1).square()).mean())
+    told = []
+    for gradients, sizes, whole in zip(drawn, counts, wholes, strict=True):
+        squares = gradients.square().sum(1).tolist()
+        square = float(whole.square().sum())
+        terms = NoiseSums.of(squares, sizes=sizes.tolist(), whole=square).terms(samples)
+        assert terms is not None
+        told.append(terms.numerator / (part * truth.variance))
+    return statistics.fmean(told), statistics.stdev(told) / math.sqrt(steps)
+
+
+def test_by_tokens_samples_of_equal_length_are_unbiased_however_alike_their_tokens() -> None:
+    mean, error = told_by_tokens(torch.full((TRIALS, 8), 17.0, dtype=torch.float64))
+    assert mean == pytest.approx(1, abs=2 * error)
+
+
+def test_by_tokens_it_tells_too_little_where_lengths_differ_and_tokens_are_alike() -> None:
+    """Not what is wanted, but what docs/noise.md says."""
+    chance = torch.Generator().manual_seed(2)
+    counts = 1 + torch.empty(TRIALS, 16, dtype=torch.float64).geometric_(1 / 16, generator=chance)
+    mean, error = told_by_tokens(counts)
+    assert mean == pytest.approx(0.56, abs=0.02 + 2 * error)
+
+
 def test_groups_without_units_do_not_count() -> None:
     assert noise_terms([8.0, 4.0, 9.0], [2, 2, 0], 5.0) == noise_terms([8.0, 4.0], [2, 2], 5.0)
     assert noise_terms([8.0, 9.0], [2, 0], 5.0) is None
@@ -92,6 +127,27 @@ def test_groups_without_units_do_not_count() -> None:
 def test_terms_are_finite_or_none(squares: list[float], whole: float, sizes: list[int]) -> None:
     terms = noise_terms(squares, sizes[: len(squares)], whole)
     assert terms is None or all(map(math.isfinite, terms))
+
+
+def test_what_is_beyond_a_float_gives_no_terms() -> None:
+    assert noise_terms([1.7e308, 1.7e308], [1, 1], 1.0) is None
+    assert noise_terms([math.inf, -math.inf], [1, 1], 1.0) is None
+    assert noise_terms([10**400, 1], [1, 1], 10**400) is None
+
+
+def test_a_tensor_of_one_element_is_a_number() -> None:
+    squares = [torch.tensor(8.0), torch.tensor(4.0)]
+    assert noise_terms(squares, [2, 2], torch.tensor(5.0)) == NoiseTerms(4.0, 4.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [(["a", 2], [1, 3], 1.0), ([1, 2], [1, None], 1.0), ([1, 2], [1, 3], torch.ones(2))],
+    ids=["square", "size", "whole"],
+)
+def test_what_is_not_a_number_is_refused(given: Any) -> None:
+    with pytest.raises(TrainingError, match="it is not a number; pass squared norms"):
+        noise_terms(*given)
 
 
 def test_each_group_has_a_size() -> None:

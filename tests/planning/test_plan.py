@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 
 from stretto.batching import (
     AtLeast,
+    BatchSizePolicy,
     DoublingRamp,
     Fixed,
     LinearRamp,
     LinearRule,
+    MultipleOf,
+    NoiseScale,
     PeriodSizes,
+    Seesaw,
     SizeFunction,
     SquareRootRule,
     Steps,
@@ -27,7 +31,7 @@ from stretto.errors import (
     ScheduleError,
     TimeError,
 )
-from stretto.planning import advance, plan, resolve_horizon, walk
+from stretto.planning import advance, check_least, plan, resolve_horizon, walk
 from stretto.schedules import Constant, Cosine, Linear, Periods, Step
 from stretto.timing import At, BatchSizes, Every, Horizon, LastBatch, Time, Timestamp
 
@@ -356,3 +360,27 @@ def test_a_plan_shows_itself() -> None:
     planned = plan(HORIZON, AtLeast(Fixed(8), 16))
     assert repr(planned) == "<Plan of 2ep: 126 batches in 1 stages>"
     assert str(planned) == planned.table()
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (NoiseScale(2, 64), r"of 2 on 3 ranks.* AtLeast\(policy, 3\), or start 2 ranks"),
+        (MultipleOf(NoiseScale(8, 64, minimum=2), 2), "of 2 on 3 ranks"),
+        (Seesaw(Linear(), 2).policy, "begin with at least 3 samples.* or start 2 ranks"),
+        (AtLeast(NoiseScale(2, 64), 3), None),
+        (NoiseScale(3, 64), None),
+        (SizeFunction(lambda timestamp, current: 2, planned=False), None),
+    ],
+    ids=repr,
+)
+def test_the_least_size_that_only_the_run_can_tell_is_one_that_ranks_can_share(
+    policy: BatchSizePolicy, message: str | None
+) -> None:
+    bound = policy.bind(Horizon("1000tok"))
+    if message is None:
+        check_least(bound, world_size=3)
+        return
+    with pytest.raises(PlanError, match=message):
+        check_least(bound, world_size=3)
+    check_least(bound, world_size=2)

@@ -7,6 +7,7 @@ import math
 import os
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from stretto.batching import NoiseScale, Signals
-from stretto.training import Callback, Stepping, Trainer
+from stretto.training import Callback, Checkpointing, Stepping, Trainer
 
 Outcome = dict[str, Any]
 
@@ -141,7 +142,43 @@ def followed() -> Outcome:
     return {"sizes": listener.sizes, "terms": listener.terms}
 
 
-SCENARIOS = {
+def failed(folder: Path) -> Outcome:
+    """Weights after a run, and after one that goes on behind a measured step that failed."""
+
+    passes, weights = 0, []
+    for fails_in in (None, 5 * 3):  # the last of three passes of the batch numbered 4
+        model, passes = net(), 0
+
+        def failing(model: nn.Module, batch: Any, fails_in: int | None = fails_in) -> Tensor:
+            nonlocal passes
+            passes += 1
+            if passes == fails_in:
+                raise LookupError
+            return loss(model, batch)
+
+        trainer = Trainer(
+            model,
+            data(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=failing,
+            max_duration="6ba",
+            batch_size=12,
+            micro_batch_size=2,
+            stepping=Stepping(measure_noise=2, device="cpu"),
+            callbacks=[Listener()],
+            folder=folder / str(fails_in),
+            checkpoint=Checkpointing("3ba"),
+        )
+        try:
+            trainer.fit()
+        except LookupError:
+            trainer.resume()  # behind a batch that was not measured
+            trainer.fit()
+        weights.append([p.flatten().tolist() for p in model.parameters()])
+    return {"weights": weights}
+
+
+SCENARIOS: dict[str, Callable[[], Outcome]] = {
     "samples": groups,
     "one pass": lambda: groups(micro_batch_size=None),
     "an empty share": lambda: groups(batch_size="0ba:13 2ba:3", micro_batch_size=1),
@@ -152,6 +189,7 @@ SCENARIOS = {
     "truth": truth,
     "unchanged": unchanged,
     "followed": followed,
+    "failed": lambda: failed(Path(sys.argv[1])),
 }
 
 

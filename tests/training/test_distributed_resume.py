@@ -120,7 +120,7 @@ def test_any_number_of_ranks_goes_on_from_any_other(
 
 def test_three_ranks_go_on_to_the_last_bit(tmp_path: Path) -> None:
     """In a ring of three the order of a sum depends on where in it a gradient lies."""
-    settings = {"parallel": "ddp", "micro_batch_size": "auto"}
+    settings: dict[str, Any] = {"parallel": "ddp", "micro_batch_size": "auto"}
     whole = launch(3, tmp_path / "whole", **settings)
     # While the ranks agree before they average, and when they average in the backward pass.
     for stop in ([0, 2], [0, 8], None):

@@ -15,6 +15,10 @@ LARGEST = 1e100
 holds, and no gradient has such a norm."""
 _LEAST_STEPS = 20
 """Below it the spread of the steps is itself too badly known."""
+_FEW = 15.0
+"""Degrees of freedom below which the expansion of Student's distribution is off by 0.15 percent at
+a confidence of 0.9999; at 5 it was 6 percent, and at 1 it was 12 percent at 0.9."""
+_MOST_CONFIDENCE = 0.9999
 STEADY = 3.0
 """A ratio that is known to within this factor counts as known."""
 
@@ -149,17 +153,36 @@ def student(confidence: float, freedom: float) -> float:
     """Return how many standard errors hold a mean with probability `confidence`.
 
     Student's distribution, by its expansion in the inverse degrees of freedom (Abramowitz and
-    Stegun 26.7.5): within 0.5 percent from 5 degrees on.
+    Stegun 26.7.5), and for few of them by its integral: within 0.15 percent up to a confidence of
+    0.9999. Less than one degree of freedom counts as one.
 
-    >>> round(student(0.95, 20), 3), round(student(0.95, 1e9), 3)
-    (2.086, 1.96)
+    >>> round(student(0.95, 20), 3), round(student(0.95, 1e9), 3), round(student(0.9, 1), 3)
+    (2.086, 1.96, 6.314)
     """
-    z = NormalDist().inv_cdf(0.5 + confidence / 2.0)
     v = max(freedom, 1.0)
+    if v < _FEW:
+        return _integrated(confidence, v)
+    z = NormalDist().inv_cdf(0.5 + confidence / 2.0)
     first = (z**3 + z) / 4.0
     second = (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / 96.0
     third = (3.0 * z**7 + 19.0 * z**5 + 17.0 * z**3 - 15.0 * z) / 384.0
     return z + first / v + second / v**2 + third / v**3
+
+
+def _integrated(confidence: float, v: float) -> float:
+    """With `t = sqrt(v) sinh(y)` the density of y is a power of `cosh(y)`, smooth and steep."""
+    at_zero = 2.0 / math.sqrt(math.pi) * math.exp(math.lgamma((v + 1) / 2) - math.lgamma(v / 2))
+
+    def density(y: float) -> float:
+        return at_zero * math.pow(math.cosh(y), -v)
+
+    y = held = 0.0
+    # Newton's steps: as the density falls, none goes too far. Each is integrated by Simpson's rule.
+    while (step := (confidence - held) / density(y)) > 1e-9 * y:
+        at = [density(y + step * part / 16) for part in range(17)]
+        held += step / 48 * (at[0] + 4 * sum(at[1::2]) + 2 * sum(at[2:16:2]) + at[16])
+        y += step
+    return math.sqrt(v) * math.sinh(y)
 
 
 def checked_window(window: object) -> int:
@@ -183,12 +206,14 @@ def checked_confidence(confidence: object) -> float:
     """Return the probability with which an interval holds.
 
     Raises:
-        BatchSizeError: it is not a number between 0 and 1.
+        BatchSizeError: it is not a number between 0 and 1, or above 0.9999.
     """
     if isinstance(confidence, bool) or not isinstance(confidence, (int, float)):
         raise _no_confidence(confidence)
     if not 0 < confidence < 1:
         raise _no_confidence(confidence)
+    if confidence > _MOST_CONFIDENCE:
+        raise _no_confidence(confidence, f"more than {_MOST_CONFIDENCE} cannot be computed")
     return float(confidence)
 
 
@@ -210,11 +235,13 @@ def _is_plausible(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value) and abs(value) <= LARGEST
 
 
-def _no_confidence(confidence: object) -> BatchSizeError:
+def _no_confidence(
+    confidence: object, why: str = "it is not a number between 0 and 1"
+) -> BatchSizeError:
     return BatchSizeError(
         cannot(
             f"be sure with a probability of {shown(confidence)}",
-            why="it is not a number between 0 and 1",
+            why=why,
             instead="write a number such as confidence=0.9",
         )
     )

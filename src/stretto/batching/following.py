@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import final
+from typing import cast, final
 
 from stretto.batching.policy import BoundPolicy, checked_size
 from stretto.errors import BatchSizeError, cannot, shown
@@ -76,24 +76,34 @@ def checked_bounds(
 
 
 def checked_number(
-    value: object, what: str, *, above: float = 0.0, below: float = math.inf
+    value: object,
+    what: str,
+    *,
+    above: float = 0.0,
+    below: float = math.inf,
+    or_zero: bool = False,
 ) -> float:
-    """Return a finite number between two others, both excluded.
+    """Return a finite number between two others, both excluded; or 0, if that may be, too.
 
     Raises:
         BatchSizeError: it is none.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not above < value < below:  # type: ignore[arg-type,operator]
+    try:
+        number = float(cast(float, value)) if is_number else math.nan
+    except OverflowError:
+        number = math.inf if cast(int, value) > 0 else -math.inf
+    if not (above < number < below or (or_zero and number == 0)):
         ends = f"above {above:g}" + ("" if math.isinf(below) else f" and below {below:g}")
+        why = f"it is not a number {ends}{', or 0' if or_zero else ''}"
         raise BatchSizeError(
             cannot(
                 f"use {shown(value)} as {what}",
-                why=f"it is not a number {ends}",
+                why="it is too large" if number == below == math.inf else why,
                 instead=f"write a number such as {min(above + 0.5, below)}",
             )
         )
-    return float(value)  # type: ignore[arg-type]
+    return number
 
 
 def rounded_size(size: float, least: int, most: int) -> int:

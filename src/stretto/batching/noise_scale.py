@@ -98,6 +98,11 @@ class BoundNoiseScale(FollowingPolicy):
         """The noise of the gradient."""
         return frozenset({"noise"})
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The minimum and the maximum."""
+        return self.minimum, self.policy.maximum
+
     def start(self) -> PolicyState:
         """Return the first size, with nothing measured."""
         return {"size": self.policy.start, **RatioAverage().to_state()}

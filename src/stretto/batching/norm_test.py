@@ -79,6 +79,11 @@ class BoundNormTest(FollowingPolicy):
         """The noise of the gradient."""
         return frozenset({"noise"})
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The first size and the maximum."""
+        return self.policy.start, self.policy.maximum
+
     def start(self) -> PolicyState:
         """Return the first size, with nothing measured."""
         return {"size": self.policy.start, **RatioAverage().to_state()}

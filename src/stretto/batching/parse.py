@@ -82,7 +82,22 @@ def as_policy(value: object) -> BatchSizePolicy:
         return _from_mapping(value)
     if callable(value) and not isinstance(value, type):
         return SizeFunction(value)
+    _check_no_pair(value)
     return Fixed(value)  # type: ignore[arg-type]
+
+
+def _check_no_pair(value: object) -> None:
+    # Here, because a pair reads its own sizes by `as_policy`.
+    from stretto.batching.seesaw import Coupling
+
+    if isinstance(value, Coupling):
+        raise BatchSizeError(
+            cannot(
+                f"take {value!r} for batch sizes",
+                why="it is a pair of those and a schedule",
+                instead="pass its policy as the batch size, and schedules={'lr': its schedule}",
+            )
+        )
 
 
 def _from_mapping(mapping: Mapping[object, object]) -> BatchSizePolicy:

@@ -70,7 +70,9 @@ class Plateau(BatchSizePolicy):
             "maximum": most,
             "factor": checked_number(self.factor, "the factor that a batch grows by", above=1.0),
             "patience": patience,
-            "threshold": _checked_threshold(self.threshold),
+            "threshold": checked_number(
+                self.threshold, "the threshold of an improvement", below=1.0, or_zero=True
+            ),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -101,9 +103,14 @@ class BoundPlateau(FollowingPolicy):
         """The metric."""
         return frozenset({self.policy.metric})
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The first size and the maximum."""
+        return self.policy.start, self.policy.maximum
+
     def start(self) -> PolicyState:
         """Return the first size, before any evaluation."""
-        return {"size": self.policy.start, "best": None, "waited": 0}
+        return {"size": self.policy.start, "best": None, "waited": 0, "of": self._of}
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals
@@ -112,6 +119,8 @@ class BoundPlateau(FollowingPolicy):
         del timestamp
         # The maximum of this run; it may have been resumed with another.
         size, value = min(cast(int, state["size"]), self.policy.maximum), signals.metric
+        if state["of"] != self._of:  # the run was resumed with another: nothing is best of it yet
+            state = {**state, "best": None, "waited": 0, "of": self._of}
         state = {**state, "size": size}
         if value is None:
             return size, state
@@ -123,6 +132,11 @@ class BoundPlateau(FollowingPolicy):
         grown = math.ceil(min(size * self.policy.factor, self.policy.maximum))
         size = rounded_size(grown, size, self.policy.maximum)
         return size, {**state, "size": size, "waited": 0}
+
+    @property
+    def _of(self) -> str:
+        """What the best value is the best of."""
+        return f"{self.policy.mode} {self.policy.metric}"
 
     def _is_better(self, value: float, best: float | None) -> bool:
         if not math.isfinite(value):
@@ -143,9 +157,3 @@ def _check_metric(metric: object) -> None:
                 instead="write for example 'validation/loss'",
             )
         )
-
-
-def _checked_threshold(threshold: object) -> float:
-    if threshold == 0 and not isinstance(threshold, bool):
-        return 0.0
-    return checked_number(threshold, "the threshold of an improvement", below=1.0)

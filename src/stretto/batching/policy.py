@@ -102,6 +102,16 @@ class BoundPolicy(ABC):
         """
         return frozenset() if self.is_static else frozenset({"loss"})
 
+    @property
+    def is_coupled(self) -> bool:
+        """Whether a schedule goes by these sizes, so that nothing may change them."""
+        return False
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """The least and the largest size that it may decide; None, unless a policy knows them."""
+        return None
+
     @abstractmethod
     def start(self) -> PolicyState:
         """Return the state before the first batch."""

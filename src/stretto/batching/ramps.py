@@ -252,6 +252,11 @@ class BoundLine(TimedPolicy):
         """The unit of the counter."""
         return frozenset({self.axis.unit})
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The start and the end."""
+        return self.start_size, self.start_size + self.increment * self.count
+
     def size_at(self, timestamp: Timestamp) -> int:
         """Return the size on the line, rounded down to an increment."""
         return self.start_size + self.increment * self._level(timestamp)

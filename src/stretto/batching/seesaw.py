@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal, Self, TypeAlias, final
 
-from stretto.batching.bound_coupling import BoundCoupledSizes, BoundCoupling
+from stretto.batching.bound_coupling import SLACK, BoundCoupledSizes, BoundCoupling
 from stretto.batching.decay import Decay, cannot_grow
 from stretto.batching.parse import PolicyLike
 from stretto.batching.policy import BatchSizePolicy, BoundPolicy, TimedPolicy, checked_size
 from stretto.batching.wrappers import checked_policy
-from stretto.errors import BatchSizeError, ScheduleError, cannot, shown
+from stretto.errors import BatchSizeError, ScheduleError, TimeError, cannot, shown
 from stretto.schedules import (
     BoundSchedule,
     RunScope,
@@ -25,7 +26,7 @@ from stretto.schedules import (
     as_schedule,
 )
 from stretto.timing import Horizon, Time, Timestamp
-from stretto.timing.number import exact, is_number
+from stretto.timing.number import exact
 from stretto.timing.time import Number
 
 Continuous: TypeAlias = Literal["continuous"]
@@ -36,6 +37,7 @@ DEFAULT_GROWTH = 64
 for batches without end: the last one of a cosine is as many times as large as the first as the 2/3
 power of the run's number of batches. Beyond 64 times a cosine has 0.2 percent of its steps left to
 save."""
+_LARGEST_FACTOR = 2**20
 _FAR = Timestamp(*[2**62] * len(Timestamp._fields))
 """After the end of any run: where a warm-up of the batch is over."""
 
@@ -133,8 +135,8 @@ class Coupling(ABC):
 
         Raises:
             BatchSizeError: the schedule follows batches or wall time, does not fall on this run or
-                rises again; or the sizes without the growth are not a function of time, or begin
-                beyond the maximum.
+                rises again; or the sizes without the growth are not a function of time, are beyond
+                the maximum, or above the size that the schedule is meant for.
             ConversionError: a time needs a fact that is not known.
         """
         horizon = horizon.with_batch_sizes(None)
@@ -143,24 +145,45 @@ class Coupling(ABC):
             why = f"the sizes before it falls, {self.size!r}, are neither one nor steps nor a ramp"
             raise cannot_grow(self.decay, why, "write a number, steps or a ramp")
         last = sizes.size_at(_FAR)
-        if self.maximum is not None and last > self.maximum:
-            why = f"it has {last} samples before, which is beyond the maximum of {self.maximum}"
-            raise cannot_grow(self.decay, why, f"write maximum={last} or more")
-        if (self.reference or last) < self.multiple_of:
-            # The rate goes by the sizes: it would be larger than the schedule from the first batch.
-            multiple = self.multiple_of
-            why = f"it has {last} samples before, and no multiple of {multiple} is that few"
-            raise cannot_grow(self.decay, why, f"begin with {multiple}, or round to smaller ones")
+        maximum = self.maximum or DEFAULT_GROWTH * last
+        self._check_factor(decay)
+        self._check_sizes(sizes, last, maximum)
         return BoundCoupling(
             decay=decay,
             sizes=sizes,
             factor=None if self.factor == "continuous" else exact(self.factor),
             smooth=self.smooth or self.factor == "continuous",
-            maximum=self.maximum or DEFAULT_GROWTH * last,
+            maximum=maximum,
             multiple_of=self.multiple_of,
             reference=self.reference or last,
             power=self.power,
         )
+
+    @final
+    def _check_factor(self, decay: Decay) -> None:
+        """Refuse a factor that the schedule never falls by: nothing would ever move."""
+        if self.factor == "continuous" or not decay.last:
+            return
+        fall = decay.top / decay.last
+        if self.factor > fall * (1 + SLACK):
+            why = f"it falls by a factor of {fall:.4g} in all, which is less than {self.factor:g}"
+            raise cannot_grow(self.decay, why, "write a smaller factor, or 'continuous'")
+
+    @final
+    def _check_sizes(self, sizes: TimedPolicy, last: int, maximum: int) -> None:
+        """Refuse sizes before the growth that would be cut, or lift the rate above the schedule."""
+        largest = last if sizes.bounds is None else sizes.bounds[1]
+        if largest > max(self.reference or last, last):
+            why = f"the batch's warm-up has {largest} and ends with {last}, which lifts the rate"
+            instead = f"write none above {last}, or reference={largest} if the rate is for that"
+            raise cannot_grow(self.decay, why, instead)
+        if largest > maximum:
+            why = f"it has {largest} samples before, which is beyond the maximum of {maximum}"
+            raise cannot_grow(self.decay, why, f"write maximum={largest} or more")
+        if (self.reference or last) < self.multiple_of:
+            multiple = self.multiple_of
+            why = f"it has {last} samples before, and no multiple of {multiple} is that few"
+            raise cannot_grow(self.decay, why, f"begin with {multiple}, or round to smaller ones")
 
     @final
     def scaled(self, ratio: Number) -> Self:
@@ -216,7 +239,8 @@ class Seesaw(Coupling):
             before the growth.
         multiple_of: only sizes that are multiples of this, at least one: rounded down.
         reference: the size that the schedule is meant for; left out, that of the end of the
-            warm-up of the batch. Smaller sizes before have a smaller learning rate.
+            warm-up of the batch. Smaller sizes before have a smaller learning rate; larger ones
+            need a reference as large.
 
     Raises:
         BatchSizeError: a size is not an integer of at least 1, or there is no such factor; at
@@ -261,7 +285,8 @@ class IncreaseInsteadOfDecay(Coupling):
             before the growth.
         multiple_of: only sizes that are multiples of this, at least one: rounded down.
         reference: the size that the schedule is meant for; left out, that of the end of the
-            warm-up of the batch. Smaller sizes before have a smaller learning rate.
+            warm-up of the batch. Smaller sizes before have a smaller learning rate; larger ones
+            need a reference as large.
 
     Raises:
         BatchSizeError: a size is not an integer of at least 1, or there is no such factor; at
@@ -383,12 +408,16 @@ def _checked_factor(factor: object, *, smooth: bool) -> float | Continuous:
                 )
             )
         return "continuous"
-    if not is_number(factor) or not 1 < float(factor) <= 2**20:  # type: ignore[arg-type]
+    try:
+        ratio = exact(factor)
+    except TimeError:
+        ratio = Fraction(0)
+    if not 1 < ratio <= _LARGEST_FACTOR or float(ratio) == 1:
         raise BatchSizeError(
             cannot(
                 f"grow the batch by a factor of {shown(factor)}",
-                why="it is not a number above 1",
+                why=f"it is not a number above 1 and up to {_LARGEST_FACTOR:,}",
                 instead="write 2, or 'continuous'",
             )
         )
-    return float(factor)  # type: ignore[arg-type]
+    return float(ratio)

@@ -109,16 +109,20 @@ def even_unit(world_size: int, micro_batch_size: int | None) -> int:
     return world_size * (micro_batch_size or 1)
 
 
-def not_even(size: int, world_size: int, micro_batch_size: int | None) -> BatchSizeError:
-    """Return the error for a size that cannot be split evenly."""
+def not_even(
+    size: int, world_size: int, micro_batch_size: int | None, *, is_coupled: bool = False
+) -> BatchSizeError:
+    """Return the error for a size, of a policy that may be coupled, that cannot be split evenly."""
     unit = even_unit(world_size, micro_batch_size)
     lower = max(unit, size - size % unit)
+    multiples = f"write a multiple such as {lower} or {lower + unit}, MultipleOf(policy, {unit})"
+    if is_coupled:
+        multiples = f"write multiple_of={unit} and begin with at least {unit} samples"
     micro = "" if micro_batch_size is None else f" with micro-batches of {micro_batch_size}"
     return BatchSizeError(
         cannot(
             f"split {size} samples evenly over {world_size} ranks{micro}",
             why=f"it is not a multiple of {unit}",
-            instead=f"write a multiple such as {lower} or {lower + unit}, "
-            f"MultipleOf(policy, {unit}), or even=False",
+            instead=f"{multiples}, or even=False",
         )
     )

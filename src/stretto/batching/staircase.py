@@ -51,6 +51,11 @@ class BoundStairs(TimedPolicy):
         """The units of the edges."""
         return frozenset(axis.unit for axis, _ in self.edges)
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the largest of the sizes."""
+        return min(self.sizes), max(self.sizes)
+
     def size_at(self, timestamp: Timestamp) -> int:
         """Return the size of the last step that has been reached."""
         return self.sizes[self._reached(timestamp)]
@@ -81,6 +86,11 @@ class BoundAlignedStairs(TimedPolicy):
     def units(self) -> frozenset[TimeUnit]:
         """The unit of the counter."""
         return frozenset({self.axis.unit})
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the largest of the sizes."""
+        return min(self.sizes), max(self.sizes)
 
     def size_at(self, timestamp: Timestamp) -> int:
         """Return the size of the last step that has been reached."""

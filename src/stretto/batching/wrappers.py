@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeAlias, cast, final
@@ -42,6 +43,20 @@ class Wrapper(BatchSizePolicy):
 
 
 @dataclass(frozen=True, slots=True)
+class SizeMap(Wrapper):
+    """A wrapper that changes each size by itself, and so keeps nothing."""
+
+    @final
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Bind the policy inside."""
+        return BoundMap(self.policy.bind(horizon), self.changed)
+
+    @abstractmethod
+    def changed(self, size: int) -> int:
+        """Return what becomes of `size`; never makes the larger of two sizes the smaller one."""
+
+
+@dataclass(frozen=True, slots=True)
 class BoundWrapper(BoundPolicy):
     """A bound policy around another one, which reads what that one reads."""
 
@@ -62,10 +77,15 @@ class BoundWrapper(BoundPolicy):
         """The signals of the policy inside."""
         return self.inner.reads
 
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """Those of the policy inside, of whose sizes it takes one."""
+        return self.inner.bounds
+
 
 @final
 @dataclass(frozen=True, slots=True)
-class AtMost(Wrapper):
+class AtMost(SizeMap):
     """Never more than `size`.
 
     >>> from stretto.batching import LinearRamp
@@ -82,9 +102,9 @@ class AtMost(Wrapper):
         Wrapper.__post_init__(self)
         object.__setattr__(self, "size", checked_size(self.size))
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
-        """Bind the policy inside."""
-        return BoundMap(self.policy.bind(horizon), lambda size: min(size, self.size))
+    def changed(self, size: int) -> int:
+        """Return the smaller of the two."""
+        return min(size, self.size)
 
     def __repr__(self) -> str:
         return f"AtMost({self.policy!r}, {self.size})"
@@ -92,7 +112,7 @@ class AtMost(Wrapper):
 
 @final
 @dataclass(frozen=True, slots=True)
-class AtLeast(Wrapper):
+class AtLeast(SizeMap):
     """Never less than `size`.
 
     >>> from stretto.batching import LinearRamp
@@ -109,9 +129,9 @@ class AtLeast(Wrapper):
         Wrapper.__post_init__(self)
         object.__setattr__(self, "size", checked_size(self.size))
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
-        """Bind the policy inside."""
-        return BoundMap(self.policy.bind(horizon), lambda size: max(size, self.size))
+    def changed(self, size: int) -> int:
+        """Return the larger of the two."""
+        return max(size, self.size)
 
     def __repr__(self) -> str:
         return f"AtLeast({self.policy!r}, {self.size})"
@@ -119,10 +139,19 @@ class AtLeast(Wrapper):
 
 @final
 @dataclass(frozen=True, slots=True)
-class MultipleOf(Wrapper):
+class MultipleOf(SizeMap):
     """Only multiples of `factor`, at least one: rounded down, or up.
 
     With `factor = world_size * micro_batch_size` every rank always runs full micro-batches.
+
+    It rounds what the policy inside decides, beyond that one's own `maximum` (up) or `minimum`
+    (down) if need be. Bounds that hold whatever is inside go around it, as multiples themselves:
+
+    >>> from stretto.batching import NoiseScale
+    >>> MultipleOf(NoiseScale(8, 100), 32, "up").bind(Horizon("1ep")).bounds
+    (32, 128)
+    >>> AtMost(MultipleOf(NoiseScale(8, 100), 32, "up"), 96).bind(Horizon("1ep")).bounds
+    (32, 96)
 
     >>> from stretto.batching import Fixed
     >>> bound = MultipleOf(Fixed(100), 64).bind(Horizon("1ep"))
@@ -141,12 +170,10 @@ class MultipleOf(Wrapper):
         object.__setattr__(self, "factor", checked_size(self.factor, "a factor of batch sizes"))
         _check_rounding(self.rounding)
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
-        """Bind the policy inside."""
-        factor, add = self.factor, self.factor - 1 if self.rounding == "up" else 0
-        return BoundMap(
-            self.policy.bind(horizon), lambda size: max(1, (size + add) // factor) * factor
-        )
+    def changed(self, size: int) -> int:
+        """Return the nearest multiple that way."""
+        add = self.factor - 1 if self.rounding == "up" else 0
+        return max(1, (size + add) // self.factor) * self.factor
 
     def __repr__(self) -> str:
         rounding = "" if self.rounding == "down" else f", {self.rounding!r}"
@@ -155,8 +182,15 @@ class MultipleOf(Wrapper):
 
 @final
 @dataclass(frozen=True, slots=True)
-class PowerOfTwo(Wrapper):
+class PowerOfTwo(SizeMap):
     """Only powers of two: rounded down, or up.
+
+    It rounds what the policy inside decides, beyond that one's own `maximum` (up) or `minimum`
+    (down) if need be. Bounds that hold whatever is inside go around it, as powers themselves:
+
+    >>> from stretto.batching import NoiseScale
+    >>> AtMost(PowerOfTwo(NoiseScale(8, 100), "up"), 64).bind(Horizon("1ep")).bounds
+    (8, 64)
 
     >>> from stretto.batching import Fixed
     >>> bound = PowerOfTwo(Fixed(100)).bind(Horizon("1ep"))
@@ -170,14 +204,10 @@ class PowerOfTwo(Wrapper):
         Wrapper.__post_init__(self)
         _check_rounding(self.rounding)
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
-        """Bind the policy inside."""
+    def changed(self, size: int) -> int:
+        """Return the nearest power that way."""
         below = 1 if self.rounding == "up" else 0
-
-        def power(size: int) -> int:
-            return 1 << (size - below).bit_length() - 1 + below
-
-        return BoundMap(self.policy.bind(horizon), power)
+        return 1 << (size - below).bit_length() - 1 + below
 
     def __repr__(self) -> str:
         rounding = "" if self.rounding == "down" else f", {self.rounding!r}"
@@ -210,6 +240,12 @@ class BoundMap(BoundWrapper):
     """A bound policy whose sizes go through a function."""
 
     function: Callable[[int], int]
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """Those of the policy inside, changed."""
+        inner = self.inner.bounds
+        return None if inner is None else (self.function(inner[0]), self.function(inner[1]))
 
     def start(self) -> PolicyState:
         """Return the state of the policy inside."""

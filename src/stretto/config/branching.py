@@ -284,7 +284,7 @@ def _next_size(run: Run, timestamp: Timestamp, records: Mapping[str, Any]) -> in
     """The size that is decided at a checkpoint: for one before the first batch."""
     bound = run.policy.bind(run.horizon.with_batch_sizes(None))
     state = policy_state(run.policy, bound, records["policy"])
-    return bound.decide(timestamp, state, NO_SIGNALS)[0]
+    return bound.decide(timestamp, bound.start() if state is None else state, NO_SIGNALS)[0]
 
 
 def _check_not_stopped(trainer: Trainer) -> None:

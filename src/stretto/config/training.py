@@ -31,6 +31,7 @@ from stretto.config.source import NO_SOURCE, Source
 from stretto.config.targets import call_target
 from stretto.errors import ConfigError, cannot
 from stretto.training import Callback, Logging, Trainer
+from stretto.training.measuring import followed_metric
 from stretto.training.sharding import shard_blocks
 
 _NO_LIMIT = 2**31
@@ -69,6 +70,10 @@ def build_trainer(
     if config.parallel == "fsdp":
         model = shard_blocks(model, device=config.stepping.device)
     optimizer = make_optimizer(config, model, source)
+    evaluations = [make_evaluation(config, one, run, source) for one in config.evaluations]
+    if not awaits_maximum(run.policy):
+        with source.at("batch_size"):
+            followed_metric(run.policy.bind(run.horizon.with_batch_sizes(None)).reads, evaluations)
     trainer = Trainer(
         model,
         spec,
@@ -80,7 +85,7 @@ def build_trainer(
         schedules=run.schedules,
         loading=make_loading(config, source),
         stepping=make_stepping(config, run, source),
-        evaluate=[make_evaluation(config, one, run, source) for one in config.evaluations],
+        evaluate=evaluations,
         checkpoint=make_checkpointing(config, run),
         log=Logging(run.triggers["log"], config.log.flush, make_loggers(config)),
         callbacks=[*make_callbacks(config, source), *callbacks],

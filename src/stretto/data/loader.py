@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, final
@@ -24,8 +25,11 @@ from stretto.data.step import MicroBatch, Step
 from stretto.data.token_counter import TokenCounter
 from stretto.data.workers import Workers
 from stretto.errors import DataError, cannot
-from stretto.planning import PlannedSizes, plan, resolve_horizon, tick
+from stretto.planning import PlannedSizes, check_least, plan, resolve_horizon, tick
 from stretto.timing import Horizon, LastBatch, TimeLike, Timer, Timestamp, TimeUnit
+
+_UNMEASURED_STEPS = 20
+"""After so many steps that bring none, missing signals are told."""
 
 
 @final
@@ -133,6 +137,9 @@ class StepLoader(Iterator[Step]):
         self._decisions = Decisions(run, bound, self.timer)
         self.reads = bound.reads
         """The signals that the policy reads (see `BoundPolicy.reads`)."""
+        self.has_dropped_state = False
+        """Whether the state that was loaded is of another policy, and this one begins afresh."""
+        self._unmeasured = 0
 
     @property
     def rank(self) -> int:
@@ -236,6 +243,7 @@ class StepLoader(Iterator[Step]):
         else:
             timer.update(samples=draw.size, tokens=tokens, seconds=seconds)
         self._decisions.finish(plan, signals)
+        self._watch_signals(signals)
         return timer.timestamp
 
     def note_metric(self, value: float) -> None:
@@ -333,12 +341,29 @@ class StepLoader(Iterator[Step]):
         self._pending = None
         self.timer.load_state_dict(state["clock"])
         bound = self.policy.bind(self.horizon.with_batch_sizes(None))
+        own = saved.policy_state(self.policy, bound, state["policy"])
+        self.has_dropped_state = bool(state["policy"]["state"]) and own is None
         self._decisions.restart(
-            saved.policy_state(self.policy, bound, state["policy"]),
-            saved.signals_of(state["signals"]),
+            bound.start() if own is None else own, saved.signals_of(state["signals"])
         )
         self._decisions.size = state.get("size")
         self._source.load_state_dict(state["source"])
+
+    def _watch_signals(self, signals: Signals) -> None:
+        """Warn once where the sizes are to follow what no step brings."""
+        if self._unmeasured < 0 or signals is not NO_SIGNALS:
+            self._unmeasured = -1
+            return
+        self._unmeasured += 1
+        wanted = sorted(self.reads & {"loss", "noise"})
+        if self._unmeasured == _UNMEASURED_STEPS and wanted:
+            warnings.warn(
+                f"the batch sizes follow the {' and the '.join(wanted)}, and none of "
+                f"{_UNMEASURED_STEPS} steps has brought any; call "
+                "loader.finish(step, signals=Signals(...)) with what each has measured",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _open(self) -> Iterator[Draw]:
         if self._is_planned and self._part.world_size > 1:
@@ -350,6 +375,9 @@ class StepLoader(Iterator[Step]):
                 micro_batch_size=self._part.micro_batch_size,
                 resume_at=self.timer.timestamp,
             )
+        elif self._part.world_size > 1 and not self.timer.batch:
+            bound = self.policy.bind(self.horizon.with_batch_sizes(None))
+            check_least(bound, world_size=self._part.world_size)
         self.timer.start()  # what was done before the first step is not the run's time
         decisions = self._decisions
         is_ahead = self._source.looks_ahead

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stretto.batching import BatchSizePolicy, BoundPolicy, PeriodSizes, PolicyState, Signals
+from stretto.batching.wrappers import SizeMap
 from stretto.errors import CheckpointError, cannot
 from stretto.ordering import SampleOrder
 
@@ -49,8 +50,8 @@ def policy_record(policy: BatchSizePolicy, state: PolicyState) -> dict[str, Any]
 
 def policy_state(
     policy: BatchSizePolicy, bound: BoundPolicy, saved: Mapping[str, Any]
-) -> PolicyState:
-    """Return a saved state for a policy of the same kind; another kind starts afresh.
+) -> PolicyState | None:
+    """Return a saved state for a policy of the same kind; None: another kind starts afresh.
 
     Args:
         policy: the policy that goes on.
@@ -59,7 +60,7 @@ def policy_state(
     """
     state: PolicyState = saved["state"]
     is_same = saved["kind"] == _kind(policy, state) and bound.accepts(state)
-    return state if is_same else bound.start()
+    return state if is_same else None
 
 
 def signals_record(signals: Signals) -> dict[str, Any]:
@@ -95,10 +96,13 @@ def check_version(state: Mapping[str, Any]) -> None:
 
 
 def _kind(policy: BatchSizePolicy, state: PolicyState) -> str:
-    """The types of a policy and of those inside it: `AtMost(Steps)`.
+    """The types of a policy and of those inside it: `Monotone(Steps)`.
 
-    Of periods the present one's alone: only its policy has a state.
+    Of periods the present one's alone: only its policy has a state. Wrappers that keep nothing are
+    left out: what is inside goes on with or without them.
     """
+    if isinstance(policy, SizeMap):
+        return _kind(policy.policy, state)
     held: list[object]
     if isinstance(policy, PeriodSizes):
         number = state.get("period")

@@ -70,7 +70,11 @@ class MicroGradients:
         """
         if is_averaged:
             self._in_buckets = Norms()
-        yield
+        try:
+            yield
+        except BaseException:
+            self.begin()  # or torch would add what lies aside to the next gradient that it averages
+            raise
         self._take(is_last=is_last)
 
     def read(self) -> list[float]:
@@ -110,18 +114,50 @@ class MicroGradients:
 
     def _average(self, group: dist.ProcessGroup, bucket: Any) -> Any:
         """Average a bucket of gradients over ranks: what torch calls while it runs backward."""
-        buffer = bucket.buffer()
+        buffer: Tensor = bucket.buffer()
         if self._in_buckets is not None:
-            parameters, views = bucket.parameters(), bucket.gradients()
-            own = [id(parameter) in self._own for parameter in parameters]
-            views_of_own = [view for view, is_own in zip(views, own, strict=True) if is_own]
-            self._in_buckets.add([buffer] if all(own) else views_of_own)
-            pairs = [
-                (self._aside.get(id(p)), view) for p, view in zip(parameters, views, strict=True)
-            ]
-            into = [view for before, view in pairs if before is not None]
-            if into:
-                torch._foreach_add_(into, [before for before, _ in pairs if before is not None])
+            buffer = self._measured_bucket(bucket, self._in_buckets)
         buffer.mul_(1.0 / self._world_size)  # as torch does where there is no hook
         future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
         return future.then(lambda done: done.value()[0])
+
+    def _measured_bucket(self, bucket: Any, norms: Norms) -> Tensor:
+        """Add the bucket to `norms`, and return it with what was there before it."""
+        buffer: Tensor = bucket.buffer()
+        parameters, views = bucket.parameters(), _views(bucket)
+        own = [id(parameter) in self._own for parameter in parameters]
+        views_of_own = [view for view, is_own in zip(views, own, strict=True) if is_own]
+        norms.add([buffer] if all(own) else views_of_own)
+        before = [self._aside.get(id(parameter)) for parameter in parameters]
+        pairs = [(view, one) for view, one in zip(views, before, strict=True) if one is not None]
+        if buffer.is_sparse:
+            # In the order of accumulating, which decides how entries of a row are rounded.
+            return pairs[0][1] + buffer if pairs else buffer
+        if pairs:
+            torch._foreach_add_([view for view, _ in pairs], [one for _, one in pairs])
+        return buffer
+
+
+def _views(bucket: Any) -> list[Tensor]:
+    """The gradients of a bucket, each in the shape of its parameter, in the bucket's memory.
+
+    Those of `bucket.gradients()` (torch 2.13) have the elements in another order where a parameter
+    is not row by row (channels last), and are half of a complex one, and none of a sparse one.
+    """
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    if buffer.is_sparse:  # such a bucket has a single parameter
+        return [buffer]
+    # A bucket is of one type; a complex one is of pairs of real numbers.
+    whole = torch.view_as_complex(buffer.view(-1, 2)) if parameters[0].is_complex() else buffer
+    parts = whole.split([parameter.numel() for parameter in parameters])
+    return [_as_laid_out(part, like) for part, like in zip(parts, parameters, strict=True)]
+
+
+def _as_laid_out(part: Tensor, like: Tensor) -> Tensor:
+    """A flat part of a bucket in the shape of a parameter, with its strides where it is dense.
+
+    Only what is dense keeps its strides in `empty_like`.
+    """
+    if like.is_contiguous() or torch.empty_like(like, device="meta").stride() != like.stride():
+        return part.view(like.shape)
+    return part.as_strided(like.shape, like.stride())

@@ -100,7 +100,7 @@ class NormLayerGradients:
     def read(self) -> list[float]:
         """Return the squared norm of what each sample gave; and last that of the gradient now."""
         norms = [norms.to(self._norms[0].device) for norms in self._norms]
-        squares = [norm**2 for norm in (torch.cat(norms).tolist() if norms else ())]
+        squares = [norm * norm for norm in (torch.cat(norms).tolist() if norms else ())]
         whole = Norms()
         whole.add(self._gradients().values())
         return squares + read_squares([whole])

@@ -66,10 +66,21 @@ def read_squares(parts: Sequence[Norms]) -> list[float]:
 
 
 def _sum(norms: Sequence[float], squares: Sequence[float]) -> float:
+    return total([*(norm * norm for norm in norms), *squares])
+
+
+def total(values: Iterable[float]) -> float:
+    """Return the sum, rounded once; infinite where it is beyond what a float holds.
+
+    >>> total([0.1] * 10), total([1.7e308, 1.7e308]), total([math.inf, -math.inf])
+    (1.0, inf, nan)
+    """
     try:
-        return math.fsum([*(norm**2 for norm in norms), *squares])
+        return math.fsum(values)
     except OverflowError:  # of finite gradients in float64
         return math.inf
+    except ValueError:
+        return math.nan
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, SupportsFloat
 
 from stretto.batching import Signals
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError, cannot, shown
+from stretto.noise.norms import total
 
 
 class NoiseTerms(NamedTuple):
@@ -60,8 +61,8 @@ class NoiseSums(NamedTuple):
             whole: `|G|^2`, where `G` is the mean gradient of all.
         """
         pairs = [(square, size) for square, size in zip(squares, sizes, strict=True) if size]
-        units = math.fsum(size for _, size in pairs)
-        weighted = math.fsum(size * square for square, size in pairs)
+        units = total(size for _, size in pairs)
+        weighted = total(size * square for square, size in pairs)
         return cls(weighted, len(pairs), units, units * units * whole)
 
     def __add__(self, other: object) -> NoiseSums:
@@ -76,7 +77,10 @@ class NoiseSums(NamedTuple):
         `S = (sum_j n_j |g_j|^2 / N - |G|^2) * N / (k - 1)` and `G2 = |G|^2 - S / N`, from
         `E |g_j|^2 = |mu|^2 + tr(Sigma) / n_j` (McCandlish et al. 2018, arXiv 1812.06162, appendix
         A.1, for two sizes; here for k groups of any sizes). Units other than samples are counted
-        as parts of a sample, of which a sample has `N / num_samples`.
+        as parts of a sample, of which a sample has `N / num_samples`. Their gradients count as
+        independent: where samples have unequal numbers of units that are alike within a sample, S
+        is too small. (What would be unbiased there, `k / (k - 1) * sum_j (n_j / N)^2 |g_j - G|^2`,
+        needs `sum_j n_j^2 g_j`, which has the size of all parameters.)
         """
         if not (self.groups >= 2 and self.units > 0 and num_samples > 0):
             return None
@@ -106,9 +110,10 @@ def noise_terms(
         None from fewer than two groups, or where something is not finite.
 
     Raises:
-        TrainingError: there are not as many sizes as norms, or one is below 0.
+        TrainingError: there are not as many sizes as norms, one is below 0, or something is not a
+            number.
     """
-    squares, sizes = list(squares), list(sizes)
+    squares, sizes = list(map(_number, squares)), list(map(_number, sizes))
     if len(squares) != len(sizes):
         raise TrainingError(
             cannot(
@@ -120,10 +125,28 @@ def noise_terms(
     if any(size < 0 for size in sizes):
         raise TrainingError(
             cannot(
-                f"measure the noise of gradients of {min(sizes)} samples",
+                f"measure the noise of gradients of {min(sizes):g} samples",
                 why="no gradient is of fewer than 0",
                 instead="pass the size of each group",
             )
         )
-    sums = NoiseSums.of(squares, sizes=sizes, whole=whole)
+    sums = NoiseSums.of(squares, sizes=sizes, whole=_number(whole))
     return sums.terms(sums.units)
+
+
+def _number(value: object) -> float:
+    """A number as a float, be it a tensor of one element; infinite where no float is as large."""
+    try:
+        if isinstance(value, SupportsFloat) and not isinstance(value, bool):
+            return float(value)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        pass  # of several elements
+    raise TrainingError(
+        cannot(
+            f"measure the noise of gradients with {shown(value)}",
+            why="it is not a number",
+            instead="pass squared norms, and the size of each group",
+        )
+    )

@@ -13,7 +13,7 @@ from stretto.planning.events import Event
 from stretto.planning.length import check_length
 from stretto.planning.plan import Plan, PlannedBatch, plan
 from stretto.planning.sizes import PlannedSizes, resolve_horizon
-from stretto.planning.stages import FirstLast, Stage
+from stretto.planning.stages import FirstLast, Stage, check_least
 
 __all__ = [
     "Event",
@@ -24,6 +24,7 @@ __all__ = [
     "Stage",
     "StepPlan",
     "advance",
+    "check_least",
     "check_length",
     "check_plannable",
     "next_step",

@@ -192,14 +192,14 @@ def next_step(
     before = timestamp.sample
     if outgrows_epoch(horizon, timestamp, decided):
         if timestamp.sample_in_epoch == 0:
-            raise larger_than_epoch(horizon, decided)
+            raise larger_than_epoch(horizon, decided, is_coupled=policy.is_coupled)
         timestamp = next_epoch(horizon, timestamp)
         if horizon.is_done(timestamp):
             return timestamp, None
         # The batch starts elsewhere than was asked about, so the policy is asked again.
         decided, decided_state = policy.decide(timestamp, state, signals)
         if outgrows_epoch(horizon, timestamp, decided):
-            raise larger_than_epoch(horizon, decided)
+            raise larger_than_epoch(horizon, decided, is_coupled=policy.is_coupled)
     size = cut(horizon, timestamp, decided)
     ends = rollover(horizon, timestamp.sample_in_epoch + size, decided).epochs
     skipped = timestamp.sample - before
@@ -217,14 +217,17 @@ def cut(horizon: Horizon, timestamp: Timestamp, size: int) -> int:
     return size if end is None else min(size, end - timestamp.sample)
 
 
-def larger_than_epoch(horizon: Horizon, size: int) -> BatchSizeError:
-    """Return the error for a batch that no epoch can hold."""
+def larger_than_epoch(horizon: Horizon, size: int, *, is_coupled: bool) -> BatchSizeError:
+    """Return the error for a batch, of a policy that may be coupled, that no epoch can hold."""
     num_samples = horizon.dataset_num_samples
+    bound = f"AtMost(policy, {num_samples})"
+    if is_coupled:
+        bound = f"maximum={num_samples}, with no more samples than that to begin with,"
     return BatchSizeError(
         cannot(
             f"take a batch of {size} samples with last_batch='drop'",
             why=f"an epoch has only {num_samples}, so each would be dropped",
-            instead=f"write AtMost(policy, {num_samples}) or last_batch='carry'",
+            instead=f"write {bound} or last_batch='carry'",
         )
     )
 

@@ -250,7 +250,13 @@ def plan(
     )
     for stage in stages:
         if resume_at is None or stage.end is None or stage.end.sample > resume_at.sample:
-            check_stage(stage, world_size=world_size, micro_batch_size=micro_batch_size, even=even)
+            check_stage(
+                stage,
+                world_size=world_size,
+                micro_batch_size=micro_batch_size,
+                even=even,
+                is_coupled=bound_policy.is_coupled,
+            )
     return Plan(
         horizon=horizon,
         sizes=sizes,

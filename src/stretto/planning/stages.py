@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, final
 
-from stretto.batching import LearningRateRule
+from stretto.batching import BoundPolicy, LearningRateRule
 from stretto.batching.split import even_unit, not_even, split
 from stretto.errors import PlanError, cannot
 from stretto.planning.sizes import PlannedSizes, Stretch
@@ -114,26 +114,54 @@ def cut_sizes(horizon: Horizon, stretch: Stretch) -> tuple[int, ...]:
     return tuple(found)
 
 
-def check_stage(stage: Stage, *, world_size: int, micro_batch_size: int | None, even: bool) -> None:
-    """Refuse a stage that the ranks cannot share.
+def check_stage(
+    stage: Stage,
+    *,
+    world_size: int,
+    micro_batch_size: int | None,
+    even: bool,
+    is_coupled: bool,
+) -> None:
+    """Refuse a stage, of a policy that may be coupled, that the ranks cannot share.
 
     Raises:
         PlanError: it has fewer samples than there are ranks, or, with `even`, not the same full
             micro-batches for each.
     """
     if stage.size < world_size:
-        raise PlanError(
-            cannot(
-                f"run batches of {stage.size} on {world_size} ranks",
-                why="each rank needs at least one sample",
-                instead=f"write sizes of at least {world_size}, AtLeast(policy, {world_size}), "
-                f"or start {stage.size} ranks",
-                where=_where(stage),
-            )
-        )
+        raise _below(stage.size, world_size, is_coupled=is_coupled, where=_where(stage))
     if even and stage.size % even_unit(world_size, micro_batch_size):
-        error = not_even(stage.size, world_size, micro_batch_size)
+        error = not_even(stage.size, world_size, micro_batch_size, is_coupled=is_coupled)
         raise PlanError(f"{error} ({_where(stage)})")
+
+
+def check_least(policy: BoundPolicy, *, world_size: int) -> None:
+    """Refuse a run without a plan whose least size would leave ranks without a sample.
+
+    For the start of a run: a batch that never shrinks may since have grown enough.
+
+    >>> from stretto.batching import NoiseScale
+    >>> check_least(NoiseScale(8, 64).bind(Horizon("1ep")), world_size=8)
+
+    Raises:
+        PlanError: the policy may decide fewer samples than there are ranks.
+    """
+    if policy.bounds is not None and policy.bounds[0] < world_size:
+        raise _below(policy.bounds[0], world_size, is_coupled=policy.is_coupled)
+
+
+def _below(size: int, world_size: int, *, is_coupled: bool, where: str | None = None) -> PlanError:
+    bound = f"write sizes of at least {world_size}, AtLeast(policy, {world_size}),"
+    if is_coupled:
+        bound = f"begin with at least {world_size} samples, once rounded to multiple_of,"
+    return PlanError(
+        cannot(
+            f"run batches of {size} on {world_size} ranks",
+            why="each rank needs at least one sample",
+            instead=f"{bound} or start {size} ranks",
+            where=where,
+        )
+    )
 
 
 def _where(stage: Stage) -> str:

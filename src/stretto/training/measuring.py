@@ -50,10 +50,7 @@ class Measurements:
             every = _steps_between(stepping.measure_noise)
             stepper.measure_noise(loader.spec, stepping, every=every)
         self._is_idle = not self._reads_loss and stepper.meter is None
-        metrics = sorted(loader.reads - {_LOSS, _NOISE})
-        measured = [f"{one.name}/{name}" for one in evaluations for name in ("loss", *one.metrics)]
-        _check_metrics(metrics, measured)
-        self._metric = metrics[0] if metrics else None
+        self._metric = followed_metric(loader.reads, evaluations)
 
     def own(self, gradient: Gradient) -> tuple[float, ...]:
         """Return what this rank has measured; the sums over ranks are what `signals` takes.
@@ -103,7 +100,14 @@ def _steps_between(measure_noise: Literal["auto"] | int | None) -> int:
     return 1 if measure_noise == "auto" else measure_noise
 
 
-def _check_metrics(metrics: Sequence[str], measured: Sequence[str]) -> None:
+def followed_metric(reads: frozenset[str], evaluations: Sequence[Evaluation]) -> str | None:
+    """Return the metric among what a policy reads; None if there is none.
+
+    Raises:
+        TrainingError: no evaluation measures it, or there is more than one.
+    """
+    metrics = sorted(reads - {_LOSS, _NOISE})
+    measured = [f"{one.name}/{name}" for one in evaluations for name in ("loss", *one.metrics)]
     if len(metrics) > 1:
         raise TrainingError(
             cannot(
@@ -124,3 +128,4 @@ def _check_metrics(metrics: Sequence[str], measured: Sequence[str]) -> None:
                 instead=instead,
             )
         )
+    return metrics[0] if metrics else None

@@ -20,6 +20,7 @@ from torch import nn
 from stretto.checkpoint.sharding import is_spread
 from stretto.data import DataSpec, MicroBatch, Step
 from stretto.noise import MicroGradients, NoiseSums
+from stretto.noise.norms import total
 from stretto.training.ranks import Ranks
 
 NOTHING = NoiseSums(0.0, 0.0, 0.0, 0.0)
@@ -156,7 +157,7 @@ class MicroBatchMeter(NoiseMeter):
         # Where each pass is one of all ranks, so are its units; and each holds a part of the norm.
         units = self._ranks.agree(self._units) if self.averages_each else self._units
         unit = self._divisor / scale / (1 if self.averages_each else self._ranks.world_size)
-        weighted = math.fsum(
+        weighted = total(
             square / count for square, count in zip(squares, units, strict=True) if count
         )
         speaks = not self.averages_each or self._ranks.is_first

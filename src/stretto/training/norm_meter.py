@@ -15,6 +15,7 @@ from typing import Any, final
 from stretto.data import MicroBatch
 from stretto.errors import TrainingError, cannot
 from stretto.noise import NoiseSums, NormLayerGradients
+from stretto.noise.norms import total
 from stretto.training.noise_meter import NOTHING, Measured, NoiseMeter, Pass
 
 _TOLERANCE = 0.05
@@ -85,7 +86,7 @@ class NormLayerMeter(NoiseMeter):
         if not self._gradients.has_any:
             return NOTHING
         unit = self._divisor / scale / self._ranks.world_size
-        weighted = math.fsum(
+        weighted = total(
             square / units for square, units in zip(squares, self._units, strict=True) if units
         )
         counts = self._is_sharded or self._ranks.is_first

@@ -139,7 +139,10 @@ class RunState:
             left = self._restore_records(records, is_own=is_own)
             setup = records.get("setup", {})
             self._built.prevail(setup.get("optimizer", {}))
-            return [*changes(setup, self._setup), *map(gone, left)]
+            lines = [*changes(setup, self._setup), *map(gone, left)]
+            if self._loader.has_dropped_state:
+                lines.append("batch_size: begins afresh, and what the one before kept is dropped")
+            return lines
         except (
             LookupError,
             TypeError,

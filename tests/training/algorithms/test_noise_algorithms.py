@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 
-from stretto.batching import LinearRule, Signals, SquareRootRule, Steps, as_policy
+from stretto.batching import LinearRule, NoiseScale, Signals, SquareRootRule, Steps, as_policy
 from stretto.config import parse_run_file
 from stretto.errors import BatchSizeError, TrainingError
 from stretto.noise import NoiseEstimator, NoiseTerms
+from stretto.timing import Horizon, Timer, Timestamp
 from stretto.training import Callback, Checkpointing, Logging, Stepping, Trainer
 from stretto.training.algorithms import AdaScale, NoiseReport
 
@@ -32,14 +35,30 @@ def known(*callbacks: Callback, **settings: Any) -> Trainer:
         return mean
 
     given = {"max_duration": "4000sp", "batch_size": 40, "micro_batch_size": 5, **settings}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Trainer(model, draws, optimizer=optimizer, loss=loss, callbacks=callbacks, **given)
+    model = given.pop("model", model)
+    given.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+    return Trainer(model, draws, loss=loss, callbacks=callbacks, **given)
 
 
-def told(report: NoiseReport, scales: list[float]) -> None:
-    """Let a report see lines of metrics that are spread over a run."""
+class Moment(NamedTuple):
+    """What a report asks a trainer for."""
+
+    passed: float
+    horizon: Horizon = Horizon("1ep")
+    timer: Timer = Timer()
+
+    def get_elapsed_duration(self) -> float:
+        return self.passed
+
+
+def measured(report: NoiseReport, scales: list[float], *, size: int = 16, steps: int = 60) -> None:
+    """Let a report see steps of batches of `size` at noise scales that are spread over a run."""
     for number, scale in enumerate(scales):
-        report.on_log(None, {"dur": number / len(scales), "noise_scale": scale})  # type: ignore[arg-type]
+        for step in range(steps):
+            at = Moment((number + step / steps) / len(scales))
+            terms = Signals(noise_numerator=scale + (-1) ** step * 0.1, noise_denominator=1.0)
+            report.on_noise(at, SimpleNamespace(batch_size=size), terms)  # type: ignore[arg-type]
+        report.on_log(None, report.log_values(None))  # type: ignore[arg-type]
 
 
 def test_the_noise_scale_is_logged_with_its_interval(tmp_path: Path) -> None:
@@ -53,7 +72,7 @@ def test_the_noise_scale_is_logged_with_its_interval(tmp_path: Path) -> None:
     written = (tmp_path / "suggested_batch_size.yaml").read_text()
     assert written.rstrip() == report.suggestion()
     parse_run_file(f"max_duration: 1ep\ndata: {{target: 'a:b'}}\n{written}")
-    assert "learning_rate_rule: {sqrt: 40}" in written
+    assert "learning_rate_rule: {linear: 40}" in written
 
 
 def test_a_rule_is_suggested_where_there_is_none() -> None:
@@ -69,40 +88,79 @@ def test_a_rule_is_suggested_where_there_is_none() -> None:
     assert restored.suggestion() == moving.suggestion()
 
 
-def test_the_suggestion_begins_with_what_was_found_first() -> None:
-    """And not with batches of one for as long as nothing was known."""
-    report = NoiseReport()
-    for at, scale in ((0.05, 10.0), (0.5, 40.0)):
-        report.on_log(None, {"dur": at, "noise_scale": scale})  # type: ignore[arg-type]
-    assert report.suggestion().splitlines()[1] == "batch_size: {0%: 8, 50%: 32}"
+def test_the_suggestion_is_what_the_policy_decides() -> None:
+    """On a run whose noise it can hardly tell, too: then the policy follows its interval's end."""
+    seen: list[tuple[float, Signals]] = []
+
+    class Watch(Callback):
+        def on_noise(self, trainer: Trainer, step: Any, signals: Signals) -> None:
+            seen.append((trainer.get_elapsed_duration(), signals))
+
+    report = NoiseReport(c=2.0, minimum=4, maximum=64)
+    known(report, Watch(), batch_size=10).fit()
+    bound = NoiseScale(4, 64, c=2.0).bind(Horizon("1ep"))
+    state, sizes = bound.start(), [(0.0, 4)]
+    for at, signals in seen:
+        size, state = bound.decide(Timestamp(), state, signals)
+        if size != sizes[-1][1]:
+            sizes.append((at, size))
+    assert len(sizes) > 2, "it moves more than once"
+    stay = [min(size for _, size in sizes[number:]) for number in range(len(sizes))]
+    wanted = sorted({4 << (size // 4).bit_length() - 1 for size in stay})
+    found = yaml.safe_load(report.suggestion())["batch_size"]
+    assert list(found.values()) == wanted
 
 
 @pytest.mark.parametrize(
     ("scales", "settings", "steps"),
     [
-        ([10, 20, 40, 80], {}, "0%:8 25%:16 50%:32 75%:64"),
+        ([10, 20, 40, 80], {"minimum": 8}, "0%:8 25%:16 50%:32 75%:64"),
         ([10, 20, 40, 80], {"minimum": 12}, "0%:12 50%:24 75%:48"),
         ([10, 20, 40, 80], {"c": 0.5, "maximum": 16, "minimum": 4}, "0%:4 25%:8 50%:16"),
-        ([100, 10, 40, 20], {"minimum": 4}, "0%:8 50%:16"),
+        ([100, 10, 40, 20], {"minimum": 4}, "0%:4 2%:8 50%:16"),
         ([1, 1, 1], {"minimum": 4}, "0%:4"),
+        ([10, 40], {}, "0%:8 50%:16 51%:32"),
     ],
-    ids=["growing", "from a minimum", "a part", "a passing peak", "too small"],
+    ids=["growing", "from a minimum", "a part", "a passing peak", "too small", "from its own"],
 )
 def test_a_ramp_is_suggested_that_stays_below(
     scales: list[float], settings: dict[str, Any], steps: str
 ) -> None:
-    report = NoiseReport(**settings)
-    told(report, scales)
-    suggested = report.suggestion().splitlines()[1].removeprefix("batch_size: ")
+    report = NoiseReport(**settings, window=8)
+    measured(report, scales)
     expected = dict(one.split(":") for one in steps.split())
-    assert suggested == "{" + ", ".join(f"{at}: {size}" for at, size in expected.items()) + "}"
-    as_policy({at: int(size) for at, size in expected.items()})
+    found = yaml.safe_load(report.suggestion())["batch_size"]
+    assert list(found.values()) == [int(size) for size in expected.values()]
+    for at, wanted in zip(found, expected, strict=True):
+        # Averages take some of their window to follow.
+        assert 0 <= float(at.rstrip("%")) - float(wanted.rstrip("%")) < 8
+    as_policy(found)
 
 
 def test_nothing_is_suggested_that_is_not_known(tmp_path: Path) -> None:
     known(NoiseReport(), folder=tmp_path, max_duration="5ba").fit()
     text = (tmp_path / "suggested_batch_size.yaml").read_text()
-    assert text == "# the noise scale is not known yet: measure more steps\n"
+    assert text.startswith("# the noise scale is not known after 5 measured steps: measure more")
+    assert all(line.startswith("#") for line in text.splitlines())
+
+
+def test_batches_of_one_have_no_noise(tmp_path: Path) -> None:
+    known(
+        NoiseReport(), folder=tmp_path, max_duration="9ba", batch_size=1, micro_batch_size=1
+    ).fit()
+    text = (tmp_path / "suggested_batch_size.yaml").read_text()
+    assert text == "# no noise was measured: it takes batches of two samples or more\n"
+
+
+def test_the_rule_is_that_of_the_optimizer(tmp_path: Path) -> None:
+    report = NoiseReport()
+    trainer = known(report)
+    trainer.fit()
+    assert "learning_rate_rule: {linear: 40}" in report.suggestion()
+    other = NoiseReport()
+    adam = torch.optim.Adam(trainer.model.parameters())
+    known(other, optimizer=adam, model=trainer.model).fit()
+    assert "learning_rate_rule: {sqrt: 40}" in other.suggestion()
 
 
 def test_a_report_leaves_the_run_as_it_is(problem: Make) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-from stretto.batching import NoRule, Signals, checked_size, couplings_in
-from stretto.batching.following import checked_number
+from torch.optim import SGD
+
+from stretto.batching import NoiseScale, NoRule, PolicyState, Signals, couplings_in
 from stretto.data import Step
-from stretto.errors import BatchSizeError, cannot
 from stretto.noise import NoiseEstimator, NoiseTerms
 from stretto.training.callback import Callback
 
@@ -17,27 +17,32 @@ if TYPE_CHECKING:
 
 FILE = "suggested_batch_size.yaml"
 """Where the suggestion is written in the run folder."""
+_GROWTH = 64
+"""Without a maximum, so many times the first batch is the largest."""
+_LEAST = 2
+"""A single sample has no noise to measure."""
 
 
 @final
 class NoiseReport(Callback):
     """Logs the gradient noise scale with its interval, and suggests batch sizes; changes nothing.
 
-    Each line of metrics gets `noise_scale`, `noise_scale_low` and `noise_scale_high`, once they are
-    known. At the end of the run the folder has `suggested_batch_size.yaml`: steps by powers of two
-    that stay below `c` times the noise scale, in the syntax of a run file.
+    Lines of metrics get `noise_scale`, `noise_scale_low` and `noise_scale_high` where they are
+    known. At the end of the run the folder has `suggested_batch_size.yaml`: the sizes that
+    `NoiseScale` would have decided from what the run has measured, as steps by powers of two, in
+    the syntax of a run file.
 
     >>> report = NoiseReport(c=0.5)
     >>> print(report.suggestion())
-    # the noise scale is not known yet: measure more steps
+    # no noise was measured: it takes batches of two samples or more
 
     Args:
-        c: which part of the noise scale a batch may be.
+        c: which part of the noise scale a batch is to be.
         window: how many measured steps are averaged.
         confidence: the probability with which the interval holds the true noise scale.
-        minimum: the least size that is suggested, and the first; left out, the suggestion begins
-            with the first size that was found.
-        maximum: the largest; left out, any.
+        minimum: the least size that is suggested, and the first; left out, 2, and it begins with
+            the run's own.
+        maximum: the largest; left out, 64 times the first batch of the run.
 
     Raises:
         BatchSizeError: a value cannot be, or `minimum` is above `maximum`.
@@ -54,22 +59,18 @@ class NoiseReport(Callback):
         minimum: int | None = None,
         maximum: int | None = None,
     ) -> None:
-        self._c = checked_number(c, "the part of the noise scale that a batch may be")
+        self._c, self._window, self._confidence = c, window, confidence
+        self._minimum, self._maximum = minimum, maximum
+        self._policy(_LEAST if minimum is None else minimum)  # raises what is wrong with them
         self._estimator = NoiseEstimator(window=window, confidence=confidence)
-        self._minimum = None if minimum is None else checked_size(minimum, "the least batch size")
-        self._maximum = None if maximum is None else checked_size(maximum, "the largest batch size")
-        if maximum is not None and (minimum or 1) > maximum:
-            raise BatchSizeError(
-                cannot(
-                    f"suggest batch sizes from {minimum} to {maximum}",
-                    why="there are none",
-                    instead=f"write a minimum of at most {maximum}",
-                )
-            )
-        self._seen: list[tuple[float, float]] = []
+        # What `NoiseScale` would have decided, and from which part of the run on.
+        self._decided: list[tuple[float, int]] = []
+        self._state: PolicyState = {}
+        self._told: tuple[float, float] | None = None
         # The one that the learning rate is meant for, where it is one and nothing goes by it yet.
         self._size: int | None = None
         self._moves = False
+        self._rule = "sqrt"
 
     @property
     def estimator(self) -> NoiseEstimator:
@@ -77,17 +78,25 @@ class NoiseReport(Callback):
         return self._estimator
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Look whether the learning rate goes by the batch size already."""
+        """Look whether the learning rate goes by the batch size already, and which way it would."""
         schedules = trainer.hyperparameters.schedules.values()
         pairs = any(True for schedule in schedules for _ in couplings_in(schedule))
         self._moves = self._moves or pairs or not isinstance(trainer.hyperparameters.rule, NoRule)
+        self._rule = "linear" if isinstance(trainer.optimizer, SGD) else "sqrt"
 
     def on_noise(self, trainer: Trainer, step: Step, signals: Signals) -> None:
         """Take what a step measured."""
-        del trainer
         self._moves = self._moves or self._size not in (None, step.batch_size)
         self._size = step.batch_size
         self._estimator.add(NoiseTerms.of(signals))
+        if not self._decided:
+            first = self._minimum or max(_LEAST, step.batch_size)
+            self._decided = [(0.0, first if self._maximum is None else min(first, self._maximum))]
+        policy = self._policy(self._decided[0][1]).bind(trainer.horizon)
+        timestamp = trainer.timer.timestamp
+        size, self._state = policy.decide(timestamp, self._state or policy.start(), signals)
+        if size != self._decided[-1][1]:
+            self._decided.append((trainer.get_elapsed_duration(), size))
 
     def log_values(self, trainer: Trainer) -> Mapping[str, float]:
         """Return the noise scale and its interval, once they are known."""
@@ -102,10 +111,12 @@ class NoiseReport(Callback):
         }
 
     def on_log(self, trainer: Trainer, record: Mapping[str, float]) -> None:
-        """Remember what was logged, for the suggestion."""
+        """Remember between what the noise scale was."""
         del trainer
         if "noise_scale" in record:
-            self._seen.append((record["dur"], record["noise_scale"]))
+            scale = record["noise_scale"]
+            lowest, highest = self._told or (scale, scale)
+            self._told = min(lowest, scale), max(highest, scale)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Write the suggestion to the run folder."""
@@ -115,31 +126,35 @@ class NoiseReport(Callback):
 
     def suggestion(self) -> str:
         """Return batch sizes for a run like this one, as they stand in a run file."""
-        if not self._seen:
-            return "# the noise scale is not known yet: measure more steps"
-        stages = _stages(
-            [(at, self._c * scale) for at, scale in self._seen], self._minimum, self._maximum
-        )
-        lowest = min(scale for _, scale in self._seen)
-        highest = max(scale for _, scale in self._seen)
+        if not self._decided:
+            return "# no noise was measured: it takes batches of two samples or more"
+        if len(self._decided) == 1 and self._told is None:
+            return (
+                f"# the noise scale is not known after {self._estimator.steps:,} measured steps: "
+                "measure more of them,\n# cut batches into more micro-batches (micro_batch_size), "
+                f"or write a window above {self._window}"
+            )
         part = "" if self._c == 1 else f"{self._c:g} of "
-        steps = ", ".join(f"{at}: {size}" for at, size in stages)
-        lines = [
-            f"# follows {part}a noise scale of {lowest:.3g} to {highest:.3g} samples",
-            f"batch_size: {{{steps}}}",
-        ]
+        steps = ", ".join(f"{at}: {size}" for at, size in _stages(self._decided, self._minimum))
+        known = "the noise scale"
+        if self._told is not None:
+            lowest, highest = self._told
+            known = f"a noise scale of {lowest:.3g} to {highest:.3g} samples, where it was known"
+        lines = [f"# follows {part}{known}", f"batch_size: {{{steps}}}"]
         if self._size is not None and not self._moves:
             lines += [
-                f"# the learning rate was that of batches of {self._size} (with SGD: linear)",
-                f"learning_rate_rule: {{sqrt: {self._size}}}",
+                f"# the learning rate was that of batches of {self._size}",
+                f"learning_rate_rule: {{{self._rule}: {self._size}}}",
             ]
         return "\n".join(lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages and what was logged so far."""
+        """Return the averages, and what would have been decided so far."""
         return {
             "estimator": self._estimator.state_dict(),
-            "seen": [list(one) for one in self._seen],
+            "decided": [list(one) for one in self._decided],
+            "policy": dict(self._state),
+            "told": None if self._told is None else list(self._told),
             "size": self._size,
             "moves": self._moves,
         }
@@ -147,29 +162,40 @@ class NoiseReport(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from saved averages."""
         self._estimator.load_state_dict(state["estimator"])
-        self._seen = [(at, scale) for at, scale in state["seen"]]
-        self._size, self._moves = state.get("size"), state.get("moves", False)
+        self._decided = [(at, size) for at, size in state["decided"]]
+        self._state = state["policy"]
+        self._told = None if state["told"] is None else tuple(state["told"])
+        self._size, self._moves = state["size"], state["moves"]
+
+    def _policy(self, first: int) -> NoiseScale:
+        return NoiseScale(
+            first,
+            _GROWTH * first if self._maximum is None else self._maximum,
+            c=self._c,
+            minimum=self._minimum or _LEAST,
+            window=self._window,
+            confidence=self._confidence,
+        )
 
     def __repr__(self) -> str:
         return f"NoiseReport(c={self._c})"
 
 
-def _stages(
-    seen: Sequence[tuple[float, float]], first: int | None, maximum: int | None
-) -> list[tuple[str, int]]:
-    """Steps by powers of two of `first` that never again come to lie above what is wanted.
+def _stages(decided: Sequence[tuple[float, int]], first: int | None) -> list[tuple[str, int]]:
+    """Steps by powers of two of `first` that never again come to lie above what was decided.
 
-    A size is taken from where all that comes later wants at least as much, so that a passing peak
-    is no reason to grow. Without a first size, the first that is wanted holds from the beginning:
-    before it nothing was known.
+    A size is taken from where all that comes later is at least as much, so that a passing peak is
+    no reason to grow.
     """
+    if len(decided) == 1:
+        return [("0%", decided[0][1])]
     minimum = first or 1
-    least, grown = float("inf"), []
-    for at, wanted in reversed(seen):
-        least = min(least, wanted if maximum is None else min(wanted, maximum))
-        doublings = max(0, int(least // minimum).bit_length() - 1)
+    least, grown = decided[-1][1], []
+    for at, size in reversed(decided):
+        least = min(least, size)
+        doublings = max(0, (least // minimum).bit_length() - 1)
         grown.append((f"{100 * at:.3g}%", minimum << doublings))
-    stages = {"0%": minimum if first else grown[-1][1]}
+    stages = dict([grown.pop()])
     for text, size in reversed(grown):
         if size > max(stages.values()):
             stages[text] = size
