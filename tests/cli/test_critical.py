@@ -80,6 +80,7 @@ def test_it_is_the_same_each_time_and_leaves_the_run_alone(stretto: Stretto, tra
         (("--plot", "run.yaml/critical.png"), "name a file in a folder of yours"),
         (("--tolerance", "nan", *SIZES), "write for example --tolerance 0.01"),
         (("--tolerance", "-1", *SIZES), "write for example --tolerance 0.01"),
+        (("--seeds", "0"), "write for example --seeds 3"),
         (("--over", "20sp"), "write --over 64sp or more, or smaller --sizes"),
         (("loading={shuffle: false}",), "all would be the same; write --seeds 1, or loading="),
         (("--over", "32tok"), "write them in samples: --over 10000sp"),

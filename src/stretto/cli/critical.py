@@ -52,6 +52,7 @@ def critical_batch_size(
     config, source = read_arguments(arguments)
     trunk = Trunk.at(config, checkpoint, source=source, rule=chosen)
     samples = trunk.samples(Time(over))
+    _check_seeds(seeds)
     trunk.check_orders(seeds)
     tried = default_sizes(trunk.size, samples) if wanted is None else wanted
     check_branches(tried, samples, tolerance=tolerance)
@@ -101,6 +102,18 @@ def _branches(trunk: Trunk, sizes: Sequence[int], *, seed: int, samples: int) ->
         check_yardstick(branch, sizes[0])
         branches.append(branch)
     return branches
+
+
+def _check_seeds(seeds: int) -> None:
+    if seeds < 1:
+        raise ConfigError(
+            cannot(
+                f"compare {seeds} branches of each size",
+                why="it takes one or more",
+                instead="write for example --seeds 3",
+                where="--seeds",
+            )
+        )
 
 
 def _rule(name: str | None) -> LearningRateRule | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -235,7 +236,7 @@ class Trunk:
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             if isinstance(error, StrettoError):
                 raise
-            why = f"it is another model's ({' '.join(str(error).split())[:300]})"
+            why = f"it is another model's ({textwrap.shorten(str(error), 300, placeholder=' ...')})"
             raise _no_branch(self.path, why) from error
 
     def _tensors(self, group: str) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from stretto.batching import Coupling, IncreaseInsteadOfDecay, Seesaw, as_policy
 from stretto.config.building import CHECKING, Building
 from stretto.config.fields import Count, Number, Section, shape_of
 from stretto.config.sizes import (
+    WAYS,
     DoublingSizes,
     LinearSizes,
     Sizes,
@@ -80,6 +81,8 @@ GrowthFactor: TypeAlias = Annotated[
 
 class CoupledSizes(Section):
     """Sizes that grow as `schedules.lr` decays; the learning rate then decays by less."""
+
+    ways: ClassVar[tuple[str, ...]] = WAYS
 
     kind: ClassVar[type[Coupling]]
 

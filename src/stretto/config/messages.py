@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from stretto.config.fields import Section, shown
-from stretto.config.source import Path, Source, show_path
+from stretto.config.source import Path, Source, in_file_words, show_path
 from stretto.config.targets import nearest_to
 from stretto.errors import ConfigError, cannot
 
@@ -45,27 +45,32 @@ def _line(details: ErrorDetails, root: type[BaseModel], source: Source) -> str:
     path = _path(loc)
     where = source.where(path)
     if kind == "value_error":
-        return f"{context['error']} ({where})"
+        return f"{in_file_words(str(context['error']))} ({where})"
     if kind == "missing":
         return _missing(loc, root, source)
     if kind == "extra_forbidden":
-        section = _section_at(root, loc[:-1])
-        nearest = _meant(details, root)
-        inside = f" in {show_path(path[:-1])}" if len(path) > 1 else ""
-        return cannot(
-            f"use the key {path[-1]!r}",
-            why=f"there is no such key{inside}",
-            instead=f"did you mean '{nearest}'?"
-            if nearest
-            else f"the keys here are {', '.join(section.model_fields if section else ())}",
-            where=where,
-        )
+        why, instead = _unknown(path, _section_at(root, loc[:-1]), _meant(details, root))
+        return cannot(f"use the key {path[-1]!r}", why=why, instead=instead, where=where)
     if kind == "shape":
         why, instead = "it is none of the things that can stand here", details["msg"]
     else:
         why, instead = _reason(kind, context, details["input"])
     name = show_path(path) if path else source.name
     return cannot(f"use {shown(details['input'])} as {name}", why=why, instead=instead, where=where)
+
+
+def _unknown(path: Path, section: type[BaseModel] | None, nearest: str | None) -> tuple[str, str]:
+    """Why a key cannot stand where it is, and what to write."""
+    inside = f" in {show_path(path[:-1])}" if len(path) > 1 else ""
+    keys = {} if section is None else section.model_fields
+    ways = getattr(section, "ways", ())
+    if path[-1] in ways:
+        taken = next(way for way in ways if way in keys)
+        return f"{taken!r} says what it is already", f"write {taken!r} or {path[-1]!r}"
+    if nearest:
+        return f"there is no such key{inside}", f"did you mean '{nearest}'?"
+    here = [key for key in keys if key != "duration" or "periods" in path]
+    return f"there is no such key{inside}", f"the keys here are {', '.join(here)}"
 
 
 def _reason(kind: str, context: Mapping[str, Any], value: object) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
@@ -38,6 +38,11 @@ from stretto.config.source import Path
 from stretto.errors import BatchSizeError, cannot
 
 RampKind: TypeAlias = Literal["double", "linear", "stages"]
+WAYS = (
+    *("size", "steps", "ramp", "periods", "target", "increase"),
+    *("noise_scale", "norm_test", "plateau", "seesaw", "increase_instead_of_decay"),
+)
+"""The keys that say what batch sizes are, of which there is one."""
 
 
 def _steps(value: Any) -> Any:
@@ -70,6 +75,8 @@ class Sizes(Section):
     Applied in this order: power_of_two, multiple_of, even, hysteresis, monotone, at_least,
     at_most.
     """
+
+    ways: ClassVar[tuple[str, ...]] = WAYS
 
     duration: Literal["rest"] | Length | None = None
     """In `periods`: how long this one is, or `rest`."""

@@ -288,7 +288,11 @@ def unplannable(horizon: Horizon, policy: BoundPolicy) -> tuple[str, str] | None
         if not is_countable(horizon, unit):
             return _UNKNOWN[_COUNTS[unit]]
     if not policy.is_static:
-        return "they follow what the run measures", "run it without a plan"
+        instead = "run it without a plan"
+        if policy.bounds is not None:
+            least, most = policy.bounds
+            instead += f", or plan what lies at its ends: batches of {least}, and of {most}"
+        return "they follow what the run measures", instead
     # A function of the user's own does not say what it reads, so it is watched.
     state = policy.start()
     counts = unknown_read(horizon, lambda now: policy.decide(now, state, NO_SIGNALS), [Timestamp()])

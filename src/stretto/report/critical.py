@@ -118,7 +118,19 @@ def _draw_answer(axes: Axes, found: CriticalBatchSize) -> None:
         textcoords="offset points",
     )
     right = found.rows[-1].size if found.high is None else found.high
-    axes.axvspan(found.low, right, color=ORANGE, alpha=0.12, linewidth=0)
+    if right > found.low:
+        axes.axvspan(found.low, right, color=ORANGE, alpha=0.12, linewidth=0)
+        axes.annotate(
+            "cannot be told",
+            (math.sqrt(found.low * right), 0),
+            (0, 4),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            color=MUTED,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
+        )
     if found.size is not None:
         axes.axvline(found.size, color=ORANGE, linewidth=1.4)
 

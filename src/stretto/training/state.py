@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -173,7 +174,8 @@ class RunState:
             raise CheckpointError(
                 cannot(
                     f"resume from {path}",
-                    why=f"its weights are another model's ({' '.join(str(error).split())[:300]})",
+                    why="its weights are another model's "
+                    f"({textwrap.shorten(str(error), 300, placeholder=' ...')})",
                     instead="build the model that it was saved from, or choose a new folder",
                 )
             ) from None

@@ -123,6 +123,8 @@ class Trainer:
         evaluations = (evaluate,) if isinstance(evaluate, Evaluation) else evaluate or ()
         check_parts(model, optimizer, loss, evaluations=evaluations, callbacks=callbacks)
         self.folder = Path(folder) if folder is not None else None
+        self.callbacks = tuple(callbacks)
+        """The listeners, in the order in which they are told."""
         self.changes: tuple[str, ...] = ()
         """What is set up otherwise than in the checkpoint that was resumed, a line each."""
         self._ranks = Ranks.from_environment(stepping.device)

@@ -241,6 +241,12 @@ def test_ada_scale_takes_the_place_of_a_rule() -> None:
         trainer.fit()
 
 
+def test_ada_scale_multiplies_once() -> None:
+    trainer = known(AdaScale(10), AdaScale(10))
+    with pytest.raises(TrainingError, match="does so already; leave one of the two out"):
+        trainer.fit()
+
+
 def test_values_that_cannot_be() -> None:
     with pytest.raises(BatchSizeError, match="the part of the noise scale"):
         NoiseReport(c=-1)

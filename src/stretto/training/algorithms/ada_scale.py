@@ -36,8 +36,8 @@ class AdaScale(Callback):
 
     Raises:
         BatchSizeError: a value cannot be.
-        TrainingError: when training begins: there is a learning rate rule as well, or the sizes
-            are those of a `Seesaw`.
+        TrainingError: when training begins: there is a learning rate rule or another of these as
+            well, or the sizes are those of a `Seesaw`.
     """
 
     in_branches = False
@@ -56,14 +56,13 @@ class AdaScale(Callback):
         rule = trainer.hyperparameters.rule
         schedules = trainer.hyperparameters.schedules.values()
         pairs = [pair for schedule in schedules for pair in couplings_in(schedule)]
-        if not isinstance(rule, NoRule) or pairs:
-            raise TrainingError(
-                cannot(
-                    "follow the batch size by AdaScale",
-                    why=f"{pairs[0] if pairs else rule!r} does so already",
-                    instead="leave AdaScale out" if pairs else "leave learning_rate_rule out",
-                )
-            )
+        first = next(one for one in trainer.callbacks if isinstance(one, AdaScale))
+        if pairs:
+            raise _done_already(pairs[0], "leave AdaScale out")
+        if not isinstance(rule, NoRule):
+            raise _done_already(rule, "leave learning_rate_rule out")
+        if first is not self:
+            raise _done_already(first, "leave one of the two out")
 
     def on_batch_start(self, trainer: Trainer, step: Step) -> None:
         """Multiply the learning rates that were just set."""
@@ -100,3 +99,13 @@ class AdaScale(Callback):
 
     def __repr__(self) -> str:
         return f"AdaScale({self._reference}, window={self._window})"
+
+
+def _done_already(by: object, instead: str) -> TrainingError:
+    return TrainingError(
+        cannot(
+            "follow the batch size by AdaScale",
+            why=f"{by!r} does so already",
+            instead=instead,
+        )
+    )
