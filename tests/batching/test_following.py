@@ -344,3 +344,37 @@ def test_a_plateau_that_goes_on_with_another_metric_has_nothing_to_beat() -> Non
         size, state = after.decide(Timestamp(), state, Signals(metric=metric))
         sizes.append(size)
     assert sizes == [16, 32], "0.3 is the best so far, and 0.2 is not"
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda policy: policy,  # alone
+        lambda policy: AtMost(policy, 64),
+        Monotone,
+        lambda policy: Hysteresis(policy, 1.5),
+        lambda policy: PeriodSizes([("rest", policy)]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (NoiseScale(8, 100), {"noise_scale", "noise_scale_low", "noise_scale_high"}),
+        (NormTest(8, 100, eta=0.5), {"norm_test"}),
+        (Plateau("a/b", start=8, maximum=9), set()),
+    ],
+)
+def test_what_is_followed_is_told(policy: Any, expected: set[str], around: Any) -> None:
+    bound = around(policy).bind(RUN)
+    state = bound.start()
+    assert bound.told(state) == {}
+    for batch in range(60):
+        seen = Signals(noise_numerator=30 + batch % 2, noise_denominator=1.0, gradient_square=2.0)
+        _, state = bound.decide(Timestamp(batch=batch), state, seen)
+    told = bound.told(state)
+    assert set(told) == expected
+    if "noise_scale" in told:
+        assert told["noise_scale_low"] < told["noise_scale"] < told["noise_scale_high"]
+        assert told["noise_scale"] == pytest.approx(30.5, rel=0.01)
+    if "norm_test" in told:
+        assert told["norm_test"] == pytest.approx(61, rel=0.01)

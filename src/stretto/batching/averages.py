@@ -105,6 +105,11 @@ class RatioAverage:
         """
         return self.effective_steps >= min(_LEAST_STEPS, 0.75 * window)
 
+    def is_steady(self, window: int, confidence: float) -> bool:
+        """Return whether the ratio is known well enough to be told: within a factor of 3."""
+        has_ratio = self.ratio is not None and self.is_over_enough(window)
+        return has_ratio and self.interval(confidence).is_within(STEADY)
+
     @property
     def ratio(self) -> float | None:
         """Numerator over denominator; None where that is not a positive number."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import cast, final
@@ -87,6 +88,11 @@ class BoundPeriods(BoundPolicy):
             return False
         bound = self._bound(cast(int, state["period"]), _timestamp(state))
         return bound.accepts(inner_state(state))
+
+    def told(self, state: PolicyState) -> Mapping[str, float]:
+        """Return what the policy of the present period goes by."""
+        bound = self._bound(cast(int, state["period"]), _timestamp(state))
+        return bound.told(inner_state(state))
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals

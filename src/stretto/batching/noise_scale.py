@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast, final
 
@@ -106,6 +107,19 @@ class BoundNoiseScale(FollowingPolicy):
     def start(self) -> PolicyState:
         """Return the first size, with nothing measured."""
         return {"size": self.policy.start, **RatioAverage().to_state()}
+
+    def told(self, state: PolicyState) -> Mapping[str, float]:
+        """Return the noise scale and its interval, where they are known."""
+        confidence = self.policy.confidence
+        average = RatioAverage.from_state(state)
+        if average.ratio is None or not average.is_steady(self.policy.window, confidence):
+            return {}
+        interval = average.interval(confidence)
+        return {
+            "noise_scale": average.ratio,
+            "noise_scale_low": interval.lower,
+            "noise_scale_high": interval.upper,
+        }
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals

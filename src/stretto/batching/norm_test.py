@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast, final
 
@@ -87,6 +88,13 @@ class BoundNormTest(FollowingPolicy):
     def start(self) -> PolicyState:
         """Return the first size, with nothing measured."""
         return {"size": self.policy.start, **RatioAverage().to_state()}
+
+    def told(self, state: PolicyState) -> Mapping[str, float]:
+        """Return the size that would pass the test, once enough steps were measured."""
+        average, eta = RatioAverage.from_state(state), self.policy.eta
+        if average.ratio is None or not average.is_over_enough(self.policy.window):
+            return {}
+        return {"norm_test": average.ratio / eta / eta}
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals

@@ -123,6 +123,14 @@ class BoundPolicy(ABC):
         """
         return _fields(state) == _fields(self.start())
 
+    def told(self, state: PolicyState) -> Mapping[str, float]:
+        """Return what the last decision went by, for a line of metrics.
+
+        Nothing, unless a policy says otherwise.
+        """
+        del state
+        return {}
+
     @abstractmethod
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeAlias, cast, final
 
@@ -81,6 +81,10 @@ class BoundWrapper(BoundPolicy):
     def bounds(self) -> tuple[int, int] | None:
         """Those of the policy inside, of whose sizes it takes one."""
         return self.inner.bounds
+
+    def told(self, state: PolicyState) -> Mapping[str, float]:
+        """Return what the policy inside, whose state is in this one's, goes by."""
+        return self.inner.told(inner_state(state))
 
 
 @final
@@ -254,6 +258,10 @@ class BoundMap(BoundWrapper):
     def accepts(self, state: PolicyState) -> bool:
         """Return whether the policy inside does."""
         return self.inner.accepts(state)
+
+    def told(self, state: PolicyState) -> Mapping[str, float]:
+        """Return what the policy inside goes by."""
+        return self.inner.told(state)
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals

@@ -134,6 +134,7 @@ class StepLoader(Iterator[Step]):
         self._reads_seconds = _reads(run, bound.units, TimeUnit.SECOND)
         self._draws: Iterator[Draw] | None = None
         self._pending: tuple[Step, Draw] | None = None
+        self._bound = bound
         self._decisions = Decisions(run, bound, self.timer)
         self.reads = bound.reads
         """The signals that the policy reads (see `BoundPolicy.reads`)."""
@@ -245,6 +246,10 @@ class StepLoader(Iterator[Step]):
         self._decisions.finish(plan, signals)
         self._watch_signals(signals)
         return timer.timestamp
+
+    def told(self) -> Mapping[str, float]:
+        """Return what the policy went by when it decided the last batch, by name."""
+        return self._bound.told(self._decisions.state)
 
     def note_metric(self, value: float) -> None:
         """Give the policy a metric that was measured since the last step."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 from stretto.batching.averages import (
-    STEADY,
     Interval,
     RatioAverage,
     checked_confidence,
@@ -75,9 +74,7 @@ class NoiseEstimator:
     @property
     def is_steady(self) -> bool:
         """Whether the noise scale is known well enough to be told."""
-        average = self._average
-        has_ratio = average.ratio is not None and average.is_over_enough(self._window)
-        return has_ratio and self._interval.is_within(STEADY)
+        return self._average.is_steady(self._window, self._confidence)
 
     @property
     def noise_scale(self) -> float | None:

@@ -195,7 +195,7 @@ class Loop:
         self._announce(self.recorder.paused(self.saver.wait))
 
     def _log(self) -> None:
-        values = self.events.values()
+        values = {**self.loader.told(), **self.events.values()}
         self.events.tell("on_log", self.recorder.log(self.timer.timestamp, values))
 
     def evaluate(self, evaluator: Evaluator) -> dict[str, float]:

@@ -13,7 +13,15 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from stretto.batching import LinearRule, NoiseScale, Signals, SquareRootRule, Steps, as_policy
+from stretto.batching import (
+    LinearRule,
+    NoiseScale,
+    PowerOfTwo,
+    Signals,
+    SquareRootRule,
+    Steps,
+    as_policy,
+)
 from stretto.config import parse_run_file
 from stretto.errors import BatchSizeError, TrainingError
 from stretto.noise import NoiseEstimator, NoiseTerms
@@ -73,6 +81,24 @@ def test_the_noise_scale_is_logged_with_its_interval(tmp_path: Path) -> None:
     assert written.rstrip() == report.suggestion()
     parse_run_file(f"max_duration: 1ep\ndata: {{target: 'a:b'}}\n{written}")
     assert "learning_rate_rule: {linear: 40}" in written
+
+
+def test_a_run_that_follows_the_noise_logs_what_it_follows(tmp_path: Path) -> None:
+    logged: list[list[dict[str, float]]] = []
+    for size, callbacks, name in (
+        (PowerOfTwo(NoiseScale(20, 20)), [], "follows"),
+        (16, [NoiseReport()], "reports"),
+    ):
+        folder = tmp_path / name
+        known(*callbacks, batch_size=size, folder=folder, log=Logging("1ba")).fit()
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        names = ("noise_scale", "noise_scale_low", "noise_scale_high")
+        logged.append([{name: line[name] for name in names if name in line} for line in lines])
+    own, reported = logged
+    assert not own[0]
+    assert own[-1]
+    # The policy has decided by what was measured up to the batch before.
+    assert own[1:] == reported[:-1]
 
 
 def test_a_rule_is_suggested_where_there_is_none() -> None:
