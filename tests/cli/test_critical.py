@@ -306,3 +306,59 @@ def test_a_yardstick_that_diverges_ends_it_at_once(stretto: Stretto, trained: Pa
     assert said.code == 2
     assert "cannot hold losses against that of batches of 2" in said.err
     assert said.err.count("seed 0") == 1
+
+
+TOKENS = """
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+
+class Texts(Dataset):
+    def __init__(self, split="train"):
+        self.split = split
+
+    def __len__(self):
+        return 512
+
+    def __getitem__(self, index):
+        length = 2 if index % 2 else 30
+        labels = torch.full((30,), -100)
+        labels[:length] = index % 2
+        return {"input_ids": torch.ones(30, dtype=torch.int64), "labels": labels}
+
+
+class Guess(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.logits = nn.Parameter(torch.tensor([0.0, 2.0]))
+
+    @staticmethod
+    def loss(model, batch):
+        labels = batch["labels"][:, 1:].flatten()
+        return nn.functional.cross_entropy(model.logits.expand(len(labels), 2), labels)
+"""
+
+
+def test_tokens_count_as_tokens(stretto: Stretto, project: Path) -> None:
+    """Weights hardly move, so the loss is that of all tokens whatever the batch size is."""
+    (project / "cli_texts.py").write_text(TOKENS)
+    (project / "tokens.yaml").write_text(
+        "max_duration: 1ep\n"
+        "model: {target: cli_texts:Guess}\n"
+        "data: {target: cli_texts:Texts}\n"
+        "optimizer: {target: torch.optim:SGD, lr: 1.0e-9}\n"
+        "stepping: {loss_weight: tokens}\n"
+        "batch_size: 16\n"
+        "log: {loggers: []}\n"
+        "checkpoint: {every: 50%}\n"
+    )
+    assert stretto("train", "tokens.yaml", "--folder", "runs/t").code == 0
+    said = stretto(
+        *("critical-batch-size", "tokens.yaml", "--checkpoint", "runs/t"),
+        *("--sizes", "1,4,16,64", "--over", "512sp", "--seeds", "1", "--json"),
+    )
+    sys.modules.pop("cli_texts", None)
+    assert said.code == 0, said.err
+    losses = [one["loss"] for one in json.loads(said.out)["branches"]]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)

@@ -211,3 +211,8 @@ def test_guards_of_several_threads_leave_no_limit_behind(monkeypatch: pytest.Mon
     assert now[-1] == (3_000, 8_000)
     second.__exit__(None, None, None)
     assert now[-1] == (-1, 8_000)
+    with limits.guard(3_000):
+        with limits.guard(2_000):
+            assert now[-1] == (3_000, 8_000)
+        assert now[-1] == (4_000, 8_000), "the outer one still stands"
+    assert now[-1] == (-1, 8_000)

@@ -15,6 +15,7 @@ from stretto.batching import (
     Fixed,
     LinearRamp,
     LinearRule,
+    Monotone,
     MultipleOf,
     NoiseScale,
     PeriodSizes,
@@ -384,3 +385,11 @@ def test_the_least_size_that_only_the_run_can_tell_is_one_that_ranks_can_share(
     with pytest.raises(PlanError, match=message):
         check_least(bound, world_size=3)
     check_least(bound, world_size=2)
+
+
+def test_a_batch_that_never_shrinks_is_never_below_its_first() -> None:
+    policy = NoiseScale(64, 512, minimum=2)
+    with pytest.raises(PlanError, match="batches of 2 on 4 ranks"):
+        check_least(policy.bind(Horizon("1ep")), world_size=4)
+    check_least(Monotone(policy).bind(Horizon("1ep")), world_size=4)
+    assert Monotone(policy).bind(Horizon("1ep")).bounds == (64, 512)

@@ -54,7 +54,7 @@ class BoundReads(BoundPolicy):
 
     def __init__(self, reads: frozenset[str]) -> None:
         self.reads = reads
-        self.told: list[Signals] = []
+        self.seen: list[Signals] = []
 
     def start(self) -> PolicyState:
         return {}
@@ -62,7 +62,7 @@ class BoundReads(BoundPolicy):
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals
     ) -> tuple[int, PolicyState]:
-        self.told.append(signals)
+        self.seen.append(signals)
         return 24, state
 
 
@@ -268,18 +268,18 @@ def test_the_policy_is_told_what_it_reads_before_the_next_batch(problem: Make) -
         batch_size=policy, max_duration="5ba", evaluate=Evaluation(run.data, "2ba")
     )
     trainer.fit()
-    told = policy.bound.told[-5:]
-    assert told[0] == Signals()
-    assert all(signals.noise_numerator is not None for signals in told[1:])
-    assert all(signals.loss is not None and signals.loss > 0 for signals in told[1:])
-    assert [signals.metric is not None for signals in told] == [False, False, True, False, True]
+    seen = policy.bound.seen[-5:]
+    assert seen[0] == Signals()
+    assert all(signals.noise_numerator is not None for signals in seen[1:])
+    assert all(signals.loss is not None and signals.loss > 0 for signals in seen[1:])
+    assert [signals.metric is not None for signals in seen] == [False, False, True, False, True]
 
 
 def test_nothing_is_measured_that_nobody_reads(problem: Make) -> None:
     policy = Reads()
     trainer = problem().trainer(batch_size=policy, max_duration="3ba")
     trainer.fit()
-    assert set(policy.bound.told) == {Signals()}
+    assert set(policy.bound.seen) == {Signals()}
     assert trainer._loop.stepper.meter is None
 
 

@@ -18,7 +18,7 @@ _LEAST_STEPS = 20
 _FEW = 15.0
 """Degrees of freedom below which the expansion of Student's distribution is off by 0.15 percent at
 a confidence of 0.9999; at 5 it was 6 percent, and at 1 it was 12 percent at 0.9."""
-_MOST_CONFIDENCE = 0.9999
+_LEAST_CONFIDENCE, _MOST_CONFIDENCE = 0.01, 0.9999
 STEADY = 3.0
 """A ratio that is known to within this factor counts as known."""
 
@@ -211,14 +211,12 @@ def checked_confidence(confidence: object) -> float:
     """Return the probability with which an interval holds.
 
     Raises:
-        BatchSizeError: it is not a number between 0 and 1, or above 0.9999.
+        BatchSizeError: it is not a number from 0.01 to 0.9999.
     """
     if isinstance(confidence, bool) or not isinstance(confidence, (int, float)):
         raise _no_confidence(confidence)
-    if not 0 < confidence < 1:
+    if not _LEAST_CONFIDENCE <= confidence <= _MOST_CONFIDENCE:
         raise _no_confidence(confidence)
-    if confidence > _MOST_CONFIDENCE:
-        raise _no_confidence(confidence, f"more than {_MOST_CONFIDENCE} cannot be computed")
     return float(confidence)
 
 
@@ -240,13 +238,11 @@ def _is_plausible(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value) and abs(value) <= LARGEST
 
 
-def _no_confidence(
-    confidence: object, why: str = "it is not a number between 0 and 1"
-) -> BatchSizeError:
+def _no_confidence(confidence: object) -> BatchSizeError:
     return BatchSizeError(
         cannot(
             f"be sure with a probability of {shown(confidence)}",
-            why=why,
+            why=f"it is not a number from {_LEAST_CONFIDENCE} to {_MOST_CONFIDENCE}",
             instead="write a number such as confidence=0.9",
         )
     )

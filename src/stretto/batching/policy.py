@@ -177,7 +177,7 @@ class BatchSizePolicy(ABC):
         One that has no times stays as it is; one that has times says how.
 
         Raises:
-            BatchSizeError: the ratio is not positive, or the policy does not say how.
+            BatchSizeError: it has times, and the ratio is not positive or it does not say how.
         """
         if self.times():
             raise BatchSizeError(

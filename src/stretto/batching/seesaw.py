@@ -164,9 +164,8 @@ class Coupling(ABC):
         """Refuse a factor that the schedule never falls by: nothing would ever move."""
         if self.factor == "continuous" or not decay.last:
             return
-        fall = decay.top / decay.last
-        if self.factor > fall * (1 + SLACK):
-            why = f"it falls by a factor of {fall:.4g} in all, which is less than {self.factor:g}"
+        if self.factor > decay.top / decay.last * (1 + SLACK):
+            why = f"it falls by less than a factor of {self.factor:g} before the run ends"
             raise cannot_grow(self.decay, why, "write a smaller factor, or 'continuous'")
 
     @final

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeAlias, cast, final
 
 from stretto.batching.policy import (
+    NO_SIGNALS,
     BatchSizePolicy,
     BoundPolicy,
     Hold,
@@ -279,6 +280,14 @@ class BoundMap(BoundWrapper):
 @dataclass(frozen=True, slots=True)
 class BoundMonotone(BoundWrapper):
     """The largest size that a bound policy has decided; remembers it."""
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """The first size, and the largest of the policy inside."""
+        if self.inner.bounds is None:
+            return None
+        first, _ = self.inner.decide(Timestamp(), self.inner.start(), NO_SIGNALS)
+        return first, self.inner.bounds[1]
 
     def start(self) -> PolicyState:
         """Return the state before any size."""

@@ -247,7 +247,7 @@ class _Losses(Callback):
     """Keeps the loss at the end: that of the evaluation, or of the last quarter of the training.
 
     The quarter is the same samples whatever the batch size is: of a batch that it begins inside,
-    its part counts.
+    its part counts. Each batch weighs what its loss is a mean of, so tokens count as tokens.
 
     Args:
         samples: how many there are.
@@ -269,10 +269,11 @@ class _Losses(Callback):
     def on_log(self, trainer: Trainer, record: Mapping[str, float]) -> None:
         """Take the training loss of a batch."""
         end = trainer.timer.sample
-        part = end - max(self._before, self._quarter)
-        if "loss" in record and part > 0:
-            self._sum += part * float(record["loss"])
-            self._weight += part
+        part = (end - max(self._before, self._quarter)) / (end - self._before)
+        if part > 0:
+            weight = part * trainer.logged_units
+            self._sum += weight * float(record["loss"])
+            self._weight += weight
         self._before = end
 
     def on_evaluation_end(self, trainer: Trainer, name: str, metrics: Mapping[str, float]) -> None:

@@ -79,7 +79,8 @@ _WORDS = (
     (r"\bAtMost\(policy, (\d+)\)", r"at_most: \1"),
     (r"\bAtLeast\(policy, (\d+)\)", r"at_least: \1"),
     (r"\bMultipleOf\(policy, (\d+)\)", r"multiple_of: \1"),
-    (r"\b(maximum|minimum|start|end|multiple_of|reference)=(\d+)", r"\1: \2"),
+    # Behind a quote is what was written in the file.
+    (r"(?<!')\b(maximum|minimum|start|end|multiple_of|reference)=(\d+)", r"\1: \2"),
     (r"\blast_batch='(\w+)'", r"last_batch: \1"),
     (r"\bSteps\('([^']*)'\)", r"'\1'"),
     (r"\bpass evaluate=\.\.\.", "write evaluate: {every: 10%}"),

@@ -360,14 +360,13 @@ class StepLoader(Iterator[Step]):
             self._unmeasured = -1
             return
         self._unmeasured += 1
-        wanted = sorted(self.reads & {"loss", "noise"})
-        if self._unmeasured == _UNMEASURED_STEPS and wanted:
+        if self._unmeasured == _UNMEASURED_STEPS and "noise" in self.reads:
             warnings.warn(
-                f"the batch sizes follow the {' and the '.join(wanted)}, and none of "
-                f"{_UNMEASURED_STEPS} steps has brought any; call "
-                "loader.finish(step, signals=Signals(...)) with what each has measured",
+                f"the batch sizes follow the noise, and none of {_UNMEASURED_STEPS} steps has "
+                "brought any; call loader.finish(step, signals=Signals(...)) with what each has "
+                "measured",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _open(self) -> Iterator[Draw]:

@@ -79,34 +79,40 @@ class _Limit:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._num_guards = 0
         self._before = (0, 0)
+        self._standing: list[tuple[int, int]] = []
 
-    def lower(self, more: int) -> None:
-        """Let this process take no more than `more` bytes beyond now, nor than it might before."""
+    def lower(self, more: int) -> tuple[int, int]:
+        """Let this process take no more than `more` bytes beyond now, nor than it might before.
+
+        Returns:
+            The limit, to be lifted again.
+        """
         import resource
 
         with self._lock:
             used = process_status().get("VmData")
             soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            if self._num_guards == 0:
+            if not self._standing:
                 self._before = soft, hard
             bounds = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
             wanted = min([used + more, *bounds]) if used is not None else soft
-            resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
-            self._num_guards += 1
+            limit = wanted, hard
+            resource.setrlimit(resource.RLIMIT_DATA, limit)
+            self._standing.append(limit)
+        return limit
 
-    def lift(self) -> None:
-        """Give back, with the last guard, what was before the first.
+    def lift(self, limit: tuple[int, int]) -> None:
+        """Go back to the least limit that still stands, or to what was before the first.
 
         It makes nothing new: there may be no memory left.
         """
         import resource
 
         with self._lock:
-            self._num_guards -= 1
-            if self._num_guards == 0:
-                resource.setrlimit(resource.RLIMIT_DATA, self._before)
+            self._standing.remove(limit)
+            left = min(self._standing) if self._standing else self._before
+            resource.setrlimit(resource.RLIMIT_DATA, left)
 
 
 _LIMIT = _Limit()
@@ -118,8 +124,8 @@ def guard(limit: int) -> Iterator[None]:
 
     Without a limit, Linux grants what it does not have and kills the process that uses it. With
     one, the allocation raises an error. It is a soft limit on the data of this process
-    (`RLIMIT_DATA`), lifted again afterwards; where guards of several threads overlap, the least of
-    their limits holds until the last of them ends. On other systems nothing happens.
+    (`RLIMIT_DATA`), lifted again afterwards; of several, of other threads too, the least limit
+    holds. On other systems nothing happens.
 
     >>> with guard(64 * 2**20):
     ...     _ = torch.ones(2**22)  # 16 MiB
@@ -127,11 +133,11 @@ def guard(limit: int) -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    _LIMIT.lower(limit)
+    own = _LIMIT.lower(limit)
     try:
         yield
     finally:
-        _LIMIT.lift()
+        _LIMIT.lift(own)
 
 
 def process_status(root: Path = ROOT) -> dict[str, int]:

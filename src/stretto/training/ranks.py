@@ -130,17 +130,19 @@ class Ranks:
         check_sharding(model, world_size=self.world_size, device=self.device)
         return model if is_fully_sharded(model) else model.to(self.device)
 
-    def average(self, parameters: Sequence[Tensor]) -> None:
-        """Average gradients over ranks; a rank that has none for a parameter adds nothing."""
-        if self.world_size == 1:
-            return
-        has_any = self.agree([p.grad is not None for p in parameters])
-        for parameter, has in zip(parameters, has_any, strict=True):
-            if has:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= self.world_size
+    def average(self, model: nn.Module) -> None:
+        """Average over ranks what each has accumulated in a model that `wrap` has returned.
+
+        It is a pass of the model's own with nothing to learn from, so gradients are summed in the
+        order in which any other pass sums them.
+        """
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+            model.module = _NothingToLearn(inner)
+            try:
+                model(torch.zeros((), device=self.device)).backward()
+            finally:
+                model.module = inner
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return `model` with gradients averaged over ranks; a fully sharded one does it itself."""
@@ -148,6 +150,29 @@ class Ranks:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+
+
+class _NothingToLearn(nn.Module):
+    """Stands for a model: all its parameters have a gradient of zero."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model  # whose buffers go to all ranks with each pass
+        tables = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
+        sparse = {id(one.weight) for one in tables if one.sparse}
+        parameters = [one for one in model.parameters() if one.requires_grad]
+        self._dense = tuple(one for one in parameters if id(one) not in sparse)
+        self._sparse = tuple(one for one in parameters if id(one) in sparse)
+
+    def forward(self, loss: Tensor) -> Tensor:
+        """Return a loss of zero that every parameter has a part in."""
+        for parameter in self._dense:
+            real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+            loss = loss + real.sum()
+        row = torch.zeros(1, dtype=torch.int64, device=loss.device)
+        for table in self._sparse:
+            loss = loss + nn.functional.embedding(row, table, sparse=True).sum()
+        return 0.0 * loss
 
 
 @contextmanager

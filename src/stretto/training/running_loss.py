@@ -22,6 +22,8 @@ class RunningLoss:
         self._pending: list[MicroLoss] = []
         self._sum = 0.0
         self._weight = 0.0
+        self.units = 0.0
+        """What the mean that was taken last is over: samples, or target tokens."""
 
     def add(self, losses: Sequence[MicroLoss]) -> None:
         """Take the losses of one step."""
@@ -37,6 +39,7 @@ class RunningLoss:
         self._fold()
         total, weight = ranks.agree((self._sum, self._weight))
         self._sum = self._weight = 0.0
+        self.units = weight
         return total / weight if weight else float("nan")
 
     def state_dict(self, ranks: Ranks) -> dict[str, float]:

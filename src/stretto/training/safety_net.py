@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast, final
 
-import torch
 from torch import nn
 
 from stretto.data import DataSpec, MicroBatch, Step
@@ -106,7 +105,7 @@ class SafetyNet:
             self._rewind.restore()
             self._shrink(most, step.timestamp, done.out_of_memory)
 
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> dict[str, int]:
         """Return the size in force, and what decides when it grows again."""
         return {
             "largest": self.largest,
@@ -114,26 +113,14 @@ class SafetyNet:
             "quiet": self._quiet,
             "patience": self._patience,
             "splits": self.splits,
-            "careful": self._careful,
-            "most_seen": self._most_seen,
-            "place": self._place,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the size that was in force; carefully anew where memory may be another."""
+        """Go on with the size that was in force."""
         self.largest, self.size = int(state["largest"]), int(state["size"])
         self._quiet, self._patience = int(state["quiet"]), int(state["patience"])
         self.splits = int(state["splits"])
-        is_same = state.get("place") == self._place
-        self._careful = int(state["careful"]) if is_same else _CAREFUL_STEPS
-        self._most_seen = int(state["most_seen"]) if is_same else 0
-
-    @property
-    def _place(self) -> str:
-        """On how many ranks of which kind of device this is."""
-        device = self._ranks.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        return f"{self._ranks.world_size} x {name}"
+        self._careful, self._most_seen = _CAREFUL_STEPS, 0
 
     def _cut(self, micro: MicroBatch) -> list[MicroBatch]:
         count = micro.num_samples

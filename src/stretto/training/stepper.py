@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from stretto.data import DataSpec, MicroBatch, Step, count_target_tokens, move_batch
 from stretto.errors import TrainingError, cannot
-from stretto.memory.rewind import Rewind
 from stretto.noise import NoiseSums
 from stretto.training.finite import FiniteCheck
 from stretto.training.fully_sharded import is_fully_sharded, sync_gradients, zero_gradient
@@ -101,7 +100,7 @@ class Stepper:
         self._check = FiniteCheck(watched) if settings.non_finite != "ignore" else None
         self._moves = ranks.device.type != "cpu"
         self._is_sharded = ranks.world_size > 1 and is_fully_sharded(model)
-        self._has_met = self._rehearses = False
+        self._is_settled = False
 
     def gradient(self, step: Step) -> Gradient:
         """Accumulate the gradient of `step`; it is complete but for `finish`.
@@ -109,15 +108,15 @@ class Stepper:
         Raises:
             TrainingError: the loss is no scalar, or there is no unit to learn from.
         """
-        if self._rehearses:
-            self._rehearse(step)
+        if not self._is_settled:
+            self._settle()
         if self.net is None:
             return self._gradient(step, step.micro_batches, averages=True)
         return self.net.take(
             step,
             compute=lambda pieces, averages: self._gradient(step, pieces, averages=averages),
             clear=self.clear,
-            average=lambda: self._ranks.average(self._averaged),
+            average=lambda: self._ranks.average(self._model),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,7 +124,6 @@ class Stepper:
         return {
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "net": None if self.net is None else self.net.state_dict(),
-            "has_met": self._has_met,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -134,24 +132,17 @@ class Stepper:
             self.scaler.load_state_dict(state["scaler"])
         if self.net is not None and state.get("net") is not None:
             self.net.load_state_dict(state["net"])
-        is_ring = self._ranks.world_size > 2 and not self._is_sharded
-        self._rehearses = is_ring and bool(state.get("has_met"))
 
-    def _rehearse(self, step: Step) -> None:
-        """Average gradients over the ranks once, and forget them.
+    def _settle(self) -> None:
+        """Have the ranks average once, before there is a gradient.
 
         After its first pass `DistributedDataParallel` lays gradients out anew, and with three ranks
         or more it is the layout that says in which order they are summed. With that pass behind it
         a run that goes on sums to the last bit as one that never stopped.
         """
-        self._rehearses = False
-        rewind = Rewind(self._model)
-        rewind.take()
-        meter, self.meter = self.meter, None
-        self._gradient(step, step.micro_batches[:1], averages=True)
+        self._is_settled = True
+        self._ranks.average(self._model)
         self.clear()
-        self.meter = meter
-        rewind.restore()
 
     def _gradient(
         self, step: Step, micro_batches: Sequence[MicroBatch], *, averages: bool
@@ -181,7 +172,6 @@ class Stepper:
             if units:
                 factor = 1.0 if self._is_sum else float(units)
                 losses.append(MicroLoss(loss.detach(), factor, float(units)))
-        self._has_met = self._has_met or averages
         own_units = sum(counts) if late else 0
         return Gradient(losses, own_units, self._tokens(micro_batches))
 

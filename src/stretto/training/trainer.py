@@ -262,6 +262,11 @@ class Trainer:
         return self._loop.skipped.count
 
     @property
+    def logged_units(self) -> float:
+        """How many samples, or target tokens, the loss in the last line of metrics is a mean of."""
+        return self._loop.recorder.loss.units
+
+    @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """What scales the loss of fp16; None with any other precision."""
         return self._loop.stepper.scaler

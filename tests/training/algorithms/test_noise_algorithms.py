@@ -163,6 +163,18 @@ def test_a_ramp_is_suggested_that_stays_below(
     as_policy(found)
 
 
+@pytest.mark.parametrize(
+    ("size", "scales", "sizes"),
+    [(12, [13, 26, 52], [12, 24, 48]), (24, [8, 30], [6, 12, 24]), (3, [2, 2], [2])],
+)
+def test_the_suggestion_begins_with_the_runs_own_size(
+    size: int, scales: list[float], sizes: list[int]
+) -> None:
+    report = NoiseReport(window=8)
+    measured(report, scales, size=size)
+    assert list(yaml.safe_load(report.suggestion())["batch_size"].values()) == sizes
+
+
 def test_nothing_is_suggested_that_is_not_known(tmp_path: Path) -> None:
     known(NoiseReport(), folder=tmp_path, max_duration="5ba").fit()
     text = (tmp_path / "suggested_batch_size.yaml").read_text()

@@ -56,7 +56,7 @@ class AdaScale(Callback):
         rule = trainer.hyperparameters.rule
         schedules = trainer.hyperparameters.schedules.values()
         pairs = [pair for schedule in schedules for pair in couplings_in(schedule)]
-        first = next(one for one in trainer.callbacks if isinstance(one, AdaScale))
+        first = next((one for one in trainer.callbacks if isinstance(one, AdaScale)), self)
         if pairs:
             raise _done_already(pairs[0], "leave AdaScale out")
         if not isinstance(rule, NoRule):

@@ -40,8 +40,8 @@ class NoiseReport(Callback):
         c: which part of the noise scale a batch is to be.
         window: how many measured steps are averaged.
         confidence: the probability with which the interval holds the true noise scale.
-        minimum: the least size that is suggested, and the first; left out, 2, and it begins with
-            the run's own.
+        minimum: the least size that is suggested, and the first, 2 or more; left out, 2, and it
+            begins with the run's own, or a half or quarter of it where that was too large.
         maximum: the largest; left out, 64 times the first batch of the run.
 
     Raises:
@@ -135,7 +135,7 @@ class NoiseReport(Callback):
                 f"or write a window above {self._window}"
             )
         part = "" if self._c == 1 else f"{self._c:g} of "
-        steps = ", ".join(f"{at}: {size}" for at, size in _stages(self._decided, self._minimum))
+        steps = ", ".join(f"{at}: {size}" for at, size in _stages(self._decided))
         known = "the noise scale"
         if self._told is not None:
             lowest, highest = self._told
@@ -181,20 +181,20 @@ class NoiseReport(Callback):
         return f"NoiseReport(c={self._c})"
 
 
-def _stages(decided: Sequence[tuple[float, int]], first: int | None) -> list[tuple[str, int]]:
-    """Steps by powers of two of `first` that never again come to lie above what was decided.
+def _stages(decided: Sequence[tuple[float, int]]) -> list[tuple[str, int]]:
+    """Steps by powers of two that never again come to lie above what was decided.
 
-    A size is taken from where all that comes later is at least as much, so that a passing peak is
-    no reason to grow.
+    They are multiples of the first size, or parts of it. A size is taken from where all that comes
+    later is at least as much, so that a passing peak is no reason to grow.
     """
-    if len(decided) == 1:
-        return [("0%", decided[0][1])]
-    minimum = first or 1
+    unit = decided[0][1]
     least, grown = decided[-1][1], []
     for at, size in reversed(decided):
         least = min(least, size)
-        doublings = max(0, (least // minimum).bit_length() - 1)
-        grown.append((f"{100 * at:.3g}%", minimum << doublings))
+        step = unit << max(0, (least // unit).bit_length() - 1)
+        while step > least and step > _LEAST:
+            step = max(step // 2, _LEAST)
+        grown.append((f"{100 * at:.3g}%", step))
     stages = dict([grown.pop()])
     for text, size in reversed(grown):
         if size > max(stages.values()):
