@@ -239,10 +239,23 @@ def test_a_signal_leaves_the_answer_of_the_orders_that_are_complete(
     stretto: Stretto, trained: Path, called_back: list[object]
 ) -> None:
     callbacks = "callbacks=[{target: cli_callbacks:TerminateSecondSeed}]"
-    said = stretto(*("critical-batch-size", "run.yaml", callbacks, "--checkpoint", trained, *SIZES))
+    command = ("critical-batch-size", "run.yaml", callbacks, "--checkpoint", trained, *SIZES)
+    said = stretto(*command, "--plot", "so_far.png")
     assert said.code == 143
     assert "so far, critical batch size: " in said.out
+    assert "stopped: 1 of 2 orders are whole" in said.err
+    assert Path("so_far.png").is_file()
     assert len(called_back) < 2 * (16 + 8 + 4)
+
+
+def test_batches_are_of_the_size_in_force(stretto: Stretto, trained: Path) -> None:
+    said = stretto(
+        *("critical-batch-size", "run.yaml", "--checkpoint", trained, "--over", "5ba"),
+        *("--sizes", "2,4", "--seeds", "1", "--json"),
+    )
+    assert said.code == 0, said.err
+    found = json.loads(said.out)
+    assert found["samples"] == 5 * found["at"]["batch_size"] == 80
 
 
 def test_a_run_in_batches_has_a_length_in_samples(stretto: Stretto, project: Path) -> None:

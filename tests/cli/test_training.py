@@ -217,3 +217,17 @@ def test_what_fails_after_an_error_is_told_with_it(stretto: Stretto) -> None:
     said = stretto("train", "run.yaml", "callbacks=[{target: cli_faulty:Faulty}]")
     assert said.code == 2
     assert said.err == ("Error: cannot go on\nand Faulty.on_fit_end failed: ValueError: nor end\n")
+
+
+def test_what_multiplies_the_learning_rate_by_measuring_is_not_planned(
+    stretto: Stretto, project: Path
+) -> None:
+    ada = "callbacks=[{target: 'stretto.training.algorithms:AdaScale', reference: 2, window: 2}]"
+    trained = stretto("train", "run.yaml", ada, "micro_batch_size=2", "--folder", "runs/a")
+    assert trained.code == 0, trained.err
+    compared = stretto("plan", "--against", "runs/a")
+    assert compared.code == 0, compared.out
+    assert "not planned: AdaScale multiplies the learning rate" in compared.err
+    assert ", lr" not in compared.out
+    assert "not planned" in stretto("plan", "run.yaml", ada).err
+    assert "not planned" not in stretto("plan", "run.yaml").err

@@ -5,12 +5,14 @@ import errno
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from stretto.data import DataSpec
@@ -247,6 +249,33 @@ def test_the_throughput_is_that_of_what_was_trained_on(problem: Make, is_sized: 
     assert (trainer.timer.batch, trainer.timer.sample) == (2, 120)
     assert logger.samples == pytest.approx(64)
     assert logger.tokens == pytest.approx(3 * 64)
+
+
+def test_an_evaluation_behind_the_last_batch_is_none_of_its_time(problem: Make) -> None:
+    """It begins after the clock that the last line of metrics is measured up to."""
+
+    class Lines(Kept):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rates: list[float] = []
+
+        def log(self, record: Any) -> None:
+            if "samples_per_second" in record:
+                self.rates.append(record["samples_per_second"] * record["sec"])
+
+    def slow(model: Any, batch: Any) -> torch.Tensor:
+        time.sleep(0.2)
+        return torch.zeros(())
+
+    run, lines = problem(), Lines()
+    trainer = run.trainer(
+        max_duration="1ep",
+        batch_size=20,
+        evaluate=Evaluation(run.data, "1ep", metrics={"slow": slow}),
+        log=Logging("100ba", loggers=[lines]),
+    )
+    trainer.fit()
+    assert lines.rates == [pytest.approx(60)]
 
 
 def test_the_last_line_is_written_where_only_dropped_samples_were_left(

@@ -68,7 +68,7 @@ class Description:
             ("format", "" if self.format is None else str(self.format)),
             ("written", self.created or ""),
             ("position", "  ".join(_amount(*pair) for pair in self.position.items())),
-            ("parameters", f"{self.num_parameters:,}" if self.groups else ""),
+            ("weights and buffers", f"{self.num_parameters:,}" if self.groups else ""),
             *((group.name, _tensors(group)) for group in self.groups),
             *((name, f"{size:,} bytes") for name, size in self.files.items()),
         ]

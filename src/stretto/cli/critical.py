@@ -62,22 +62,32 @@ def critical_batch_size(
         for seed in range(seeds):
             branches += _branches(trunk, tried, seed=seed, samples=samples)
     except (SystemExit, KeyboardInterrupt):
+        whole = len(branches) // len(tried)
+        typer.echo(f"stopped: {whole} of {seeds} orders are whole", err=True)
         if branches:
             told = CriticalBatchSize.of(branches, samples=samples, tolerance=tolerance)
-            _print(told, trunk, as_json=as_json, so_far="so far, ")
+            _tell(told, trunk, as_json=as_json, plot=plot, so_far="so far, ")
         raise
     found = CriticalBatchSize.of(branches, samples=samples, tolerance=tolerance)
-    _print(found, trunk, as_json=as_json)
-    if plot is not None:
-        draw_critical(found, plot)
-        typer.echo(f"drew {plot}", err=True)
+    _tell(found, trunk, as_json=as_json, plot=plot)
 
 
-def _print(found: CriticalBatchSize, trunk: Trunk, *, as_json: bool, so_far: str = "") -> None:
+def _tell(
+    found: CriticalBatchSize,
+    trunk: Trunk,
+    *,
+    as_json: bool,
+    plot: Path | None,
+    so_far: str = "",
+) -> None:
+    """Print and draw what branches have come to."""
     if as_json:
         typer.echo(json.dumps(_plain(found, trunk), indent=2))
     else:
         typer.echo(f"{critical_table(found)}\n\n{so_far}{found}")
+    if plot is not None:
+        draw_critical(found, plot)
+        typer.echo(f"drew {plot}", err=True)
 
 
 def _whole(samples: int, sizes: Sequence[int]) -> int:

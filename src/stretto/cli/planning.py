@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from stretto.cli.files import PLAN, add_working_folder, read_arguments
-from stretto.config.plans import build_plan
+from stretto.config.plans import build_plan, scales_rate
 from stretto.errors import ConfigError, cannot
 from stretto.planning import Plan
 
@@ -42,13 +42,18 @@ def plan(
             found = {"micro_batch_size": _kept(against, "micro_batch_size")}
             config = config.model_copy(update=found)
     planned = build_plan(config, source=source, world_size=ranks)
+    scales = scales_rate(config)
+    if scales:
+        typer.echo(
+            "not planned: AdaScale multiplies the learning rate by what it measures", err=True
+        )
     if plot is not None:
         from stretto.report.plan_picture import draw_plan
 
         draw_plan(planned, plot, unit=unit)
         typer.echo(f"drew {plot}", err=True)
     if against is not None:
-        _compare(planned, against)
+        _compare(planned, against, ignores_rate=scales)
     elif batches:
         _print_batches(planned, as_json=as_json)
     elif as_json:
@@ -66,10 +71,10 @@ def _kept(folder: Path, name: str) -> int | None:
     return number if type(number) is int and number > 0 else None
 
 
-def _compare(planned: Plan, folder: Path) -> None:
+def _compare(planned: Plan, folder: Path, *, ignores_rate: bool) -> None:
     from stretto.report.ledger import compare
 
-    comparison = compare(planned, folder)
+    comparison = compare(planned, folder, ignores_rate=ignores_rate)
     typer.echo(str(comparison))
     if not comparison.agrees:
         raise SystemExit(1)

@@ -171,7 +171,9 @@ def summarise(trainer: Trainer, results: Results) -> Iterator[str]:
         if results.checkpoint is None:
             yield "no checkpoint was written; 'checkpoint: {every: 1ep}' in the run file keeps some"
         else:
-            yield f"to go on:  stretto train {folder}/{RUN_FILE} --resume latest"
+            ranks = trainer.loader.world_size
+            start = f"torchrun --nproc-per-node {ranks} --no-python " if ranks > 1 else ""
+            yield f"to go on:  {start}stretto train {folder}/{RUN_FILE} --resume latest"
     if trainer.plan is not None:
         yield f"as planned?  stretto plan --against {folder}"
     yield f"to see it:  stretto report {folder} --plot {folder}/run.png"

@@ -43,7 +43,7 @@ from stretto.errors import (
     cannot,
 )
 from stretto.planning import resolve_horizon
-from stretto.timing import Time, Timestamp
+from stretto.timing import Time, Timestamp, TimeUnit
 from stretto.training import Callback, Evaluation, Logging, Trainer
 from stretto.training.callback import restore_states
 from stretto.training.critical import LEAST_STEPS, Branch
@@ -128,11 +128,13 @@ class Trunk:
         return cls(config, source, spec, run, reader, checkpoint, rule, timestamp, size)
 
     def samples(self, over: Time) -> int:
-        """Return how many samples `over` is, on this run.
+        """Return how many samples `over` is, on this run; batches are of the size in force.
 
         Raises:
             ConversionError: a fact is missing.
         """
+        if over.unit is TimeUnit.BATCH:
+            return int(over.amount) * self.size
         horizon = resolve_horizon(self.run.horizon, self.run.policy)
         try:
             return int(horizon.convert(over, "sp"))

@@ -96,6 +96,11 @@ def plan_of(
         raise PlanError(f"{said}{place}") from error
 
 
+def scales_rate(config: RunConfig) -> bool:
+    """Return whether a callback of the file multiplies the learning rate by what it measures."""
+    return any(one.target == "stretto.training.algorithms:AdaScale" for one in config.callbacks)
+
+
 def build_run(
     config: RunConfig,
     sizes: Mapping[str, int | None],

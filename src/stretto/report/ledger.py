@@ -98,12 +98,17 @@ def read_ledger(folder: Path) -> Iterator[LedgerRow]:
         raise _unreadable(path, why.lower()) from None
 
 
-def compare(plan: Plan, folder: Path) -> Comparison:
+def compare(plan: Plan, folder: Path, *, ignores_rate: bool = False) -> Comparison:
     """Return how the run in `folder` followed `plan`: sizes, clock, hyper-parameters.
 
     Counts must be equal. Hyper-parameters may differ in the last digits, since a plan multiplies
     base, schedule and rule in another order than an optimizer does. Tokens are compared where the
     plan knows them.
+
+    Args:
+        plan: what was to be.
+        folder: that of the run.
+        ignores_rate: whether learning rates are left out, as no plan knows them.
 
     Raises:
         DataError: there is no ledger in the folder, or it is not one.
@@ -120,7 +125,11 @@ def compare(plan: Plan, folder: Path) -> Comparison:
             batches += 1
             continue
         if batches == 0:
-            names += [name for name in row.values if name in planned.values]
+            names += [
+                name
+                for name in row.values
+                if name in planned.values and not (ignores_rate and name.partition("@")[0] == "lr")
+            ]
         expected = _expected(planned, plan.horizon.tokens_per_sample or 0)
         differences += _differences(row, expected, names, batches)
         batches += 1

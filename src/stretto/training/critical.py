@@ -123,7 +123,9 @@ class CriticalBatchSize:
         )
 
     def __str__(self) -> str:
-        if self.high is None:
+        if self.high is None and self.low == self.rows[0].size:
+            bounds = "not sure of any size"
+        elif self.high is None:
             bounds = f"at least {self.low:,}"
         else:
             bounds = f"between {self.low:,} and {self.high:,}"

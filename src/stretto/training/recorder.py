@@ -65,7 +65,7 @@ class Recorder:
         self._is_full = False
         self._since = Timestamp()
         self._samples = self._tokens = 0
-        self._paused_nanoseconds = 0
+        self._paused_nanoseconds = self._paused_after_batch = 0
         self._size: int | None = None
 
     @property
@@ -83,7 +83,7 @@ class Recorder:
         """
         self._since = timestamp
         self._samples = self._tokens = 0
-        self._paused_nanoseconds = 0
+        self._paused_nanoseconds = self._paused_after_batch = 0
         if self._folder is not None and self._writes:
             self._open_files(self._folder)
         for logger in self._given:
@@ -108,6 +108,10 @@ class Recorder:
 
     def batch(self, step: Step, losses: Sequence[MicroLoss], after: Timestamp) -> None:
         """Take one finished batch: `after` is the clock behind it."""
+        # What came behind the batch before lies between the two; what comes behind this one does
+        # not lie before `after`, which the next line of metrics may be measured up to.
+        self._paused_nanoseconds += self._paused_after_batch
+        self._paused_after_batch = 0
         self.loss.add(losses)
         self._size = step.size
         at = step.timestamp
@@ -175,7 +179,7 @@ class Recorder:
         try:
             return work()
         finally:
-            self._paused_nanoseconds += time.monotonic_ns() - start
+            self._paused_after_batch += time.monotonic_ns() - start
 
     def flush(self) -> None:
         """Put everything that was recorded on the disk; what it has no room for is kept."""

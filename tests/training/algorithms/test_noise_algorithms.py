@@ -182,6 +182,13 @@ def test_nothing_is_suggested_that_is_not_known(tmp_path: Path) -> None:
     assert all(line.startswith("#") for line in text.splitlines())
 
 
+def test_a_suggestion_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    report = NoiseReport()
+    (tmp_path / "suggested_batch_size.yaml").mkdir()
+    with pytest.warns(RuntimeWarning, match=r"cannot write suggested_batch_size.yaml: (?s:.*)size"):
+        known(report, folder=tmp_path).fit()
+
+
 def test_batches_of_one_have_no_noise(tmp_path: Path) -> None:
     known(
         NoiseReport(), folder=tmp_path, max_duration="9ba", batch_size=1, micro_batch_size=1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -120,9 +121,16 @@ class NoiseReport(Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Write the suggestion to the run folder."""
-        if trainer.folder is not None and trainer.is_first_rank and trainer.folder.is_dir():
-            text = self.suggestion() + "\n"
+        if trainer.folder is None or not trainer.is_first_rank or not trainer.folder.is_dir():
+            return
+        text = self.suggestion() + "\n"
+        try:
             (trainer.folder / FILE).write_text(text, encoding="utf-8")
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            warnings.warn(
+                f"cannot write {FILE}: {why}; it would say:\n{text}", RuntimeWarning, stacklevel=2
+            )
 
     def suggestion(self) -> str:
         """Return batch sizes for a run like this one, as they stand in a run file."""
@@ -136,7 +144,7 @@ class NoiseReport(Callback):
             )
         part = "" if self._c == 1 else f"{self._c:g} of "
         steps = ", ".join(f"{at}: {size}" for at, size in _stages(self._decided))
-        known = "the noise scale"
+        known = "the noise scale, of which no more than an end of its interval was known"
         if self._told is not None:
             lowest, highest = self._told
             known = f"a noise scale of {lowest:.3g} to {highest:.3g} samples, where it was known"
