@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast, final
@@ -18,6 +19,12 @@ from stretto.checkpoint.sharding import is_spread
 from stretto.errors import StrettoError, TrainingError, cannot
 from stretto.training.fully_sharded import check_sharding, is_fully_sharded
 from stretto.training.rendezvous import join_group
+
+_LOST = (
+    *("gloo/transport", "connection closed by peer", "connection reset by peer"),
+    *("ncclremoteerror", "communicator was aborted"),
+)
+"""What gloo and NCCL say where another process is gone."""
 
 
 @final
@@ -185,13 +192,33 @@ def together() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise TrainingError(
-            cannot(
-                "go on with the other ranks",
-                why=f"one of them has ended ({str(error).splitlines()[0][:200]})",
-                instead="look for its own error, which came first",
-            )
-        ) from error
+        raise _ended(error) from error
+
+
+@contextmanager
+def told_of_the_end() -> Iterator[None]:
+    """Say it as plainly where ranks meet inside a pass, whose own errors stay what they are.
+
+    Raises:
+        TrainingError: another rank has ended.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).lower()
+        if not any(sign in said for sign in _LOST):
+            raise
+        raise _ended(error) from error
+
+
+def _ended(error: RuntimeError) -> TrainingError:
+    return TrainingError(
+        cannot(
+            "go on with the other ranks",
+            why=f"one of them has ended ({textwrap.shorten(str(error), 200, placeholder=' ...')})",
+            instead="look for its own error, which came first",
+        )
+    )
 
 
 def _leave_group() -> None:

@@ -30,7 +30,7 @@ from stretto.training.lock import locked
 from stretto.training.loop import Loop
 from stretto.training.measuring import Measurements
 from stretto.training.preparation import make_loader, make_plan
-from stretto.training.ranks import Ranks
+from stretto.training.ranks import Ranks, told_of_the_end
 from stretto.training.recorder import Recorder
 from stretto.training.resuming import find_checkpoint, open_verified, set_newer_aside
 from stretto.training.safety_net import SafetyNet
@@ -312,7 +312,7 @@ class Trainer:
             held.enter_context(loop.interrupts)
             self.model.train()
             loop.stepper.clear()  # a gradient from before is no part of the first batch
-            with loop.events.fit():
+            with loop.events.fit(), told_of_the_end():
                 loop.run()
 
     def _open(self, held: ExitStack) -> None:
