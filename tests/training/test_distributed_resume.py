@@ -122,8 +122,8 @@ def test_three_ranks_go_on_to_the_last_bit(tmp_path: Path) -> None:
     """In a ring of three the order of a sum depends on where in it a gradient lies."""
     settings: dict[str, Any] = {"parallel": "ddp", "micro_batch_size": "auto"}
     whole = launch(3, tmp_path / "whole", **settings)
-    # While the ranks agree before they average, and when they average in the backward pass.
-    for stop in ([0, 2], [0, 8], None):
+    # They average in the backward pass by then, and begin with agreeing before it once more.
+    for stop in ([0, 8], None):
         parts = launch(3, tmp_path / "parts", stop=stop, **settings)
     assert parts[0]["started"]["batch"] == 9
     assert parts[0]["states"][-1] == whole[0]["states"][-1]
