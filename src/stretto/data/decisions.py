@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import final
 
@@ -10,6 +11,9 @@ from stretto.batching import NO_SIGNALS, BoundPolicy, PolicyState, Signals
 from stretto.batching.equal import end_tick
 from stretto.planning import StepPlan, next_step, walk
 from stretto.timing import Horizon, Timer, Timestamp
+
+_UNMEASURED_STEPS = 20
+"""After so many steps that bring none, missing signals are told."""
 
 
 @final
@@ -43,6 +47,7 @@ class Decisions:
         self._last: StepPlan | None = None
         self.end: Timestamp | None = None
         """The clock at the end of the run, once it is reached."""
+        self._unmeasured = 0 if "noise" in policy.reads else -1
 
     def ahead(self) -> Iterator[StepPlan]:
         """Yield the batches of the run from here on, as far ahead as they are asked for."""
@@ -62,11 +67,33 @@ class Decisions:
     def finish(self, plan: StepPlan, signals: Signals) -> None:
         """Note what was decided for the batch that is finished, and what it measured."""
         self.state, self.signals, self.size = plan.state, signals, plan.decided
+        if self._unmeasured >= 0:
+            self._watch(signals)
+
+    def told(self) -> Mapping[str, float]:
+        """Return what the policy went by when it decided that batch, by name."""
+        return self._policy.told(self.state)
 
     def restart(self, state: PolicyState, signals: Signals) -> None:
         """Go on from where the timer stands now."""
         self.state, self.signals = state, signals
         self._last = self.end = None
+
+    def _watch(self, signals: Signals) -> None:
+        """Warn once where the sizes are to follow what no step brings."""
+        if signals is not NO_SIGNALS:
+            self._unmeasured = -1
+            return
+        self._unmeasured += 1
+        if self._unmeasured == _UNMEASURED_STEPS:
+            self._unmeasured = -1
+            warnings.warn(
+                f"the batch sizes follow the noise, and none of {_UNMEASURED_STEPS} steps has "
+                "brought any; call loader.finish(step, signals=Signals(...)) with what each has "
+                "measured",
+                RuntimeWarning,
+                stacklevel=5,  # the loop that asks the loader for steps
+            )
 
     def _next(self, timestamp: Timestamp) -> StepPlan | None:
         last = self._last

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, final
@@ -27,9 +26,6 @@ from stretto.data.workers import Workers
 from stretto.errors import DataError, cannot
 from stretto.planning import PlannedSizes, check_least, plan, resolve_horizon, tick
 from stretto.timing import Horizon, LastBatch, TimeLike, Timer, Timestamp, TimeUnit
-
-_UNMEASURED_STEPS = 20
-"""After so many steps that bring none, missing signals are told."""
 
 
 @final
@@ -134,13 +130,11 @@ class StepLoader(Iterator[Step]):
         self._reads_seconds = _reads(run, bound.units, TimeUnit.SECOND)
         self._draws: Iterator[Draw] | None = None
         self._pending: tuple[Step, Draw] | None = None
-        self._bound = bound
         self._decisions = Decisions(run, bound, self.timer)
         self.reads = bound.reads
         """The signals that the policy reads (see `BoundPolicy.reads`)."""
         self.has_dropped_state = False
         """Whether the state that was loaded is of another policy, and this one begins afresh."""
-        self._unmeasured = 0
 
     @property
     def rank(self) -> int:
@@ -244,12 +238,11 @@ class StepLoader(Iterator[Step]):
         else:
             timer.update(samples=draw.size, tokens=tokens, seconds=seconds)
         self._decisions.finish(plan, signals)
-        self._watch_signals(signals)
         return timer.timestamp
 
     def told(self) -> Mapping[str, float]:
         """Return what the policy went by when it decided the last batch, by name."""
-        return self._bound.told(self._decisions.state)
+        return self._decisions.told()
 
     def note_metric(self, value: float) -> None:
         """Give the policy a metric that was measured since the last step."""
@@ -353,21 +346,6 @@ class StepLoader(Iterator[Step]):
         )
         self._decisions.size = state.get("size")
         self._source.load_state_dict(state["source"])
-
-    def _watch_signals(self, signals: Signals) -> None:
-        """Warn once where the sizes are to follow what no step brings."""
-        if self._unmeasured < 0 or signals is not NO_SIGNALS:
-            self._unmeasured = -1
-            return
-        self._unmeasured += 1
-        if self._unmeasured == _UNMEASURED_STEPS and "noise" in self.reads:
-            warnings.warn(
-                f"the batch sizes follow the noise, and none of {_UNMEASURED_STEPS} steps has "
-                "brought any; call loader.finish(step, signals=Signals(...)) with what each has "
-                "measured",
-                RuntimeWarning,
-                stacklevel=4,
-            )
 
     def _open(self) -> Iterator[Draw]:
         if self._is_planned and self._part.world_size > 1:
