@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from stretto.training.ranks import Ranks
 
