@@ -159,6 +159,35 @@ def test_the_last_loss_and_a_reference_next_to_it_can_both_be_read(
     assert not one.overlaps(other)
 
 
+@pytest.mark.parametrize("training", [0.5, 2.0])
+def test_the_last_loss_stands_where_the_training_is_not(
+    training: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path, make_plan())
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    flat = [
+        line
+        | {
+            name: value
+            for name, value in (("loss", training), ("validation/loss", 1.0))
+            if name in line
+        }
+        for line in lines
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in flat))
+    figures: list[Any] = []
+    monkeypatch.setattr(
+        "stretto.report.run_picture.save", lambda figure, path: figures.append(figure)
+    )
+    draw_run(tmp_path, tmp_path / "run.png", horizon=HORIZON, plan=make_plan())
+    axes = figures[0].axes[0]
+    figures[0].canvas.draw()
+    label = next(text for text in axes.texts if text.get_text() == "1.000").get_window_extent()
+    point = axes.transData.transform((0, 1.0))[1]
+    assert (label.y1 < point) == (training > 1.0)
+    assert (label.y0 > point) == (training < 1.0)
+
+
 @pytest.mark.parametrize(
     ("draw", "error", "message"),
     [

@@ -154,12 +154,15 @@ def _draw_losses(axes: Axes, metrics: RunMetrics, unit: TimeUnit) -> None:
             clip_on=False,
             label=name.removesuffix("/loss"),
         )
+        # On the side of it where the training's last loss is not.
+        is_below = bool(lines) and lines[-1]["loss"] > found[-1][name]
         axes.annotate(
             f"{found[-1][name]:.3f}",
             (found[-1][unit], found[-1][name]),
-            xytext=(0, 6),
+            xytext=(0, -6 if is_below else 6),
             textcoords="offset points",
             ha="right",
+            va="top" if is_below else "bottom",
             color=color,
             weight="bold",
             fontsize=9,
@@ -179,7 +182,7 @@ def _draw_losses(axes: Axes, metrics: RunMetrics, unit: TimeUnit) -> None:
                 color=MUTED,
                 fontsize=9,
             )
-    axes.margins(y=0.08)
+    axes.margins(y=0.12)
     axes.legend(loc="upper right", ncols=4, bbox_to_anchor=(1, 1.14), borderaxespad=0)
 
 
