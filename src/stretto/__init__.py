@@ -71,7 +71,7 @@ _FACE = {
     "stretto.noise": ("NoiseEstimator", "noise_terms"),
     "stretto.optim": ("Hyperparameters", "from_torch"),
     "stretto.ordering": ("SampleOrder",),
-    "stretto.planning": ("Plan", "plan"),
+    "stretto.planning": ("Plan", "PlanRange", "plan", "plan_range"),
     "stretto.schedules": (
         "Constant",
         "Cosine",

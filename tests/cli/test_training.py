@@ -67,6 +67,14 @@ def test_prints_plain_lines_where_there_is_no_terminal(stretto: Stretto) -> None
     assert not any("\x1b" in line for line in lines)
 
 
+def test_a_run_that_decides_its_sizes_says_between_which(stretto: Stretto) -> None:
+    adaptive = "batch_size={noise_scale: 1, start: 4, maximum: 8}"
+    said = stretto("train", "run.yaml", adaptive, "max_duration=1ep", "--folder", "a").out
+    assert "\nrun of 1ep: from 5 batches of 8 samples to 10 of 4, which it decides as" in said
+    kept = json.loads(Path("a", "plan.json").read_text())
+    assert [kept[end]["num_batches"] for end in ("least", "largest")] == [10, 5]
+
+
 def test_each_run_has_a_folder_of_its_own(stretto: Stretto) -> None:
     for _ in range(2):
         assert stretto("train", "run.yaml", "max_duration=10sp").code == 0

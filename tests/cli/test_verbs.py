@@ -172,6 +172,23 @@ def test_a_traceback_can_be_had(stated: Path) -> None:
         main(["plan", str(stated), "--traceback", "seed=-1"])
 
 
+BY_NOISE = "batch_size={noise_scale: 1, start: 8, maximum: 64}"
+
+
+def test_plan_of_a_run_that_decides_its_sizes(stated: Path, stretto: Stretto) -> None:
+    said = stretto("plan", stated, BY_NOISE, "world_size=2").out
+    assert said.startswith("run of 2ep: 32-250 batches, 2,000 samples on 2 ranks\n")
+    assert "\n        64       32        32 " in said
+    assert said.endswith("\nlog: 3-25 times\n")
+    ends = json.loads(stretto("plan", stated, BY_NOISE, "--json").out)
+    assert [ends[end]["num_batches"] for end in ("least", "largest")] == [250, 32]
+    for option in (["--batches"], ["--plot", "plan.png"], ["--against", "."]):
+        refused = stretto("plan", stated, BY_NOISE, *option)
+        assert refused.code == 2
+        assert f"cannot use {option[0]} for this run: it decides its batch sizes" in refused.err
+    assert "16 ranks" in stretto("plan", stated, BY_NOISE, "world_size=16").err
+
+
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["plan", "--help"]])
 def test_help(arguments: list[str], stretto: Stretto) -> None:
     said = stretto(*arguments)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import typer
 
 from stretto.cli.files import PLAN, add_working_folder, read_arguments
-from stretto.config.plans import build_plan, scales_rate
-from stretto.errors import ConfigError, cannot
+from stretto.config.plans import build_run, data_sizes, plan_of, range_of, scales_rate
+from stretto.errors import ConfigError, PlanError, cannot
 from stretto.planning import Plan
 
 
@@ -41,12 +41,19 @@ def plan(
         if config.micro_batch_size == "auto":
             found = {"micro_batch_size": _kept(against, "micro_batch_size")}
             config = config.model_copy(update=found)
-    planned = build_plan(config, source=source, world_size=ranks)
+    ranks = ranks or config.world_size or 1
+    run = build_run(config, data_sizes(config, source=source), source=source, world_size=ranks)
     scales = scales_rate(config)
     if scales:
         typer.echo(
             "not planned: AdaScale multiplies the learning rate by what it measures", err=True
         )
+    ends = range_of(config, run, source=source, world_size=ranks)
+    if ends is not None:
+        _refuse_for_ends({"--plot": plot, "--against": against, "--batches": batches})
+        typer.echo(json.dumps(ends.to_json(), indent=2) if as_json else ends.table())
+        return
+    planned = plan_of(config, run, source=source, world_size=ranks)
     if plot is not None:
         from stretto.report.plan_picture import draw_plan
 
@@ -60,6 +67,20 @@ def plan(
         typer.echo(json.dumps(planned.to_json(), indent=2))
     elif plot is None:
         typer.echo(planned.table())
+
+
+def _refuse_for_ends(options: Mapping[str, object]) -> None:
+    """Refuse what needs every batch of a run that decides its sizes as it goes."""
+    for option, value in options.items():
+        if value:
+            raise PlanError(
+                cannot(
+                    f"use {option} for this run",
+                    why="it decides its batch sizes as it goes, so no plan knows each batch",
+                    instead="leave it out to see what the least and the largest sizes would do, or "
+                    "see what a run has done with 'stretto report RUN_FOLDER'",
+                )
+            )
 
 
 def _kept(folder: Path, name: str) -> int | None:

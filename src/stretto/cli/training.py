@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from rich.console import Console
 
@@ -17,6 +17,7 @@ from stretto.cli.progress import ProgressDisplay, position, show_metrics, show_s
 from stretto.config.files import RunFile, dump_run_file, read_run_file
 from stretto.config.training import build_trainer, resolved
 from stretto.errors import ConfigError, cannot
+from stretto.planning import PlanRange, decided_between, plan_range
 from stretto.training import Callback
 from stretto.training.interrupt import exit_code
 
@@ -136,9 +137,13 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     name = type(trainer.model).__name__
     yield f"{path.name}: {name} with {parameters:,} parameters, in {trainer.folder}"
-    plan = trainer.plan
+    plan, ends = trainer.plan, ends_of(trainer)
     run = trainer.horizon.max_duration
-    if plan is None or plan.num_batches is None:
+    if ends is not None and ends.num_batches is not None:
+        (fewest, most), (least, largest) = ends.num_batches, ends.sizes
+        many = f"from {fewest:,} batches of {largest:,} samples to {most:,} of {least:,}"
+        yield f"run of {run}: {many}, which it decides as it goes"
+    elif plan is None or plan.num_batches is None:
         yield f"run of {run}; how many batches that is, only the run can tell"
     else:
         sizes = [stage.size for stage in plan.stages]
@@ -147,6 +152,19 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
     if found is not None:
         yield f"going on from {found}, at {position(trainer)}"
         yield from (f"changed since: {line}" for line in trainer.changes)
+
+
+def ends_of(trainer: Trainer) -> PlanRange | None:
+    """Return the ends of a run that decides its sizes as it goes; None where they are not known."""
+    loader = trainer.loader
+    if decided_between(loader.horizon, loader.policy) is None:
+        return None
+    return plan_range(
+        loader.horizon,
+        loader.policy,
+        world_size=loader.world_size,
+        micro_batch_size=loader.micro_batch_size,
+    )
 
 
 def summarise(trainer: Trainer, results: Results) -> Iterator[str]:
@@ -185,10 +203,10 @@ def _keep(folder: Path, run_file: RunFile, trainer: Trainer) -> None:
     Raises:
         ConfigError: the folder cannot be written to.
     """
-    plan: Any = None if trainer.plan is None else trainer.plan.to_json()
+    plan = trainer.plan or ends_of(trainer)
     try:
         _replace(folder / RUN_FILE, dump_run_file(resolved(run_file.config, trainer)))
-        _replace(folder / PLAN, json.dumps(plan, indent=1) + "\n")
+        _replace(folder / PLAN, json.dumps(plan and plan.to_json(), indent=1) + "\n")
     except OSError as error:
         raise ConfigError(
             cannot(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
@@ -18,7 +19,16 @@ from stretto.config.schedules import build_schedule
 from stretto.config.source import NO_SOURCE, Path, Source, in_file_words
 from stretto.config.targets import call_target, import_target
 from stretto.errors import PlanError, cannot
-from stretto.planning import Plan, PlannedSizes, check_length, plan, resolve_horizon
+from stretto.planning import (
+    Plan,
+    PlannedSizes,
+    PlanRange,
+    check_length,
+    decided_between,
+    plan,
+    plan_range,
+    resolve_horizon,
+)
 from stretto.planning.sizes import stretches
 from stretto.schedules import Constant, Product, Schedule
 from stretto.timing import Every, Horizon, Time, Trigger
@@ -79,17 +89,45 @@ def plan_of(
         PlanError: only the run itself can tell its batch sizes.
     """
     check_pieces(run, source)
+    with _placed(source):
+        return plan(run.horizon, run.policy, **_arguments(config, run, source, world_size))
+
+
+def range_of(
+    config: RunConfig, run: Run, *, source: Source = NO_SOURCE, world_size: int = 1
+) -> PlanRange | None:
+    """Return the ends of a run built from `config` that decides its sizes between known bounds.
+
+    None where `plan_of` can tell more, or that is all that can be said.
+
+    Raises:
+        ConfigError: a piece does not fit the run.
+        PlanError: the ranks cannot share the least size.
+    """
+    check_pieces(run, source)
+    if decided_between(run.horizon, run.policy) is None:
+        return None
+    with _placed(source):
+        return plan_range(run.horizon, run.policy, **_arguments(config, run, source, world_size))
+
+
+def _arguments(config: RunConfig, run: Run, source: Source, world_size: int) -> dict[str, Any]:
+    """What `plan` and `plan_range` are told beside the run and its batch sizes."""
+    return {
+        "world_size": world_size,
+        "micro_batch_size": planned_micro_batch_size(config),
+        "schedules": effective(config, run),
+        "base": base_values(config, source=source),
+        "rule": run.rule,
+        "triggers": run.triggers,
+    }
+
+
+@contextmanager
+def _placed(source: Source) -> Iterator[None]:
+    """Say where in the file batch sizes are that could not be planned."""
     try:
-        return plan(
-            run.horizon,
-            run.policy,
-            world_size=world_size,
-            micro_batch_size=planned_micro_batch_size(config),
-            schedules=effective(config, run),
-            base=base_values(config, source=source),
-            rule=run.rule,
-            triggers=run.triggers,
-        )
+        yield
     except PlanError as error:
         said = in_file_words(str(error))
         place = "" if said.endswith(")") else f" ({source.where(('batch_size',))})"

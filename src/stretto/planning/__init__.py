@@ -12,6 +12,7 @@ from stretto.planning.clock import (
 from stretto.planning.events import Event
 from stretto.planning.length import check_length
 from stretto.planning.plan import Plan, PlannedBatch, plan
+from stretto.planning.range import PlanRange, decided_between, plan_range
 from stretto.planning.sizes import PlannedSizes, resolve_horizon
 from stretto.planning.stages import FirstLast, Stage, check_least
 
@@ -19,6 +20,7 @@ __all__ = [
     "Event",
     "FirstLast",
     "Plan",
+    "PlanRange",
     "PlannedBatch",
     "PlannedSizes",
     "Stage",
@@ -27,8 +29,10 @@ __all__ = [
     "check_least",
     "check_length",
     "check_plannable",
+    "decided_between",
     "next_step",
     "plan",
+    "plan_range",
     "resolve_horizon",
     "tick",
     "unplannable",

@@ -291,7 +291,7 @@ def unplannable(horizon: Horizon, policy: BoundPolicy) -> tuple[str, str] | None
         instead = "run it without a plan"
         if policy.bounds is not None:
             least, most = policy.bounds
-            instead += f", or plan what lies at its ends: batches of {least}, and of {most}"
+            instead += f", or plan its ends, batches of {least} and of {most}: plan_range(...)"
         return "they follow what the run measures", instead
     # A function of the user's own does not say what it reads, so it is watched.
     state = policy.start()

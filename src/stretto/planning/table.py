@@ -6,12 +6,14 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+from stretto.batching import BatchSizePolicy
 from stretto.planning.events import Event
 from stretto.planning.stages import Stage
 from stretto.timing import Horizon, Timestamp
 
 if TYPE_CHECKING:
     from stretto.planning.plan import Plan
+    from stretto.planning.range import PlanRange
 
 WIDTH = 100
 """Columns of text."""
@@ -21,17 +23,56 @@ Column: TypeAlias = list[str]
 
 def to_table(plan: Plan, *, max_rows: int) -> str:
     """Return the plan as text: a headline, the stages, what happens when, and warnings."""
-    rows = groups(plan.stages, max_rows)
-    lines = list(_headline(plan))
-    for block in blocks(_columns(plan, rows)):
+    size = "as many batches as that takes,"
+    if plan.num_batches is not None and plan.num_samples is not None:
+        size = f"{plan.num_batches:,} batches, {plan.num_samples:,} samples"
+    lines = list(_headline(plan, size, plan.policy))
+    for block in blocks(_columns(plan, groups(plan.stages, max_rows))):
         lines += ["", *block]
-    events = [_event(event) for event in plan.events]
-    notes = [f"note: {warning}" for warning in plan.warnings]
-    for line in [*events, *notes]:
-        if line in (*events[:1], *notes[:1]):
-            lines.append("")
-        lines += textwrap.wrap(line, WIDTH, subsequent_indent="  ")
+    for lot in ([_event(event) for event in plan.events], _notes(plan.warnings)):
+        lines += _paragraph(lot)
     return "\n".join(lines)
+
+
+def range_table(planned: PlanRange) -> str:
+    """Return a range as text: a headline, a row for each end, what happens when, and warnings."""
+    least, largest = planned.least, planned.largest
+    size = "as many batches as that takes,"
+    if planned.num_batches is not None:
+        size = f"{span(*planned.num_batches)} batches"
+        if least.num_samples == largest.num_samples:
+            size += f", {least.num_samples:,} samples"
+    lines = list(_headline(least, size, planned.policy))
+    lines.append("which the run decides; were it the least, or the largest, throughout:")
+    # The columns of both, without the number of the stage, and without the clock at its start.
+    rows = [_columns(one, [one.stages]) for one in (least, largest)]
+    clock = _clock(least.horizon, is_open=least.end is None)
+    columns = [
+        [one[0], one[1], other[1]]
+        for one, other in zip(*rows, strict=True)
+        if one[0] != "stage" and one[0] not in clock
+    ]
+    for block in blocks(columns):
+        lines += ["", *block]
+    events = [
+        _event(one) if one == other else _event_range(one, other)
+        for one, other in zip(least.events, largest.events, strict=True)
+    ]
+    for lot in (events, _notes(planned.warnings)):
+        lines += _paragraph(lot)
+    return "\n".join(lines)
+
+
+def _notes(warnings: Sequence[str]) -> list[str]:
+    return [f"note: {warning}" for warning in warnings]
+
+
+def _paragraph(texts: Sequence[str]) -> Iterator[str]:
+    """Yield an empty line, and the texts, each wrapped; nothing if there are none."""
+    for number, text in enumerate(texts):
+        if number == 0:
+            yield ""
+        yield from textwrap.wrap(text, WIDTH, subsequent_indent="  ")
 
 
 def groups(stages: Sequence[Stage], max_rows: int) -> list[Sequence[Stage]]:
@@ -69,16 +110,13 @@ def aligned(columns: Sequence[Column]) -> list[str]:
     return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
 
 
-def _headline(plan: Plan) -> Iterator[str]:
-    size = "as many batches as that takes,"
-    if plan.num_batches is not None and plan.num_samples is not None:
-        size = f"{plan.num_batches:,} batches, {plan.num_samples:,} samples"
+def _headline(plan: Plan, size: str, policy: BatchSizePolicy) -> Iterator[str]:
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     micro = ""
     if plan.micro_batch_size is not None:
         micro = f", micro-batches of at most {plan.micro_batch_size}"
     yield f"run of {plan.horizon.max_duration}: {size} on {ranks}{micro}"
-    yield from textwrap.wrap(f"batch size: {plan.policy!r}", WIDTH, subsequent_indent="  ")
+    yield from textwrap.wrap(f"batch size: {policy!r}", WIDTH, subsequent_indent="  ")
 
 
 def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
@@ -146,6 +184,15 @@ def _event(event: Event) -> str:
     more = ", ..." if event.count is None or event.count > len(event.first) else ""
     batches = "batch" if len(event.first) == 1 and not more else "batches"
     return f"{event.name}: {often}, after {batches} {listed}{more}"
+
+
+def _event_range(one: Event, other: Event) -> str:
+    """What is known of an event at either end: how often, not after which batches."""
+    if one.count is None or other.count is None:
+        return _event(one if one.count is None else other)
+    about = "" if one.is_exact and other.is_exact else "at most "
+    least, most = sorted((one.count, other.count))
+    return f"{one.name}: {about}{span(least, most)} times"
 
 
 def span(least: int, most: int) -> str:
