@@ -74,3 +74,33 @@ def test_no_line_is_wider_than_100(n: int, size: int, values: int, rows: int, wo
         triggers={"evaluate": "10%"},
     )
     assert widest(planned, rows) <= 100
+
+
+@given(
+    num_batches=st.integers(1, 3000),
+    warmup=st.integers(0, 3000),
+    low=st.floats(0, 1),
+    end=st.floats(0, 1),
+)
+def test_a_row_shows_the_peak_of_a_warm_up(
+    num_batches: int, warmup: int, low: float, end: float
+) -> None:
+    horizon = Horizon(f"{num_batches}ba")
+    shape = (
+        Linear(2, end)
+        if warmup >= num_batches
+        else Periods([(f"{warmup}ba", Linear(low, 2)), ("rest", Linear(2, end))])
+    )
+    planned = plan(horizon, 4, schedules={"lr": shape})
+    values = [batch.values["lr"] for batch in planned.batches()]
+    row = planned.table().splitlines()[4]
+    shown = row[row.rindex("%") + 1 :].split(" to ")
+    assert f"{max(values):.4g}" in [one.strip() for one in shown]
+    assert f"{values[0]:.4g}" == shown[0].strip()
+    assert f"{values[-1]:.4g}" == shown[-1].strip()
+
+
+def test_a_row_shows_what_goes_beyond_both_ends_in_its_order() -> None:
+    shape = Periods([("300ba", Linear(1, 0)), ("300ba", Linear(0, 3)), ("rest", Linear(3, 2))])
+    planned = plan(Horizon("1000ba"), 4, schedules={"lr": shape})
+    assert "1 to 0 to 3 to 2.002" in planned.table()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stretto.batching import BatchSizePolicy
 from stretto.planning.events import Event
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 """Columns of text."""
+_LOOKS = 64
+"""Batches of a row at which a value is looked at for its peak, before those near to the best."""
+Best: TypeAlias = Callable[..., Any]
+"""`max` or `min`."""
 Column: TypeAlias = list[str]
 """A heading and the cells below it."""
 
@@ -136,7 +141,7 @@ def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
         steps = [[stage.accumulation for stage in row] for row in rows]
         columns.append(["accumulation", *(span(min(row), max(row)) for row in steps), ""])
     names = plan.stages[0].values
-    return columns + [[name, *(_values(name, row) for row in rows), ""] for name in names]
+    return columns + [[name, *(_values(plan, name, row) for row in rows), ""] for name in names]
 
 
 def _clock(horizon: Horizon, *, is_open: bool) -> dict[str, Callable[[Timestamp], str]]:
@@ -165,10 +170,37 @@ def _batches(row: Sequence[Stage]) -> str:
     return "?" if None in counts else f"{sum(filter(None, counts)):,}"
 
 
-def _values(name: str, row: Sequence[Stage]) -> str:
+def _values(plan: Plan, name: str, row: Sequence[Stage]) -> str:
+    """The first and the last value, and between them those that go beyond both."""
     first, last = row[0].values[name].first, row[-1].values[name].last
-    both = (f"{first:.4g}", "?" if last is None else f"{last:.4g}")
-    return both[0] if both[0] == both[1] else " to ".join(both)
+    if last is None:
+        return f"{first:.4g} to ?"
+    start, count = row[0].first.batch, sum(filter(None, (stage.batches for stage in row)))
+    batches = range(start, start + count)
+    found = {batches[0]: first, batches[-1]: last}
+    for best in (max, min):
+        at, value = _extreme(plan, name, batches, best)
+        if best(value, first, last) == value:
+            found.setdefault(at, value)
+    texts = [f"{found[batch]:.4g}" for batch in sorted(found)]
+    return " to ".join(text for text, _ in groupby(texts))
+
+
+def _extreme(plan: Plan, name: str, batches: range, best: Best) -> tuple[int, float]:
+    """The batch with the largest or the least value, and that value.
+
+    It looks at some of the batches and then closer where they are best, so a value that rises and
+    falls more often than every 64th of them tells may have a better one.
+    """
+    stride = -(-len(batches) // _LOOKS)
+    looks: Sequence[int] = batches[::stride]
+    while True:
+        values = {batch: plan.values_at(batch)[name] for batch in looks}
+        at = best(values, key=values.__getitem__)
+        if stride == 1:
+            return at, values[at]
+        stride = -(-stride // 2)
+        looks = [batch for batch in (at - stride, at, at + stride) if batch in batches]
 
 
 def _event(event: Event) -> str:
