@@ -75,3 +75,34 @@ def limited() -> Callable[..., str]:
         return done.stdout
 
     return run
+
+
+@pytest.fixture(scope="session")
+def torchrun() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Start a script on real processes of this machine, gloo between them; return what was said.
+
+    One rank is a plain process. Each imports torch: seconds on a quiet machine, a minute on a busy
+    one.
+    """
+
+    def start(
+        script: Path, *arguments: object, ranks: int = 2, max_restarts: int = 0, fails: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        launcher = [
+            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+            *("--max-restarts", str(max_restarts)),
+        ]
+        done = subprocess.run(
+            [
+                *(sys.executable, *(launcher if ranks > 1 else ())),
+                *map(str, (script, *arguments)),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert fails or done.returncode == 0, done.stderr[-4000:]
+        return done
+
+    return start

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +37,11 @@ def test_an_error_on_one_rank_ends_all(on_ranks: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_processes_with_different_memory_find_one_answer(tmp_path: Path) -> None:
-    program = Path(__file__).with_name("distributed_find.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    subprocess.run(
-        [*command, "3", str(program), str(tmp_path)],
-        check=True,
-        capture_output=True,
-        timeout=110,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+@pytest.mark.timeout(600)
+def test_processes_with_different_memory_find_one_answer(
+    tmp_path: Path, torchrun: Callable[..., Any]
+) -> None:
+    torchrun(Path(__file__).with_name("distributed_find.py"), tmp_path, ranks=3)
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     for one in seen:
         assert one == {"try": [11, 12], "halve": [8, 16], "same": True, "weights": one["weights"]}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +23,22 @@ EDGES = Path(__file__).with_name("distributed_edges.py")
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def launch(world_size: int, out: Path, **settings: Any) -> list[dict[str, Any]]:
-    out.mkdir(exist_ok=True)
-    arguments = [str(SCRIPT), json.dumps(settings), str(out)]
-    if world_size == 1:
-        command = [sys.executable, *arguments]
-    else:
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(world_size), *arguments),
-        ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+Launch = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def launch(torchrun: Callable[..., Any]) -> Launch:
+    """Train on some ranks, and return what each saw; one rank is this process."""
+
+    def start(ranks: int, out: Path, **settings: Any) -> list[dict[str, Any]]:
+        out.mkdir(exist_ok=True)
+        if ranks == 1:
+            runpy.run_path(str(SCRIPT))["main"](settings, out)
+        else:
+            torchrun(SCRIPT, json.dumps(settings), out, ranks=ranks)
+        return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+    return start
 
 
 RAMP = {"batch_size": "0sp:7 50sp:13", "max_duration": "2ep", "micro_batch_size": 3}
@@ -48,7 +47,7 @@ RAMP = {"batch_size": "0sp:7 50sp:13", "max_duration": "2ep", "micro_batch_size"
 @pytest.mark.filterwarnings("ignore:memory ran out:RuntimeWarning")
 @pytest.mark.parametrize("by_tokens", [False, True], ids=["samples", "tokens"])
 def test_a_rank_whose_memory_runs_out_leaves_nobody_waiting(
-    tmp_path: Path, by_tokens: bool
+    tmp_path: Path, launch: Launch, by_tokens: bool
 ) -> None:
     """Both take the step again in smaller pieces; the gradient stays that of the whole batch."""
     run = {**RAMP, "micro_batch_size": "auto", "by_tokens": by_tokens}
@@ -63,7 +62,7 @@ def test_a_rank_whose_memory_runs_out_leaves_nobody_waiting(
 
 
 @pytest.mark.parametrize("by_tokens", [False, True], ids=["samples", "tokens"])
-def test_two_ranks_train_like_one(tmp_path: Path, by_tokens: bool) -> None:
+def test_two_ranks_train_like_one(tmp_path: Path, launch: Launch, by_tokens: bool) -> None:
     """Uneven shares, uneven micro-batches and token weights: the gradient is one big batch's."""
     (one,) = launch(1, tmp_path / "one", by_tokens=by_tokens, **RAMP)
     two = launch(2, tmp_path / "two", by_tokens=by_tokens, **RAMP)
@@ -76,7 +75,7 @@ def test_two_ranks_train_like_one(tmp_path: Path, by_tokens: bool) -> None:
     assert sorted(two[0]["samples"] + two[1]["samples"]) == sorted(one["samples"])
 
 
-def test_ledger_of_two_ranks_is_that_of_one(tmp_path: Path) -> None:
+def test_ledger_of_two_ranks_is_that_of_one(tmp_path: Path, launch: Launch) -> None:
     launch(1, tmp_path / "one", last_batch="carry", **RAMP)
     launch(2, tmp_path / "two", last_batch="carry", **RAMP)
     ledgers = []
@@ -87,7 +86,9 @@ def test_ledger_of_two_ranks_is_that_of_one(tmp_path: Path) -> None:
     assert ledgers[0] == ledgers[1]
 
 
-def test_a_signal_on_one_rank_stops_all_and_any_number_goes_on(tmp_path: Path) -> None:
+def test_a_signal_on_one_rank_stops_all_and_any_number_goes_on(
+    tmp_path: Path, launch: Launch
+) -> None:
     # The first stage could not be shared by three, but it is over when they come.
     ramp = RAMP | {"batch_size": "0sp:2 8sp:13"}
     (whole,) = launch(1, tmp_path / "whole", **ramp)
@@ -102,17 +103,9 @@ def test_a_signal_on_one_rank_stops_all_and_any_number_goes_on(tmp_path: Path) -
     assert sorted(seen) == sorted(whole["samples"])
 
 
-def test_two_ranks_at_the_edges(tmp_path: Path) -> None:
+def test_two_ranks_at_the_edges(tmp_path: Path, torchrun: Callable[..., Any]) -> None:
     """What one rank alone wants, has or fails at leaves neither of them waiting."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *(str(EDGES), str(tmp_path)),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    torchrun(EDGES, tmp_path)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
 
     # The wish comes after the ranks have agreed on batch 3, so it holds for batch 4.

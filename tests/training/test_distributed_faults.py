@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,18 +17,10 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600
 @pytest.mark.parametrize(
     ("fault", "parallel"), [("metric", "ddp"), ("callback", "ddp"), ("callback", "fsdp")]
 )
-def test_a_rank_that_raises_ends_the_job(fault: str, parallel: str) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", str(SCRIPT), fault, parallel),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def test_a_rank_that_raises_ends_the_job(
+    fault: str, parallel: str, torchrun: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    done = torchrun(SCRIPT, fault, parallel, fails=True)
     assert done.returncode == 1
     assert f"ValueError: a {fault} of rank 1 is broken" in done.stderr
     assert "cannot go on with the other ranks: one of them has ended" in done.stderr

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -23,18 +20,10 @@ Rank = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, torchrun: Callable[..., Any]) -> list[Rank]:
     """What two ranks saw, in all scenarios."""
     out = tmp_path_factory.mktemp("noise")
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", "2", str(SCRIPT), str(out)),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    torchrun(SCRIPT, out)
     return [json.loads((out / f"noise{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +23,29 @@ spec.loader.exec_module(script)
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def launch(
-    world_size: int, out: Path, *, max_restarts: int = 0, **settings: Any
-) -> list[dict[str, Any]]:
-    """Go on with the run in `out` and return what each rank saw; one rank is this process."""
-    out.mkdir(exist_ok=True)
-    if world_size == 1:
-        return [json.loads(json.dumps(script.train(out, **settings)))]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(world_size), "--max-restarts", str(max_restarts)),
-            *(str(SCRIPT), json.dumps(settings), str(out)),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+Launch = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[Any]]:
+def launch(torchrun: Callable[..., Any]) -> Launch:
+    """Go on with the run in a folder, and return what each rank saw; one rank is this process."""
+
+    def start(
+        ranks: int, out: Path, *, max_restarts: int = 0, **settings: Any
+    ) -> list[dict[str, Any]]:
+        out.mkdir(exist_ok=True)
+        if ranks == 1:
+            return [json.loads(json.dumps(script.train(out, **settings)))]
+        torchrun(SCRIPT, json.dumps(settings), out, ranks=ranks, max_restarts=max_restarts)
+        return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def unbroken(
+    tmp_path_factory: pytest.TempPathFactory, launch: Launch
+) -> tuple[dict[str, Any], list[Any]]:
     """What one process saw, and its ledger."""
     out = tmp_path_factory.mktemp("unbroken")
     (report,) = launch(1, out)
@@ -87,7 +83,7 @@ LEGS: list[tuple[int, str, list[int] | None]] = [
 
 
 def test_any_number_of_ranks_goes_on_from_any_other(
-    tmp_path: Path, unbroken: tuple[dict[str, Any], list[Any]]
+    tmp_path: Path, launch: Launch, unbroken: tuple[dict[str, Any], list[Any]]
 ) -> None:
     """Plain, averaged, sharded: the state is the same to the last bit, each sample comes once."""
     expected, expected_ledger = unbroken
@@ -118,7 +114,7 @@ def test_any_number_of_ranks_goes_on_from_any_other(
     assert_close(before["states"][-1], expected["states"][-1])
 
 
-def test_three_ranks_go_on_to_the_last_bit(tmp_path: Path) -> None:
+def test_three_ranks_go_on_to_the_last_bit(tmp_path: Path, launch: Launch) -> None:
     """In a ring of three the order of a sum depends on where in it a gradient lies."""
     settings: dict[str, Any] = {"parallel": "ddp", "micro_batch_size": "auto"}
     whole = launch(3, tmp_path / "whole", **settings)
@@ -131,7 +127,7 @@ def test_three_ranks_go_on_to_the_last_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_killed_rank_comes_back_from_the_last_checkpoint(
-    tmp_path: Path, parallel: str, unbroken: tuple[dict[str, Any], list[Any]]
+    tmp_path: Path, launch: Launch, parallel: str, unbroken: tuple[dict[str, Any], list[Any]]
 ) -> None:
     """`torchrun --max-restarts`, and nobody's help."""
     expected, expected_ledger = unbroken

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +28,12 @@ distributed = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(60
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(
+    tmp_path_factory: pytest.TempPathFactory, torchrun: Callable[..., Any]
+) -> list[dict[str, Any]]:
     """What two ranks saw of all runs: starting them takes longer than the runs."""
     out = tmp_path_factory.mktemp("sharded")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", str(SCRIPT), str(out)),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    torchrun(SCRIPT, out)
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
