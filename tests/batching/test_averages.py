@@ -1,4 +1,4 @@
-"""Student's distribution, which the interval goes by, and what may be asked of an interval."""
+"""Means in which steps count by their samples, and the distribution that intervals go by."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.batching.averages import checked_confidence, student
+from stretto.batching.averages import RatioAverage, checked_confidence, student
 from stretto.errors import BatchSizeError
 
 # Two-sided, from the usual tables.
@@ -56,3 +56,40 @@ def test_nobody_is_as_sure_as_that(confidence: float) -> None:
     with pytest.raises(BatchSizeError, match=r"not a number from 0\.01 to 0\.9999; write"):
         checked_confidence(confidence)
     assert checked_confidence(0.9999) == 0.9999
+
+
+steps = st.tuples(st.floats(-9, 9), st.floats(-9, 9), st.integers(1, 1000))
+
+
+@given(st.lists(steps, min_size=1, max_size=30))
+def test_steps_count_by_their_samples(seen: list[tuple[float, float, int]]) -> None:
+    average, kept = RatioAverage(), 1 - 2 / 11
+    for numerator, denominator, size in seen:
+        average = average.extended(numerator, denominator, window=10, num_samples=size)
+    weights = [size * kept**age for age, (_, _, size) in enumerate(reversed(seen))][::-1]
+    total = math.fsum(weights)
+
+    def mean(values: list[float]) -> float:
+        return math.fsum(w * value for w, value in zip(weights, values, strict=True)) / total
+
+    x, y = [one[0] for one in seen], [one[1] for one in seen]
+    assert average.numerator == pytest.approx(mean(x), abs=1e-9)
+    assert average.denominator == pytest.approx(mean(y), abs=1e-9)
+    both = mean([a * b for a, b in zip(x, y, strict=True)]) - mean(x) * mean(y)
+    assert average.spread_both == pytest.approx(total * both, rel=1e-6, abs=1e-6 * total)
+    squares = math.fsum(w * w for w in weights)
+    assert average.effective_steps == pytest.approx(total**2 / squares)
+
+
+def test_steps_of_one_size_count_alike() -> None:
+    plain = alike = RatioAverage()
+    for step in range(30):
+        plain = plain.extended(40 + step % 3, 1 + step % 2, window=9)
+        alike = alike.extended(40 + step % 3, 1 + step % 2, window=9, num_samples=64)
+    assert alike.interval(0.9) == pytest.approx(plain.interval(0.9))
+    assert alike.effective_steps == pytest.approx(plain.effective_steps)
+
+
+@pytest.mark.parametrize("size", [0, -1, math.nan, math.inf, 1e-320])
+def test_a_step_of_no_samples_is_none(size: float) -> None:
+    assert RatioAverage().extended(1.0, 1.0, window=9, num_samples=size) == RatioAverage()

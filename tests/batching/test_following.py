@@ -9,7 +9,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +37,7 @@ from stretto.batching import (
     as_policy,
 )
 from stretto.errors import BatchSizeError, PlanError
+from stretto.noise import noise_terms
 from stretto.planning import plan
 from stretto.timing import Horizon, Timestamp
 
@@ -57,7 +60,7 @@ signals = st.builds(
     metric=values,
     noise_numerator=values,
     noise_denominator=values,
-    gradient_square=values,
+    num_samples=values,
 )
 
 
@@ -71,14 +74,13 @@ def sizes_of(policy: BatchSizePolicy, seen: list[Signals]) -> tuple[list[int], P
     return sizes, state
 
 
-def noisy(scale: float, steps: int, seed: int = 0) -> list[Signals]:
+def noisy(scale: float, steps: int, seed: int = 0, *, spread: float = 0.5) -> list[Signals]:
     """Measurements of a gradient whose noise scale is `scale`."""
     chance = random.Random(seed)
     return [
         Signals(
             noise_numerator=chance.gauss(scale, 0.1 * scale),
-            noise_denominator=chance.gauss(1.0, 0.5),
-            gradient_square=chance.gauss(3.0, 0.1),
+            noise_denominator=chance.gauss(1.0, spread),
         )
         for _ in range(steps)
     ]
@@ -159,13 +161,46 @@ def test_a_step_without_a_measurement_changes_nothing() -> None:
 
 
 def test_the_norm_test_grows_to_what_would_pass_and_never_shrinks() -> None:
-    sizes, _ = sizes_of(NormTest(8, 1000, eta=0.5), noisy(60.0, 100) + noisy(1.0, 100))
+    seen = noisy(60.0, 100, spread=0.1) + noisy(1.0, 100)
+    sizes, _ = sizes_of(NormTest(8, 1000, eta=0.5), seen)
     assert sizes[0] == 8
-    assert sizes[99] == pytest.approx(60 / (0.25 * 3), rel=0.1)
+    assert sizes[99] == pytest.approx((1 / 0.25 - 1) * 60, rel=0.1)
+    assert max(new / old for old, new in itertools.pairwise(sizes)) <= 1 / 0.25 + 1e-9
     assert sizes == sorted(sizes)
     assert sizes[-1] == sizes[99]
     assert sizes_of(NormTest(8, 50, eta=0.1), noisy(60.0, 100))[0][-1] == 50
     assert set(sizes_of(NormTest(32, 1000), noisy(60.0, 100))[0]) == {32}
+
+
+def measured_in(size: int, chance: random.Random, *, scale: float = 100.0) -> Signals:
+    """What a batch measures in two halves: a Gaussian gradient of noise scale `scale`."""
+    dimensions, half = 50, size / 2
+    spread = math.sqrt(scale / dimensions / half)
+    mean = math.sqrt(1 / dimensions)
+    halves = [[chance.gauss(mean, spread) for _ in range(dimensions)] for _ in range(2)]
+    whole = sum(((one + two) / 2) ** 2 for one, two in zip(*halves, strict=True))
+    terms = noise_terms([sum(g * g for g in one) for one in halves], [half, half], whole)
+    assert terms is not None
+    return Signals(
+        noise_numerator=terms.numerator, noise_denominator=terms.denominator, num_samples=size
+    )
+
+
+@pytest.mark.parametrize("policy", [NoiseScale(64, 512), NormTest(64, 512, eta=0.6)], ids=repr)
+def test_a_small_batch_now_and_then_tells_little(policy: BatchSizePolicy) -> None:
+    """As the last one of each epoch, which is cut: it counts by its samples."""
+    chance = random.Random(1)
+    steps = [measured_in(64, chance) for _ in range(300)]
+    mixed = []
+    for number, step in enumerate(steps):
+        mixed += [step] if number % 20 else [step, measured_in(2, chance)]
+    whole, other = sizes_of(policy, steps), sizes_of(policy, mixed)
+    assert other[0][-1] == pytest.approx(whole[0][-1], rel=0.1)
+    assert other[0][-1] > 100
+    known, mixed_known = policy.bind(RUN).told(whole[1]), policy.bind(RUN).told(other[1])
+    assert known.keys() == mixed_known.keys()
+    for name, value in known.items():
+        assert mixed_known[name] == pytest.approx(value, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +242,30 @@ def test_a_plateau_of_a_metric_of_which_more_is_better() -> None:
 )
 def test_what_is_read(policy: BatchSizePolicy, reads: set[str]) -> None:
     assert policy.bind(RUN).reads == reads
+
+
+def test_numbers_of_other_libraries_go_into_a_checkpoint() -> None:
+    numpy_s: Any = np.float32(30.0)
+    tensor: Any = torch.tensor(1.0)
+    seen = Signals(noise_numerator=numpy_s, noise_denominator=tensor, num_samples=8)
+    assert seen == Signals(noise_numerator=30.0, noise_denominator=1.0, num_samples=8.0)
+    for policy in (NoiseScale(8, 64), NormTest(8, 64)):
+        json.dumps(sizes_of(policy, [seen] * 3)[1])
+    plateau = Plateau("a/b", start=8, maximum=64)
+    json.dumps(sizes_of(plateau, [Signals(metric=tensor)])[1])
+    with pytest.raises(TypeError):
+        Signals(metric=[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [NoiseScale(32, 64), NormTest(32, 64), Plateau("a/b", start=32, maximum=64)],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_a_resumed_run_is_within_its_own_bounds(policy: BatchSizePolicy) -> None:
+    bound = policy.bind(RUN)
+    size, _ = bound.decide(Timestamp(), {**bound.start(), "size": 8}, Signals())
+    assert (size, bound.bounds) == (32, (32, 64))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +318,7 @@ def test_a_lower_maximum_holds_from_the_first_batch_after_a_resume(
     at_64: BatchSizePolicy, with_a_lower_maximum: BatchSizePolicy
 ) -> None:
     """Whoever has run out of memory lowers it and goes on."""
-    loud = Signals(metric=1.0, noise_numerator=1e6, noise_denominator=1.0, gradient_square=1.0)
+    loud = Signals(metric=1.0, noise_numerator=1e6, noise_denominator=1.0)
     sizes, state = sizes_of(at_64, [loud] * 40)
     assert sizes[-1] == 64
     bound = with_a_lower_maximum.bind(RUN)
@@ -369,7 +428,7 @@ def test_what_is_followed_is_told(policy: Any, expected: set[str], around: Any) 
     state = bound.start()
     assert bound.told(state) == {}
     for batch in range(60):
-        seen = Signals(noise_numerator=30 + batch % 2, noise_denominator=1.0, gradient_square=2.0)
+        seen = Signals(noise_numerator=30 + batch % 2, noise_denominator=1.0)
         _, state = bound.decide(Timestamp(batch=batch), state, seen)
     told = bound.told(state)
     assert set(told) == expected
@@ -377,4 +436,4 @@ def test_what_is_followed_is_told(policy: Any, expected: set[str], around: Any) 
         assert told["noise_scale_low"] < told["noise_scale"] < told["noise_scale_high"]
         assert told["noise_scale"] == pytest.approx(30.5, rel=0.01)
     if "norm_test" in told:
-        assert told["norm_test"] == pytest.approx(61, rel=0.01)
+        assert told["norm_test"] == pytest.approx(3 * 30.5, rel=0.01)

@@ -14,7 +14,9 @@ from torch import multiprocessing
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from stretto.batching import NoiseScale, Signals
 from stretto.data import StepLoader
+from stretto.errors import DataError
 from stretto.ordering import SampleOrder
 
 N = 11
@@ -63,10 +65,29 @@ def train(rank: int, folder: str) -> None:
         model.zero_grad()
         after = loader.finish(step)
         record.append([after.sample, after.token, len(step), seen, gradient.tolist()])
+    Path(folder, f"{rank}-apart.json").write_text(json.dumps(follow_apart(rank)), encoding="utf-8")
     Path(folder, f"{rank}.json").write_text(json.dumps(record), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # gloo sometimes aborts at interpreter exit
+
+
+def follow_apart(rank: int) -> list[Any]:
+    """Sizes that follow the noise: while ranks bring the same, given by one alone, and apart."""
+    said: list[Any] = []
+    loader = StepLoader([*range(200)], NoiseScale(4, 16), max_duration="1ep", shuffle=False)
+    for number, step in enumerate(loader):
+        own = 30.0 if number < 6 else 30.0 + rank
+        try:
+            loader.finish(step, signals=Signals(noise_numerator=own, noise_denominator=1.0))
+        except DataError as error:
+            said += [number, str(error)]
+            break
+    given = StepLoader([*range(200)], NoiseScale(4, 16), max_duration="2ba")
+    for step in given:  # as a trainer does, which has made them agree
+        signals = Signals(noise_numerator=30.0 + rank, noise_denominator=1.0)
+        given.finish(step, tokens=0, seconds=0.0, signals=signals)
+    return said
 
 
 @pytest.mark.distributed
@@ -91,3 +112,7 @@ def test_two_processes_take_one_batch_and_keep_one_clock(tmp_path: Path) -> None
         expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         assert gradient == pytest.approx(expected.tolist(), rel=1e-12, abs=1e-15)
     assert tokens >= 39
+    for rank in (0, 1):
+        number, said = json.loads((tmp_path / f"{rank}-apart.json").read_text())
+        assert number == 6
+        assert said.startswith("cannot follow signals that are not the same on every rank")

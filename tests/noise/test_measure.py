@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -142,6 +142,58 @@ def test_what_ranks_average_is_what_they_would_without_it(sort: str, part: str) 
         for each in (gradients_of(plain), *alone)
     )
     assert gradients.read() == pytest.approx([*parts, whole], rel=1e-5)
+
+
+class Branches(nn.Module):
+    """A pass goes through one of two layers, and leaves the other without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        return self.last(self.layers[number](batch)).square().sum()
+
+
+def train_branches(
+    passes: Sequence[int], *, measures: bool, as_view: bool, to_none: bool
+) -> list[torch.Tensor]:
+    model = nn.parallel.DistributedDataParallel(
+        Branches(), find_unused_parameters=True, gradient_as_bucket_view=as_view
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    gradients = MicroGradients(model.parameters())
+    if measures:
+        gradients.attach(model)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=to_none)
+        if measures:
+            gradients.begin()
+        for place, number in enumerate(passes, 1):
+            is_last = place == len(passes)
+            watch = gradients.watch(is_last=is_last, is_averaged=is_last)
+            with (
+                nullcontext() if is_last else model.no_sync(),
+                watch if measures else nullcontext(),
+            ):
+                model(torch.randn(5, 4, generator=generator), number).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("passes", [(0, 0), (0, 1), (1, 0, 0)], ids=str)
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("to_none", [False, True])
+def test_any_loop_with_any_wrapper_has_the_gradients_it_would_have(
+    passes: Sequence[int], as_view: bool, to_none: bool
+) -> None:
+    plain = train_branches(passes, measures=False, as_view=as_view, to_none=to_none)
+    measured = train_branches(passes, measures=True, as_view=as_view, to_none=to_none)
+    assert all(torch.equal(one, other) for one, other in zip(plain, measured, strict=True))
 
 
 @pytest.mark.usefixtures("group")

@@ -74,6 +74,14 @@ def test_a_tensor_learning_rate_is_written_in_place() -> None:
     assert tensor.item() == 0.25
 
 
+def test_groups_that_were_given_one_tensor_have_rates_of_their_own() -> None:
+    groups = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(2)]
+    optimizer = torch.optim.SGD(groups, lr=torch.tensor(0.5))
+    assert optimizer.param_groups[0]["lr"] is optimizer.param_groups[1]["lr"]
+    Hyperparameters(optimizer, {"lr@0": 1.0, "lr@1": 0.5}, HORIZON).apply(at(5))
+    assert [group["lr"].item() for group in optimizer.param_groups] == [0.5, 0.25]
+
+
 def test_the_rule_follows_the_size_and_not_its_history() -> None:
     optimizer = adamw()
     settings = Hyperparameters(optimizer, {"lr": Linear(1, 0)}, HORIZON, rule=SquareRootRule(16))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
-from stretto.batching import NoiseScale, Signals
+from stretto.batching import NoiseScale
 from stretto.training import Callback, Checkpointing, Stepping, Trainer
 
 Outcome = dict[str, Any]
@@ -47,10 +47,10 @@ class Listener(Callback):
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         return (units if micro.weight else 0), flat.tolist()
 
-    def on_noise(self, trainer: Trainer, step: Any, signals: Signals) -> None:
-        self.terms.append(
-            (signals.noise_numerator, signals.noise_denominator, signals.gradient_square)
-        )
+    def on_noise(self, trainer: Trainer, step: Any, signals: Any) -> None:
+        numerator, denominator = signals.noise_numerator, signals.noise_denominator
+        assert None not in (numerator, denominator, signals.num_samples)
+        self.terms.append((numerator, denominator, denominator + numerator / signals.num_samples))
 
 
 def data(count: int = 61) -> TensorDataset:
@@ -185,6 +185,7 @@ SCENARIOS: dict[str, Callable[[], Outcome]] = {
     "tokens": lambda: groups(by_tokens=True),
     "sharded": lambda: groups(sharded=True),
     "sharded, one pass": lambda: groups(sharded=True, micro_batch_size=None),
+    "sharded, a sample each": lambda: groups(sharded=True, batch_size=2),
     "sharded, tokens": lambda: groups(sharded=True, by_tokens=True),
     "truth": truth,
     "unchanged": unchanged,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
-from stretto.batching import NoiseScale, Signals
+from stretto.batching import NoiseScale
 from stretto.errors import TrainingError
 from stretto.training import Callback, Stepping, Trainer
 
@@ -28,11 +28,11 @@ class Listener(Callback):
         self.terms: list[tuple[float | None, ...]] = []
         self.sizes: list[int] = []
 
-    def on_noise(self, trainer: Any, step: Any, signals: Signals) -> None:
+    def on_noise(self, trainer: Any, step: Any, signals: Any) -> None:
         self.sizes.append(step.batch_size)
-        self.terms.append(
-            (signals.noise_numerator, signals.noise_denominator, signals.gradient_square)
-        )
+        numerator, denominator = signals.noise_numerator, signals.noise_denominator
+        assert None not in (numerator, denominator, signals.num_samples)
+        self.terms.append((numerator, denominator, denominator + numerator / signals.num_samples))
 
 
 def data(count: int = 61) -> TensorDataset:

@@ -74,6 +74,14 @@ def test_a_single_pass_of_a_sharded_model_is_cut_in_two(ranks: list[Rank]) -> No
         assert terms[0] > 0
 
 
+def test_of_a_sample_on_each_rank_of_a_sharded_model_there_are_two_groups(
+    ranks: list[Rank],
+) -> None:
+    for terms, groups in steps(ranks, "sharded, a sample each"):
+        assert [units for rank in groups for units, _ in rank] == [1, 1]
+        assert terms == pytest.approx(expected(groups[0] + groups[1], 2), rel=1e-9)
+
+
 def test_two_processes_with_uneven_shares_are_unbiased(ranks: list[Rank]) -> None:
     outcome = ranks[0]["truth"]
     assert outcome == ranks[1]["truth"]

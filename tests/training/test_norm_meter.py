@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from stretto.batching import NoiseScale, Signals
+from stretto.batching import NoiseScale
 from stretto.errors import TrainingError
 from stretto.noise import noise_terms
 from stretto.training import Callback, Logging, Stepping, Trainer
@@ -34,10 +34,10 @@ class Listener(Callback):
         self.samples.append([(x[None], y[None]) for xs, ys in pieces for x, y in zip(xs, ys)])  # noqa: B905
         self.states.append({k: v.clone() for k, v in trainer.model.state_dict().items()})
 
-    def on_noise(self, trainer: Any, step: Any, signals: Signals) -> None:
-        self.terms.append(
-            (signals.noise_numerator, signals.noise_denominator, signals.gradient_square)
-        )
+    def on_noise(self, trainer: Any, step: Any, signals: Any) -> None:
+        numerator, denominator = signals.noise_numerator, signals.noise_denominator
+        assert None not in (numerator, denominator, signals.num_samples)
+        self.terms.append((numerator, denominator, denominator + numerator / signals.num_samples))
 
 
 def model() -> nn.Sequential:

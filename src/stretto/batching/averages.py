@@ -51,7 +51,8 @@ class RatioAverage:
     another number, and has no finite variance where a denominator may be near zero. The weights
     fall geometrically, by `1 - 2 / (window + 1)` a step, so that the means vary as those over
     `window` steps would; they are means from the first step on, nothing has to be warmed up
-    (West 1979, "Updating mean and variance estimates", Communications of the ACM 22:532).
+    (West 1979, "Updating mean and variance estimates", Communications of the ACM 22:532). Steps
+    of unlike batches count by their samples: what is measured in a few varies far more.
 
     >>> average = RatioAverage()
     >>> for numerator, denominator in [(9.0, 1.0), (11.0, 3.0), (10.0, 2.0)]:
@@ -73,21 +74,36 @@ class RatioAverage:
     spread_denominator: float = 0.0
 
     def extended(
-        self, numerator: float | None, denominator: float | None, *, window: int
+        self,
+        numerator: float | None,
+        denominator: float | None,
+        *,
+        window: int,
+        num_samples: float | None = None,
     ) -> RatioAverage:
-        """Return the average with one more step; the same where a value is none or not finite."""
-        if not _is_plausible(numerator) or not _is_plausible(denominator):
+        """Return the average with one more step; the same where a value is none or not finite.
+
+        Args:
+            numerator: what the step measured.
+            denominator: what it is to be divided by.
+            window: how many steps of equal size the means are over.
+            num_samples: how much the step counts beside others; left out, as one sample.
+        """
+        own = 1.0 if num_samples is None else num_samples
+        if not (_is_plausible(numerator) and _is_plausible(denominator)):
+            return self
+        if not 1 / LARGEST <= own <= LARGEST:
             return self
         kept = 1.0 - 2.0 / (window + 1)
-        weight = kept * self.weight + 1.0
+        weight = kept * self.weight + own
         off_x, off_y = numerator - self.numerator, denominator - self.denominator
-        share = kept * self.weight / weight
+        share = kept * self.weight / weight * own
         return RatioAverage(
             self.steps + 1,
             weight,
-            kept * kept * self.weight_squares + 1.0,
-            self.numerator + off_x / weight,
-            self.denominator + off_y / weight,
+            kept * kept * self.weight_squares + own * own,
+            self.numerator + own * off_x / weight,
+            self.denominator + own * off_y / weight,
             kept * self.spread_numerator + share * off_x * off_x,
             kept * self.spread_both + share * off_x * off_y,
             kept * self.spread_denominator + share * off_y * off_y,

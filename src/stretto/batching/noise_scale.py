@@ -127,7 +127,10 @@ class BoundNoiseScale(FollowingPolicy):
         """Return the size, moved where the noise is surely another one."""
         del timestamp
         average = RatioAverage.from_state(state).extended(
-            signals.noise_numerator, signals.noise_denominator, window=self.policy.window
+            signals.noise_numerator,
+            signals.noise_denominator,
+            window=self.policy.window,
+            num_samples=signals.num_samples,
         )
         # The bounds of this run; it may have been resumed with others.
         size = rounded_size(cast(int, state["size"]), self.minimum, self.policy.maximum)

@@ -23,20 +23,21 @@ from stretto.timing import Horizon, Timestamp
 class NormTest(BatchSizePolicy):
     """Grows where the variance of the batch's gradient exceeds `eta^2` times its squared norm.
 
-    The test is `tr(Sigma) / B <= eta^2 |G_B|^2`; a batch that fails it grows to the size that
-    would pass, `tr(Sigma) / (eta^2 |G_B|^2)`, and never shrinks (Byrd et al. 2012, "Sample size
-    selection in optimization methods for machine learning", equations 3.7 and 3.12; on several
-    ranks Lau et al. 2024, arXiv 2412.21124). `|G_B|^2` holds the noise of the gradient as well:
-    where nothing but noise is left, a batch grows by `1 / eta^2` each time, up to the maximum.
-    Both sides are averaged over `window` steps.
+    The test is `tr(Sigma) / B <= eta^2 |G_B|^2`; a batch that fails it grows to the size
+    `tr(Sigma) / (eta^2 |G_B|^2)`, and never shrinks (Byrd et al. 2012, "Sample size selection in
+    optimization methods for machine learning", equations 3.7 and 3.12; on several ranks Lau et al.
+    2024, arXiv 2412.21124). `|G_B|^2` holds the noise of the gradient as well. It is taken as
+    `|G|^2 + tr(Sigma) / B`, both averaged over `window` steps, so that batches of other sizes
+    count as if they were of this one. Where nothing but noise is left, a batch grows by
+    `1 / eta^2` each time, up to the maximum; else up to `(1 / eta^2 - 1) tr(Sigma) / |G|^2`.
 
     >>> from stretto import Horizon, Signals, Timestamp
     >>> bound = NormTest(8, 256, eta=0.5, window=4).bind(Horizon("1ep"))
-    >>> state, seen = bound.start(), Signals(noise_numerator=20.0, gradient_square=2.0)
-    >>> for batch in range(5):
+    >>> state, seen = bound.start(), Signals(noise_numerator=20.0, noise_denominator=1.0)
+    >>> for batch in range(20):
     ...     size, state = bound.decide(Timestamp(batch=batch), state, seen)
     >>> size
-    40
+    60
 
     Args:
         start: the first size.
@@ -90,25 +91,30 @@ class BoundNormTest(FollowingPolicy):
         return {"size": self.policy.start, **RatioAverage().to_state()}
 
     def told(self, state: PolicyState) -> Mapping[str, float]:
-        """Return the size that would pass the test, once enough steps were measured."""
+        """Return the least size that passes the test, once enough steps were measured."""
         average, eta = RatioAverage.from_state(state), self.policy.eta
         if average.ratio is None or not average.is_over_enough(self.policy.window):
             return {}
-        return {"norm_test": average.ratio / eta / eta}
+        return {"norm_test": average.ratio * (1.0 - eta * eta) / eta / eta}
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals
     ) -> tuple[int, PolicyState]:
         """Return the size, grown where it fails the test."""
         del timestamp
-        window = self.policy.window
-        # The maximum of this run; it may have been resumed with another.
-        size = min(cast(int, state["size"]), self.policy.maximum)
+        window, (least, most) = self.policy.window, self.bounds
+        # The bounds of this run; it may have been resumed with others.
+        size = rounded_size(cast(int, state["size"]), least, most)
         average = RatioAverage.from_state(state).extended(
-            signals.noise_numerator, signals.gradient_square, window=window
+            signals.noise_numerator,
+            signals.noise_denominator,
+            window=window,
+            num_samples=signals.num_samples,
         )
-        if average.ratio is not None and average.is_over_enough(window):
-            most, eta = self.policy.maximum, self.policy.eta
-            needed = min(average.ratio / eta / eta, most)  # eta^2 might be too small for a float
+        if average.numerator > 0 and average.is_over_enough(window):
+            # In units of the noise, so that nothing overflows or vanishes.
+            gradient = 1.0 / size + max(average.denominator, 0.0) / average.numerator
+            eta = self.policy.eta
+            needed = min(1.0 / gradient / eta / eta, most)  # eta^2 might be too small for a float
             size = rounded_size(math.ceil(needed), size, most)
         return size, {"size": size, **average.to_state()}

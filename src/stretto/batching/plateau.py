@@ -117,8 +117,8 @@ class BoundPlateau(FollowingPolicy):
     ) -> tuple[int, PolicyState]:
         """Return the size, grown where an evaluation was one too many without improvement."""
         del timestamp
-        # The maximum of this run; it may have been resumed with another.
-        size, value = min(cast(int, state["size"]), self.policy.maximum), signals.metric
+        # The bounds of this run; it may have been resumed with others.
+        size, value = rounded_size(cast(int, state["size"]), *self.bounds), signals.metric
         if state["of"] != self._of:  # the run was resumed with another: nothing is best of it yet
             state = {**state, "best": None, "waited": 0, "of": self._of}
         state = {**state, "size": size}

@@ -36,8 +36,16 @@ class Signals:
     """An unbiased estimate of tr(Sigma), the variance of a sample's gradient."""
     noise_denominator: float | None = None
     """An unbiased estimate of |G|^2, the squared norm of the true gradient."""
-    gradient_square: float | None = None
-    """The squared norm of the gradient that was used, with its noise; measured with the noise."""
+    num_samples: float | None = None
+    """How many samples that batch had, by which its noise counts beside that of others; left out,
+    the loader fills it in."""
+
+    def __post_init__(self) -> None:
+        # numpy's numbers and tensors count as they would, and would not go into a checkpoint.
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value is not None and type(value) is not float:
+                object.__setattr__(self, name, float(value))
 
 
 NO_SIGNALS = Signals()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from operator import attrgetter
 from typing import final
 
@@ -66,6 +67,8 @@ class Decisions:
 
     def finish(self, plan: StepPlan, signals: Signals) -> None:
         """Note what was decided for the batch that is finished, and what it measured."""
+        if signals.noise_numerator is not None and signals.num_samples is None:
+            signals = replace(signals, num_samples=plan.size)
         self.state, self.signals, self.size = plan.state, signals, plan.decided
         if self._unmeasured >= 0:
             self._watch(signals)
@@ -81,7 +84,7 @@ class Decisions:
 
     def _watch(self, signals: Signals) -> None:
         """Warn once where the sizes are to follow what no step brings."""
-        if signals is not NO_SIGNALS:
+        if signals.noise_numerator is not None:
             self._unmeasured = -1
             return
         self._unmeasured += 1
@@ -89,8 +92,8 @@ class Decisions:
             self._unmeasured = -1
             warnings.warn(
                 f"the batch sizes follow the noise, and none of {_UNMEASURED_STEPS} steps has "
-                "brought any; call loader.finish(step, signals=Signals(...)) with what each has "
-                "measured",
+                "brought any: it takes two micro-batches or ranks with a sample each; in a loop of "
+                "your own, call loader.finish(step, signals=Signals(...)) with what they measured",
                 RuntimeWarning,
                 stacklevel=5,  # the loop that asks the loader for steps
             )

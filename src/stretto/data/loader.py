@@ -17,14 +17,14 @@ from stretto.batching import (
 from stretto.data import state as saved
 from stretto.data.decisions import Decisions
 from stretto.data.feed import Draw
-from stretto.data.ranks import agreed, part_of
+from stretto.data.ranks import agreed, can_agree, part_of
 from stretto.data.source import Reading, Source, make_source
 from stretto.data.spec import Collate, DataSpec
 from stretto.data.step import MicroBatch, Step
 from stretto.data.token_counter import TokenCounter
 from stretto.data.workers import Workers
 from stretto.errors import DataError, cannot
-from stretto.planning import PlannedSizes, check_least, plan, resolve_horizon, tick
+from stretto.planning import PlannedSizes, StepPlan, check_least, plan, resolve_horizon, tick
 from stretto.timing import Horizon, LastBatch, TimeLike, Timer, Timestamp, TimeUnit
 
 
@@ -207,16 +207,16 @@ class StepLoader(Iterator[Step]):
         """Count the step that was yielded last, and return the clock behind it.
 
         Asking for the next step does this, too. On several ranks all must do it, as counted tokens
-        and the wall clock are agreed on, unless they are given.
+        and the wall clock are agreed on, and signals are compared, unless both are given.
 
         Args:
             step: the step, to be sure that it is the one.
             tokens: its tokens over all ranks; None: counted.
             seconds: the wall time since the one before, the same on all ranks; None: measured.
-            signals: what the step measured, for the policy.
+            signals: what the step measured, for the policy; the same on all ranks.
 
         Raises:
-            DataError: no step, or another one, is open.
+            DataError: no step, or another one, is open; or the signals are not the same.
         """
         if self._pending is None or (step is not None and step is not self._pending[0]):
             raise DataError(
@@ -229,7 +229,7 @@ class StepLoader(Iterator[Step]):
         open_step, draw = self._pending
         self._pending = None
         if self._part.world_size > 1:
-            tokens, seconds = self._agreed(open_step, tokens, seconds)
+            tokens, seconds = self._agreed(draw.plan, open_step, tokens, seconds, signals)
         if tokens is None:
             tokens = self._tokens.of(open_step)
         plan, timer = draw.plan, self.timer
@@ -379,16 +379,26 @@ class StepLoader(Iterator[Step]):
         ]
 
     def _agreed(
-        self, step: Step, tokens: int | None, seconds: float | None
+        self,
+        plan: StepPlan,
+        step: Step,
+        tokens: int | None,
+        seconds: float | None,
+        signals: Signals,
     ) -> tuple[int | None, float | None]:
-        """The tokens of all ranks and the seconds of one, where they matter and are not given."""
+        """The tokens of all ranks and the seconds of one, where they matter and are not given.
+
+        Who gives both has made the ranks agree; else what sizes follow must be the same on each.
+        """
         counts = tokens is None and self._tokens.is_counted
         measures = seconds is None and self._reads_seconds
-        if counts or measures:
+        is_open = tokens is None or seconds is None
+        if counts or measures or (is_open and self.reads and can_agree()):
             passed = self.timer.seconds_since_update()
-            total, passed = agreed(self._part, step.num_tokens, passed)
+            decision = (plan.timestamp.sample, plan.decided, signals)
+            total, passed = agreed(self._part, step.num_tokens, passed, decision)
             tokens = total if counts else tokens
-            seconds = passed if seconds is None else seconds
+            seconds = passed if seconds is None and measures else seconds
         return tokens, seconds
 
     def _cross(self, draw: Draw, step: Step, tokens: int, seconds: float | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 import torch.distributed as dist
 
@@ -46,13 +48,25 @@ def part_of(rank: int | None, world_size: int | None, micro_batch_size: int | No
     return Part(rank, world_size, micro_batch_size)
 
 
-def agreed(part: Part, tokens: int, seconds: float) -> tuple[int, float]:
+def can_agree() -> bool:
+    """Return whether the ranks can speak to each other."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[int, float]:
     """Return the tokens of all ranks, and the seconds of rank 0. Every rank must call it.
 
+    Args:
+        part: this rank's.
+        tokens: those of its share.
+        seconds: what it measured.
+        decision: what the next batch size follows from, with a `repr` that is the same on every
+            rank.
+
     Raises:
-        DataError: the ranks cannot speak to each other.
+        DataError: the ranks cannot speak to each other, or would decide apart. All of them do.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not can_agree():
         raise DataError(
             cannot(
                 f"count the tokens and seconds of {part.world_size} ranks",
@@ -62,9 +76,19 @@ def agreed(part: Part, tokens: int, seconds: float) -> tuple[int, float]:
             )
         )
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    packed = torch.tensor(
-        [tokens, seconds if part.rank == 0 else 0.0], dtype=torch.float64, device=device
-    )
+    mark = zlib.crc32(repr(decision).encode()) % 2**20
+    own = [tokens, seconds if part.rank == 0 else 0.0, mark, mark * mark]
+    packed = torch.tensor(own, dtype=torch.float64, device=device)
     dist.all_reduce(packed)
-    total, measured = packed.tolist()
+    total, measured, marks, squares = packed.tolist()
+    # Whole numbers, which only equal ones make equal (Cauchy-Schwarz): every rank sees the same.
+    if int(squares) * part.world_size != int(marks) ** 2:
+        raise DataError(
+            cannot(
+                "follow signals that are not the same on every rank",
+                why="each would decide another batch size",
+                instead="sum what the ranks have measured before finish() and note_metric(), as "
+                "docs/own-loop.md does under 'Several processes'",
+            )
+        )
     return int(total), measured

@@ -74,8 +74,8 @@ def signals_record(signals: Signals) -> dict[str, Any]:
 
 def signals_of(saved: Mapping[str, Any]) -> Signals:
     """Return the signals that `signals_record` wrote."""
-    values = {name: None if value is None else float(value) for name, value in saved.items()}
-    return Signals(**values)
+    known = {one.name: saved.get(one.name) for one in dataclasses.fields(Signals)}
+    return Signals(**{k: None if value is None else float(value) for k, value in known.items()})
 
 
 def check_version(state: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from stretto.batching.averages import (
     checked_window,
 )
 from stretto.batching.policy import checked_size
+from stretto.noise.norms import total
 from stretto.noise.terms import NoiseTerms, noise_terms
 
 
@@ -47,14 +48,24 @@ class NoiseEstimator:
         self._confidence = checked_confidence(confidence)
         self._average = RatioAverage()
 
-    def add(self, terms: NoiseTerms | None) -> None:
-        """Take what one step measured; what is None or not finite is passed over."""
+    def add(self, terms: NoiseTerms | None, num_samples: float | None = None) -> None:
+        """Take what one step measured; what is None or not finite is passed over.
+
+        Args:
+            terms: what it measured.
+            num_samples: those of its batch: how much it counts beside other steps. Left out, all
+                count alike, which is right where their batches are.
+        """
         if terms is not None:
-            self._average = self._average.extended(*terms, window=self._window)
+            numerator, denominator = map(float, terms)
+            self._average = self._average.extended(
+                numerator, denominator, window=self._window, num_samples=num_samples
+            )
 
     def observe(self, squares: Iterable[float], sizes: Iterable[float], whole: float) -> None:
         """Take the squared norms of one step's gradients, as `noise_terms` does."""
-        self.add(noise_terms(squares, sizes, whole))
+        sizes = list(sizes)
+        self.add(noise_terms(squares, sizes, whole), total(sizes))
 
     @property
     def steps(self) -> int:

@@ -39,6 +39,7 @@ class MicroGradients:
         self._aside: dict[int, Tensor] = {}
         self._in_buckets: Norms | None = None
         self._world_size = 1
+        self._has_unused = False
         self._measured: list[Norms] = []
 
     def attach(self, model: nn.parallel.DistributedDataParallel) -> None:
@@ -47,6 +48,7 @@ class MicroGradients:
         They are averaged as without it, to the last bit.
         """
         self._world_size = dist.get_world_size(model.process_group)
+        self._has_unused = model.find_unused_parameters
 
         # A function without annotations: torch would compare those with types, and ours are text.
         def hook(group, bucket):  # type: ignore[no-untyped-def]
@@ -55,7 +57,9 @@ class MicroGradients:
         model.register_comm_hook(model.process_group, hook)
 
     def begin(self) -> None:
-        """Forget the step before; no gradient is there yet."""
+        """Forget the step before, and the gradient that it left."""
+        for parameter in self._parameters:
+            parameter.grad = None  # not zeroed: it may be the bucket that the next one is put into
         self._measured = []
         self._aside = {}
         self._in_buckets = None
@@ -70,6 +74,11 @@ class MicroGradients:
         """
         if is_averaged:
             self._in_buckets = Norms()
+            if self._has_unused:
+                # torch reads the gradient of a parameter that this pass may not reach.
+                for parameter in self._parameters:
+                    before = self._aside.get(id(parameter))
+                    parameter.grad = None if before is None else torch.zeros_like(before)
         try:
             yield
         except BaseException:

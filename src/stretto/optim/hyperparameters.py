@@ -76,6 +76,7 @@ class Hyperparameters:
         # Its groups are looked up each time: loading a state puts new ones in their place.
         self._optimizer = optimizer
         groups = optimizer.param_groups
+        _part_tensors(groups)
         factors = {name: _one(value) for name, value in schedules.items()}
         check_pairs(factors, rule=rule)
         for name in factors:
@@ -144,6 +145,16 @@ class Hyperparameters:
         """
         groups = self._optimizer.param_groups
         return {name: _number(groups[number][key]) for name, (number, key) in self._columns.items()}
+
+
+def _part_tensors(groups: Sequence[dict[str, Any]]) -> None:
+    """Give each group its own tensors: torch hands all of them the one that it was given."""
+    seen: set[int] = set()
+    for group in groups:
+        for key, value in group.items():
+            if isinstance(value, Tensor) and id(value) in seen:
+                group[key] = value.clone()
+        seen.update(id(value) for value in group.values() if isinstance(value, Tensor))
 
 
 def _one(value: Any) -> Schedule:

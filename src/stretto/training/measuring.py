@@ -79,7 +79,7 @@ class Measurements:
             loss=total / units if self._reads_loss and units else None,
             noise_numerator=None if terms is None else terms.numerator,
             noise_denominator=None if terms is None else terms.denominator,
-            gradient_square=None if terms is None else noise.whole / noise.units**2,
+            num_samples=None if terms is None else step.size,
         )
 
     def metric(self, named: Mapping[str, float]) -> float | None:

@@ -172,8 +172,11 @@ class MicroBatchMeter(NoiseMeter):
     def _halves(self, micro: MicroBatch, *, several: bool) -> list[MicroBatch]:
         count = micro.num_samples
         if count < 2 or not micro.weight:
-            # All ranks run the same number of passes.
-            return [micro, MicroBatch(micro.batch, 0, 0, 0.0)] if several else [micro]
+            # All ranks run the same number of passes. Of ranks with a sample each, neighbours have
+            # it in different ones, or a single group would have them all.
+            nothing = MicroBatch(micro.batch, 0, 0, 0.0)
+            pair = [nothing, micro] if self._ranks.rank % 2 else [micro, nothing]
+            return pair if several else [micro]
         cut = (count + 1) // 2
         return [self._part(micro, slice(0, cut)), self._part(micro, slice(cut, count))]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -278,6 +279,31 @@ def test_ada_scale_multiplies_the_learning_rate_afresh_in_each_step() -> None:
     assert rates[:20] == [0.1] * 20
     assert rates[-1] == pytest.approx(0.25, rel=0.1)
     assert ada.gained == pytest.approx(sum(rates) / 0.1)
+
+
+def test_a_step_that_is_left_out_gains_nothing(problem: Make) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1]) * next(factors)
+
+    factors, ada = iter([1.0, 1.0, 1.0, math.nan, *[1.0] * 9]), AdaScale(4)
+    stepping = Stepping(non_finite="skip", measure_noise=9)
+    settings = {"batch_size": 4, "micro_batch_size": 4, "stepping": stepping}
+    trainer = problem().trainer(**settings, max_duration="8ba", loss=loss, callbacks=[ada])
+    trainer.fit()
+    assert (ada.gained, trainer.skipped_steps) == (7, 1)
+
+
+@pytest.mark.parametrize("bounds", [{"maximum": 4}, {"minimum": 32, "maximum": 64}], ids=repr)
+def test_a_report_may_be_resumed_with_other_bounds(
+    bounds: dict[str, int], problem: Make, tmp_path: Path
+) -> None:
+    keep = {"folder": tmp_path, "micro_batch_size": 2, "checkpoint": Checkpointing("4ba")}
+    problem().trainer(**keep, max_duration="4ba", callbacks=[NoiseReport()]).fit()
+    report = NoiseReport(**bounds)
+    trainer = problem().trainer(**keep, max_duration="8ba", callbacks=[report])
+    trainer.resume()
+    trainer.fit()
+    assert report.estimator.steps == 8
 
 
 def test_ada_scale_takes_the_place_of_a_rule() -> None:

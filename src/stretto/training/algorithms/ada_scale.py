@@ -46,10 +46,12 @@ class AdaScale(Callback):
         self._reference = checked_size(reference, "the reference of AdaScale")
         self._window = window
         self._estimator = NoiseEstimator(window=window)
+        self._left_out = 0
         self.gain = 1.0
         """The gain in force."""
         self.gained = 0.0
-        """The sum of the gains of all steps: as many steps of the reference size they stand for."""
+        """The sum of the gains of all steps that were taken: as many steps of the reference size
+        they stand for."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Refuse what multiplies it already: a rule, or a schedule that goes by the batch size."""
@@ -67,6 +69,7 @@ class AdaScale(Callback):
     def on_batch_start(self, trainer: Trainer, step: Step) -> None:
         """Multiply the learning rates that were just set."""
         self.gain = self._estimator.gain(step.batch_size, self._reference)
+        self._left_out = trainer.skipped_steps
         for group in trainer.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].mul_(self.gain)
@@ -76,12 +79,13 @@ class AdaScale(Callback):
     def on_noise(self, trainer: Trainer, step: Step, signals: Signals) -> None:
         """Take what a step measured."""
         del trainer, step
-        self._estimator.add(NoiseTerms.of(signals))
+        self._estimator.add(NoiseTerms.of(signals), signals.num_samples)
 
     def on_batch_end(self, trainer: Trainer, step: Step) -> None:
-        """Count the step by its gain."""
-        del trainer, step
-        self.gained += self.gain
+        """Count the step by its gain, if it was taken."""
+        del step
+        if trainer.skipped_steps == self._left_out:
+            self.gained += self.gain
 
     def log_values(self, trainer: Trainer) -> Mapping[str, float]:
         """Return the gain, and the sum of all."""

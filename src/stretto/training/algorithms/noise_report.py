@@ -89,11 +89,11 @@ class NoiseReport(Callback):
         """Take what a step measured."""
         self._moves = self._moves or self._size not in (None, step.batch_size)
         self._size = step.batch_size
-        self._estimator.add(NoiseTerms.of(signals))
+        self._estimator.add(NoiseTerms.of(signals), signals.num_samples)
         if not self._decided:
-            first = self._minimum or max(_LEAST, step.batch_size)
-            self._decided = [(0.0, first if self._maximum is None else min(first, self._maximum))]
-        policy = self._policy(self._decided[0][1]).bind(trainer.horizon)
+            self._decided = [(0.0, self._minimum or step.batch_size)]
+            self._decided = [(0.0, self._first())]
+        policy = self._policy(self._first()).bind(trainer.horizon)
         timestamp = trainer.timer.timestamp
         size, self._state = policy.decide(timestamp, self._state or policy.start(), signals)
         if size != self._decided[-1][1]:
@@ -174,6 +174,11 @@ class NoiseReport(Callback):
         self._state = state["policy"]
         self._told = None if state["told"] is None else tuple(state["told"])
         self._size, self._moves = state["size"], state["moves"]
+
+    def _first(self) -> int:
+        """What was decided first, within the bounds of this run; it may be resumed with others."""
+        first = max(self._decided[0][1], self._minimum or _LEAST)
+        return first if self._maximum is None else min(first, self._maximum)
 
     def _policy(self, first: int) -> NoiseScale:
         return NoiseScale(
