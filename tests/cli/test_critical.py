@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import importlib
 import json
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tests.cli.conftest import Stretto
+
+from stretto.checkpoint import open_checkpoint
+from stretto.config.branching import ORDER_SEEDS
+from stretto.ordering import SampleOrder
 
 SIZES = ("--sizes", "2,4,8", "--over", "32sp", "--seeds", "2")
 
@@ -59,6 +65,77 @@ def test_the_rate_goes_with_the_size_from_the_one_in_force(stretto: Stretto, tra
         assert branch["learning_rate"] == pytest.approx(wanted)
     assert found["samples"] == 32
     assert {branch["seed"] for branch in found["branches"]} == {0, 1}
+
+
+def by_hand(checkpoint: Path, rate: float, size: int, seed: int, *, evaluates: bool) -> float:
+    """The loss of a branch over 36 samples, by a loop of plain torch."""
+    project, reader = importlib.import_module("cli_project"), open_checkpoint(checkpoint)
+    model = project.Line()
+    model.load_state_dict({name: reader.tensor("model", name) for name in reader.names("model")})
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    data = project.Points()
+    order, losses = SampleOrder(len(data), ORDER_SEEDS + seed), []
+    for start in range(0, 36, size):
+        optimizer.zero_grad()
+        loss = project.Line.loss(model, data[[order[p] for p in range(start, start + size)]])
+        loss.backward()
+        optimizer.step()
+        losses += [loss.item()] * size
+    if evaluates:
+        return float(project.Line.loss(model, data[:]).item())
+    return statistics.mean(losses[27:])
+
+
+@pytest.mark.parametrize("evaluates", [True, False], ids=["evaluation", "training loss"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_branch_is_a_plain_loop_from_the_checkpoint(
+    stretto: Stretto, trained: Path, at: int, evaluates: bool
+) -> None:
+    checkpoint = sorted((trained / "checkpoints").iterdir())[at]
+    settings = ["learning_rate_rule={linear: 8}", *([] if evaluates else ["evaluate=[]"])]
+    said = stretto(
+        *("critical-batch-size", "run.yaml", *settings, "--checkpoint", checkpoint),
+        *("--sizes", "2,3,9", "--over", "36sp", "--seeds", "2", "--json"),
+    )
+    assert said.code == 0, said.err
+    found = json.loads(said.out)
+    in_force, rows = found["at"]["batch_size"], ledger(trained)
+    rate = next(row for row in reversed(rows) if row["sample"] < found["at"]["sample"])["lr"]
+    for branch in found["branches"]:
+        size, seed = branch["size"], branch["seed"]
+        own = rate * size / in_force
+        assert branch["learning_rate"] == pytest.approx(own)
+        wanted = by_hand(checkpoint, own, size, seed, evaluates=evaluates)
+        assert branch["loss"] == pytest.approx(wanted, rel=1e-5)
+    losses = {(one["size"], one["seed"]): one["loss"] for one in found["branches"]}
+    assert losses[2, 0] != losses[2, 1], "seeds are orders"
+
+
+def test_data_that_come_once_begin_anew_in_each_branch(stretto: Stretto, project: Path) -> None:
+    source = """
+from cli_project import Points
+
+class Again:
+    def __iter__(self):
+        return iter(Points())
+
+def once():
+    return iter(Points())
+"""
+    (project / "cli_streams.py").write_text(source)
+    found = []
+    for target in ("Again", "once"):
+        data = f"data={{target: cli_streams:{target}, num_samples: 40}}"
+        run = ("run.yaml", data, "max_duration=20sp", "checkpoint={every: 10sp}", "evaluate=[]")
+        assert stretto("train", *run, "--folder", f"runs/{target}").code == 0
+        said = stretto(
+            *("critical-batch-size", *run, "--checkpoint", f"runs/{target}"),
+            *("--sizes", "2,4", "--over", "16sp", "--seeds", "2", "--json"),
+        )
+        assert said.code == 0, said.err
+        found.append([branch["loss"] for branch in json.loads(said.out)["branches"]])
+    assert found[0] == found[1]
+    sys.modules.pop("cli_streams")
 
 
 def test_it_is_the_same_each_time_and_leaves_the_run_alone(stretto: Stretto, trained: Path) -> None:

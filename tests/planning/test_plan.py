@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from stretto.batching import (
     AtLeast,
     BatchSizePolicy,
+    BoundPolicy,
     DoublingRamp,
     Fixed,
     LinearRamp,
@@ -19,7 +20,9 @@ from stretto.batching import (
     MultipleOf,
     NoiseScale,
     PeriodSizes,
+    PolicyState,
     Seesaw,
+    Signals,
     SizeFunction,
     SquareRootRule,
     Steps,
@@ -34,7 +37,7 @@ from stretto.errors import (
 )
 from stretto.planning import advance, check_least, plan, resolve_horizon, walk
 from stretto.schedules import Constant, Cosine, Linear, Periods, Step
-from stretto.timing import At, BatchSizes, Every, Horizon, LastBatch, Time, Timestamp
+from stretto.timing import At, BatchSizes, Every, Horizon, LastBatch, Time, Timestamp, TimeUnit
 
 HORIZON = Horizon("2ep", dataset_num_samples=1000)
 
@@ -393,3 +396,40 @@ def test_a_batch_that_never_shrinks_is_never_below_its_first() -> None:
         check_least(policy.bind(Horizon("1ep")), world_size=4)
     check_least(Monotone(policy).bind(Horizon("1ep")), world_size=4)
     assert Monotone(policy).bind(Horizon("1ep")).bounds == (64, 512)
+
+
+def test_there_are_no_batches_beyond_the_ends() -> None:
+    planned = plan(Horizon("40sp"), 8, schedules={"lr": Linear(1, 0)})
+    assert planned.values_at(4) == {"lr": pytest.approx(0.2)}
+    with pytest.raises(PlanError, match="batches are counted from 0"):
+        planned.sample_at_batch(-1)
+    with pytest.raises(PlanError, match="batches are counted from 0"):
+        planned.values_at(-5)
+    with pytest.raises(PlanError, match="the run has 5, counted from 0; write a"):
+        planned.values_at(5)
+
+
+class ReadsFraction(BatchSizePolicy, BoundPolicy):
+    """Says that it reads the fraction of the run."""
+
+    is_static = True
+    units = frozenset({TimeUnit.DURATION})
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        return self
+
+    def start(self) -> PolicyState:
+        return {}
+
+    def decide(
+        self, timestamp: Timestamp, state: PolicyState, signals: Signals
+    ) -> tuple[int, PolicyState]:
+        return 8, state
+
+
+@pytest.mark.parametrize(
+    ("run", "follows"), [("1ep", "they follow epochs"), ("30m", "they follow the wall clock")]
+)
+def test_a_fraction_is_one_of_what_the_run_is_measured_in(run: str, follows: str) -> None:
+    with pytest.raises(PlanError, match=follows):
+        plan(Horizon(run), ReadsFraction())

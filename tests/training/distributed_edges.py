@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from stretto.training import Callback, Checkpointing, Evaluation, Logging, Stepping, Trainer
 
-RANK = int(os.environ["RANK"])
+RANK = int(os.environ.get("RANK", "0"))
 DATA = TensorDataset(torch.randn(40, 5, generator=torch.Generator().manual_seed(1)).double())
 
 
@@ -62,6 +62,29 @@ def dummies() -> list[float]:
         model, model[1].parameters(), batch_size=3, micro_batch_size=1, max_duration="4ba"
     ).fit()
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+class Unlike(nn.Module):
+    """Rows of a table whose gradient is sparse, times complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.Embedding(6, 3, sparse=True, dtype=torch.float64)
+        self.turn = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        rows = self.table((batch[:, 0].abs() * 5).long() % 6)
+        return torch.view_as_real(rows @ torch.diag(self.turn.real) * self.turn)
+
+
+def unlike() -> list[float]:
+    """As above, of a model whose gradients are of kinds that no two of them can be added."""
+    model = Unlike()
+    run = {"batch_size": 3, "micro_batch_size": 1, "max_duration": "4ba"}
+    trainer(model, model.parameters(), **run).fit()
+    weights = [torch.view_as_real(p) if p.is_complex() else p for p in model.parameters()]
+    return torch.cat([p.detach().flatten() for p in weights]).tolist()
 
 
 def unwritable(folder: Path) -> dict[str, Any]:
@@ -128,6 +151,7 @@ def main(out: Path) -> None:
         "stopped": stopped(3),
         "too late": stopped(10),
         "dummies": dummies(),
+        "unlike": unlike(),
         "unwritable": unwritable(out / "run"),
         "statistics": statistics(),
         "wall clock": wall_clock(out / "clock"),

@@ -64,6 +64,35 @@ def test_seeds_that_are_the_same_run_tell_no_interval() -> None:
     assert "cannot be told (the same with every seed)" in critical_table(found)
 
 
+def by_size(*losses: tuple[int, list[float]]) -> CriticalBatchSize:
+    one = [
+        Branch(size, seed, 1024 // size, 1e-3, loss)
+        for size, all_seeds in losses
+        for seed, loss in enumerate(all_seeds)
+    ]
+    return CriticalBatchSize.of(one, samples=1024, tolerance=0.01)
+
+
+def test_the_interval_is_students() -> None:
+    found = by_size((8, [2.0, 2.1, 2.2]), (16, [2.01, 2.12, 2.23]))
+    assert found.rows[1].excess == pytest.approx(0.02)
+    # Two degrees of freedom: 2.920 standard errors hold 90 percent; sd of .01, .02 and .03 is .01.
+    assert found.rows[1].reach == pytest.approx(2.920 * 0.01 / 3**0.5, rel=1e-3)
+
+
+def test_a_size_is_within_only_where_all_smaller_ones_are() -> None:
+    sure, unsure = [2.0, 2.1, 2.2], [2.0, 2.13, 2.18]
+    found = by_size((8, sure), (16, [2.0001, 2.1, 2.2]), (32, unsure), (64, [2.0, 2.1001, 2.2]))
+    assert [row.verdict for row in found.rows] == ["below", "below", "open", "below"]
+    assert (found.low, found.high) == (16, None)
+
+
+@pytest.mark.parametrize(("times", "diverges"), [(9.0, False), (11.5, True)])
+def test_ten_times_the_loss_is_a_divergence(times: float, diverges: bool) -> None:
+    found = by_size((8, [2.0, 2.0]), (16, [2.0 * (1 + times), 2.0 * (1 + times) + 0.01]))
+    assert math.isinf(found.rows[1].excess) == diverges
+
+
 def test_a_single_seed_tells_no_interval() -> None:
     found = CriticalBatchSize.of(
         branches({8: 0.0, 16: 0.0, 32: 0.05}, seeds=1), samples=1024, tolerance=0.01
@@ -114,8 +143,16 @@ def test_a_tolerance_is_a_number(tolerance: float) -> None:
         check_branches((8, 16), 1024, tolerance=tolerance)
 
 
+def test_no_branch_counts_twice() -> None:
+    once = branches({8: 0.0, 16: 0.01})
+    with pytest.raises(TrainingError, match="there are 12 branches of 2 sizes"):
+        CriticalBatchSize.of(once + once, samples=1024, tolerance=0.01)
+    with pytest.raises(TrainingError, match=r"--tolerance 0\.01"):
+        CriticalBatchSize.of(once, samples=1024, tolerance=math.nan)
+
+
 def test_every_size_needs_every_seed() -> None:
-    with pytest.raises(TrainingError, match="train every size, two or more, with every seed"):
+    with pytest.raises(TrainingError, match="two or more, once with every seed"):
         CriticalBatchSize.of(branches({8: 0.0, 16: 0.0})[:-1], samples=1024, tolerance=0.01)
 
 

@@ -108,6 +108,10 @@ def test_two_ranks_at_the_edges(tmp_path: Path, torchrun: Callable[..., Any]) ->
     torchrun(EDGES, tmp_path)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
 
+    alone = runpy.run_path(str(EDGES))["unlike"]()
+    for rank in (first, second):
+        assert rank["unlike"] == pytest.approx(alone, rel=1e-12)
+
     # The wish comes after the ranks have agreed on batch 3, so it holds for batch 4.
     assert first["stopped"] == {"batch": 4, "reason": "enough", "after": 1}
     assert second["stopped"] == {**first["stopped"], "reason": "another rank was told to stop"}

@@ -62,7 +62,9 @@ def test_mlflow_on_sqlite_has_what_was_logged(
     monkeypatch.chdir(tmp_path)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     problem().trainer(
-        folder=tmp_path / "run", log=Logging("1ep", loggers=[MLflowLogger(uri, "ramps")])
+        folder=tmp_path / "run",
+        log=Logging("1ep", loggers=[MLflowLogger(uri, "ramps")]),
+        schedules={"lr@0": 0.5},
     ).fit()
     client = mlflow.MlflowClient(uri)
     experiment = client.get_experiment_by_name("ramps")
@@ -70,6 +72,7 @@ def test_mlflow_on_sqlite_has_what_was_logged(
     assert found.info.run_name == "run"
     history = client.get_metric_history(found.info.run_id, "loss")
     assert sorted(point.step for point in history) == [60, 120]
+    assert client.get_metric_history(found.info.run_id, "lr/0")[-1].value == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize(

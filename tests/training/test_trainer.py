@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -429,3 +430,18 @@ def test_plan_of_the_trainer_is_the_plan(problem: Make) -> None:
     assert [step.size for step in direct.batches()] == [
         step.size for step in trainer.plan.batches()
     ]
+
+
+def test_workers_end_where_a_run_is_stopped(problem: Callable[..., Any]) -> None:
+    class Stop(Callback):
+        def on_batch_end(self, trainer: Trainer, step: Any) -> None:
+            if trainer.timer.batch == 2:
+                trainer.stop("enough")
+
+    before = set(multiprocessing.active_children())
+    run = problem()
+    trainer = run.trainer(loading=Loading(num_workers=2), callbacks=[Stop()])
+    trainer.fit()
+    assert set(multiprocessing.active_children()) == before
+    trainer.fit()  # it goes on where it was
+    assert trainer.timer.sample == 120

@@ -63,8 +63,7 @@ class Trunk:
     A branch has the weights and the optimizer of the checkpoint, a constant batch size, and the
     learning rate that was in force, times what the rule says for its size. Time stands still for
     the callbacks that change how the model is trained: they go on doing what they did there. All
-    else is as the run file says, but for its schedules, loggers and other callbacks: a branch has
-    none.
+    else is as the run file says, but a branch has no schedules, no loggers and no other callbacks.
     """
 
     config: RunConfig
@@ -186,9 +185,11 @@ class Trunk:
             group["lr"] = group["lr"] * factor
         losses, callbacks = _Losses(samples), self._callbacks()
         every = f"{samples}sp"
+        # What can be iterated goes on where the branch before has stopped, or has nothing left.
+        is_shared = self.spec.is_map_style
         trainer = Trainer(
             model,
-            self.spec,
+            self.spec if is_shared else make_spec(config, source=source),
             optimizer=optimizer,
             loss=make_loss(config, model, source),
             max_duration=every,

@@ -286,7 +286,7 @@ def unplannable(horizon: Horizon, policy: BoundPolicy) -> tuple[str, str] | None
     """Return why the sizes are not known before the run and what to write instead, or None."""
     for unit in sorted(policy.units):
         if not is_countable(horizon, unit):
-            return _UNKNOWN[_COUNTS[unit]]
+            return _UNKNOWN[_COUNTS[horizon.axis(unit).unit]]
     if not policy.is_static:
         instead = "run it without a plan"
         if policy.bounds is not None:

@@ -133,10 +133,21 @@ class Plan:
         >>> from stretto.schedules import Linear
         >>> plan(Horizon("40sp"), 8, schedules={"lr": Linear(1, 0)}).values_at(2)
         {'lr': 0.6}
+
+        Raises:
+            PlanError: the run has no such batch.
         """
+        if self.num_batches is not None and batch >= self.num_batches:
+            raise PlanError(
+                cannot(
+                    f"tell the hyper-parameters of batch {batch:,}",
+                    why=f"the run has {self.num_batches:,}, counted from 0",
+                    instead=f"write a number of at most {self.num_batches - 1:,}",
+                )
+            )
         after = bisect_right(self.stages, batch, key=lambda stage: stage.first.batch)
-        stage = self.stages[after - 1]
-        return self._values(self.sizes.timestamp_at_batch(batch), stage.size)
+        timestamp = self.sizes.timestamp_at_batch(batch)
+        return self._values(timestamp, self.stages[after - 1].size)
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as plain values that JSON keeps exactly.

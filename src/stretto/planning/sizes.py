@@ -168,7 +168,11 @@ class PlannedSizes:
         """Return the position at which batch number `batch` (from 0) begins.
 
         After the end of the run its last size goes on.
+
+        Raises:
+            PlanError: the number is negative.
         """
+        _check_number(batch)
         if self.end is not None and batch == self.end.batch:
             return self.end.sample
         batches = self._sections[bisect_right(self._batches, batch) - 1]
@@ -190,7 +194,11 @@ class PlannedSizes:
 
         >>> PlannedSizes(Horizon("1ep", dataset_num_samples=20), 8).timestamp_at_batch(2).sample
         16
+
+        Raises:
+            PlanError: the number is negative.
         """
+        _check_number(batch)
         if self.end is not None and batch >= self.end.batch:
             return self.end
         batches = self._sections[bisect_right(self._batches, batch) - 1]
@@ -206,6 +214,17 @@ class PlannedSizes:
 
     def __repr__(self) -> str:
         return f"PlannedSizes({self.horizon!r}, {self.policy!r})"
+
+
+def _check_number(batch: int) -> None:
+    if batch < 0:
+        raise PlanError(
+            cannot(
+                f"tell where batch {batch} begins",
+                why="batches are counted from 0",
+                instead="count back from num_batches, where that is known",
+            )
+        )
 
 
 def _beyond(horizon: Horizon, last: Stretch, end: Timestamp) -> EqualBatches:

@@ -93,21 +93,22 @@ class CriticalBatchSize:
         """Return what `branches` say.
 
         Raises:
-            TrainingError: there are fewer than two sizes, a size lacks a seed of the others, or
-                the smallest diverges.
+            TrainingError: there are fewer than two sizes, a size lacks a seed of the others or has
+                one twice, the smallest diverges, or the tolerance is none.
         """
         sizes = sorted({branch.size for branch in branches})
         seeds = {branch.seed for branch in branches}
         losses = {(branch.size, branch.seed): branch.loss for branch in branches}
-        if len(sizes) < 2 or len(losses) != len(sizes) * len(seeds):
+        if len(sizes) < 2 or not len(branches) == len(losses) == len(sizes) * len(seeds):
             raise TrainingError(
                 cannot(
                     "tell the critical batch size",
-                    why=f"there are {len(losses)} branches of {len(sizes)} sizes and "
+                    why=f"there are {len(branches)} branches of {len(sizes)} sizes and "
                     f"{len(seeds)} seeds",
-                    instead="train every size, two or more, with every seed",
+                    instead="train every size, two or more, once with every seed",
                 )
             )
+        check_tolerance(tolerance)
         for branch in branches:
             check_yardstick(branch, sizes[0])
         rows = tuple(_row(size, sizes[0], branches, tolerance) for size in sizes)
@@ -154,12 +155,11 @@ def check_yardstick(branch: Branch, smallest: int) -> None:
         )
 
 
-def check_branches(sizes: Sequence[int], samples: int, *, tolerance: float) -> None:
-    """Refuse sizes that branches of so many samples tell nothing about.
+def check_tolerance(tolerance: float) -> None:
+    """Refuse what no loss can be worse by.
 
     Raises:
-        TrainingError: there are fewer than two, they are not ascending, the largest has too few
-            steps, or the tolerance is none.
+        TrainingError: it is not a number of at least 0.
     """
     if not (math.isfinite(tolerance) and tolerance >= 0):
         raise TrainingError(
@@ -169,6 +169,16 @@ def check_branches(sizes: Sequence[int], samples: int, *, tolerance: float) -> N
                 instead="write for example --tolerance 0.01",
             )
         )
+
+
+def check_branches(sizes: Sequence[int], samples: int, *, tolerance: float) -> None:
+    """Refuse sizes that branches of so many samples tell nothing about.
+
+    Raises:
+        TrainingError: there are fewer than two, they are not ascending, the largest has too few
+            steps, or the tolerance is none.
+    """
+    check_tolerance(tolerance)
     if len(sizes) < 2 or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
         raise TrainingError(
             cannot(

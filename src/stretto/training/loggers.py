@@ -181,8 +181,11 @@ class MLflowLogger(MetricLogger):
         self._mlflow.start_run(run_name=folder.name if folder else None)
 
     def log(self, record: Record) -> None:
-        """Send every measured value of the line at its sample."""
-        measured = {key: value for key, value in record.items() if key not in CLOCK_KEYS}
+        """Send every measured value of the line at its sample; `lr@group` is called `lr/group`."""
+        # The names that MLflow takes have no '@'; it shows those with one beginning together.
+        measured = {
+            key.replace("@", "/"): value for key, value in record.items() if key not in CLOCK_KEYS
+        }
         self._mlflow.log_metrics(measured, step=int(record["sp"]))
 
     def flush(self) -> None:

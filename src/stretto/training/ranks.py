@@ -165,21 +165,32 @@ class _NothingToLearn(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model  # whose buffers go to all ranks with each pass
-        tables = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
-        sparse = {id(one.weight) for one in tables if one.sparse}
-        parameters = [one for one in model.parameters() if one.requires_grad]
-        self._dense = tuple(one for one in parameters if id(one) not in sparse)
-        self._sparse = tuple(one for one in parameters if id(one) in sparse)
 
     def forward(self, loss: Tensor) -> Tensor:
         """Return a loss of zero that every parameter has a part in."""
-        for parameter in self._dense:
+        return 0.0 * touching_all(self.model, loss)
+
+
+def touching_all(model: nn.Module, loss: Tensor) -> Tensor:
+    """Return `loss` with every parameter added, so that all have a gradient, each of its kind.
+
+    >>> layer, loss = nn.Linear(1, 1), torch.zeros(())
+    >>> (0.0 * touching_all(layer, loss)).backward()
+    >>> layer.weight.grad
+    tensor([[0.]])
+    """
+    tables = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
+    sparse = {id(one.weight) for one in tables if one.sparse}
+    row = torch.zeros(1, dtype=torch.int64, device=loss.device)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) in sparse:
+            loss = loss + nn.functional.embedding(row, parameter, sparse=True).sum()
+        else:
             real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
             loss = loss + real.sum()
-        row = torch.zeros(1, dtype=torch.int64, device=loss.device)
-        for table in self._sparse:
-            loss = loss + nn.functional.embedding(row, table, sparse=True).sum()
-        return 0.0 * loss
+    return loss
 
 
 @contextmanager

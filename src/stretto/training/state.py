@@ -93,7 +93,13 @@ class RunState:
     def capture(self) -> tuple[Tensors, dict[str, Any]]:
         """Return tensors by group and name, and the rest as JSON. Every rank must call it."""
         packed, record = pack_optimizer(self._optimizer)
+        # All that ranks do together comes first: what follows may fail on one of them alone.
         everybody = self._ranks.gather(json.dumps(random_state()))
+        groups = {"model": self._model.state_dict(), "optimizer": packed}
+        tensors = {
+            group: {name: to_shard(tensor) for name, tensor in named.items()}
+            for group, named in groups.items()
+        }
         records = {
             "optimizer": record,
             "loader": self._loader.state_dict(),
@@ -108,11 +114,6 @@ class RunState:
             "best": self._best.state_dict(),
             "setup": dict(self._setup),
             **self._stepper.state_dict(),
-        }
-        groups = {"model": self._model.state_dict(), "optimizer": packed}
-        tensors = {
-            group: {name: to_shard(tensor) for name, tensor in named.items()}
-            for group, named in groups.items()
         }
         return tensors, records
 

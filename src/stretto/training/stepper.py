@@ -25,7 +25,7 @@ from stretto.training.finite import FiniteCheck
 from stretto.training.fully_sharded import is_fully_sharded, sync_gradients, zero_gradient
 from stretto.training.noise_meter import Measured, MicroBatchMeter, NoiseMeter, Pass
 from stretto.training.norm_meter import NormLayerMeter
-from stretto.training.ranks import Ranks
+from stretto.training.ranks import Ranks, touching_all
 from stretto.training.safety_net import SafetyNet
 from stretto.training.settings import LossFunction, Stepping
 
@@ -84,8 +84,6 @@ class Stepper:
         self.count = _counter(settings)
         self._is_sum = settings.loss_reduction == "sum"
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # All that is averaged over ranks, whether the optimizer has it or not.
-        self._averaged = list(model.parameters())
         self._clip_norm = settings.clip_norm
         self._dtype = _DTYPES.get(settings.precision)
         self.net: SafetyNet | None = None
@@ -278,7 +276,7 @@ class Stepper:
                 return
             # Every rank must take part in the averaging; 0 * nan would spoil it (see `_muted`).
             if not self._is_sharded:
-                loss = sum((p.sum() for p in self._averaged if p.requires_grad), loss.new_zeros(()))
+                loss = touching_all(self._model, loss.new_zeros(()))
             weight = 0.0
         else:
             weight = (1 if self._is_sum else units) * self._ranks.world_size / whole

@@ -305,6 +305,8 @@ class Trainer:
         loop.stop_reason = None
         # The folder is let go of last, when nothing is written there any more.
         with ExitStack() as folder, ExitStack() as held:
+            if self.loader.spec.is_map_style:  # what is iterated would have to begin anew
+                held.callback(self.loader.close)
             held.callback(loop.recorder.close)
             held.callback(loop.saver.close)
             self.loader.take_back()
