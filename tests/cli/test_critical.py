@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import statistics
 import sys
 from collections.abc import Iterator
@@ -173,6 +174,25 @@ def test_what_is_refused(
     assert "Traceback" not in said.err
 
 
+def test_without_a_run_file_it_is_the_runs_own(stretto: Stretto, trained: Path) -> None:
+    older, _ = sorted((trained / "checkpoints").iterdir())
+    for checkpoint in (trained, older, Path("runs/a/checkpoints") / older.name):
+        said = stretto("critical-batch-size", "--checkpoint", checkpoint, *SIZES, "--json")
+        assert said.code == 0, said.err
+        assert f"{Path('runs', 'a', 'run.yaml')} says" in said.err
+    whole = json.loads(said.out)
+    assert whole["seeds"] == {"asked": 2, "whole": 2}
+    assert [row["size"] for row in whole["rows"]] == [2, 4, 8]
+    assert whole["rows"][0]["verdict"] == "below"
+
+
+def test_a_rate_that_has_decayed_is_told(stretto: Stretto, trained: Path) -> None:
+    older, newest = sorted((trained / "checkpoints").iterdir())
+    for checkpoint, is_told in ((older, False), (newest, True)):
+        said = stretto("critical-batch-size", "--checkpoint", checkpoint, *SIZES)
+        assert ("of the optimizer's, and where it has decayed" in said.err) == is_told
+
+
 def test_a_checkpoint_of_another_model_is_refused(stretto: Stretto, trained: Path) -> None:
     text = Path("cli_project.py").read_text()
     Path("cli_other.py").write_text(text.replace("(2, 1)", "(2, 1, bias=False)"))
@@ -251,6 +271,23 @@ class Scale(Callback):
         trainer.scaler.update(32.0)
 
 
+class TerminateAtTheEnd(Callback):
+    # When the last step of the first branch is over.
+
+    def on_evaluation_end(self, trainer, name, metrics):
+        SEEN.append("evaluated")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class TerminateBefore(Callback):
+    # When the second branch is made, and has not begun.
+
+    def __init__(self):
+        SEEN.append("made")
+        if len(SEEN) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 class Terminate(Callback):
     def on_batch_end(self, trainer, step):
         if not SEEN:
@@ -312,6 +349,20 @@ def test_a_signal_ends_all_branches_as_it_ends_a_run(
     assert called_back == ["terminated"]
 
 
+@pytest.mark.parametrize(
+    ("callback", "seen"), [("TerminateAtTheEnd", ["evaluated"]), ("TerminateBefore", ["made"] * 2)]
+)
+def test_a_signal_outside_the_steps_ends_all_branches_too(
+    stretto: Stretto, trained: Path, called_back: list[object], callback: str, seen: list[object]
+) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    callbacks = f"callbacks=[{{target: cli_callbacks:{callback}}}]"
+    said = stretto("critical-batch-size", "run.yaml", callbacks, "--checkpoint", trained, *SIZES)
+    assert (said.code, said.out) == (143, "")
+    assert called_back == seen
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
 def test_a_signal_leaves_the_answer_of_the_orders_that_are_complete(
     stretto: Stretto, trained: Path, called_back: list[object]
 ) -> None:
@@ -321,6 +372,9 @@ def test_a_signal_leaves_the_answer_of_the_orders_that_are_complete(
     assert said.code == 143
     assert "so far, critical batch size: " in said.out
     assert "stopped: 1 of 2 orders are whole" in said.err
+    called_back.clear()
+    plain = json.loads(stretto(*command, "--json").out)
+    assert plain["seeds"] == {"asked": 2, "whole": 1}
     assert Path("so_far.png").is_file()
     assert len(called_back) < 2 * (16 + 8 + 4)
 

@@ -239,3 +239,10 @@ def test_what_multiplies_the_learning_rate_by_measuring_is_not_planned(
     assert ", lr" not in compared.out
     assert "not planned" in stretto("plan", "run.yaml", ada).err
     assert "not planned" not in stretto("plan", "run.yaml").err
+    for other in ("learning_rate_rule={linear: 8}", "batch_size={seesaw: 8, maximum: 32}"):
+        for verb in ("plan", "train"):
+            refused = stretto(verb, "run.yaml", ada, other)
+            assert refused.code == 2
+            assert "cannot follow the batch size by AdaScale: " in refused.err
+            assert " does so already; leave one of the two out (callbacks" in refused.err
+    assert not Path("runs", "run").exists(), "nothing has begun"

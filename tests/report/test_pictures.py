@@ -137,6 +137,31 @@ def test_a_picture_of_a_run_says_what_it_shows(tmp_path: Path) -> None:
     assert "planned" not in (tmp_path / "alone.svg").read_text()
 
 
+def test_a_picture_of_a_run_that_follows_the_noise_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path, make_plan("0ep:8 1ep:20"))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    known = {"noise_scale": 40.0, "noise_scale_low": 30.0, "noise_scale_high": 50.0}
+    lines = [line | known if line["ba"] > 3 else line | {"loss": None} for line in lines]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figures: list[Any] = []
+    monkeypatch.setattr(
+        "stretto.report.run_picture.save", lambda figure, path: figures.append(figure)
+    )
+    draw_run(tmp_path, tmp_path / "run.png", horizon=HORIZON, plan=None)
+    _, sizes, noise, rate = figures[0].axes
+    assert [panel.get_title("left") for panel in (sizes, noise)] == [
+        "batch size",
+        "noise scale, with its interval",
+    ]
+    assert rate.get_title("left") == "learning rate"
+    # The batch of 4 at the end of the first epoch is of the size 8.
+    assert sorted(set(sizes.lines[0].get_ydata())) == [8, 20]
+    told = [line for line in lines if "noise_scale" in line and "loss" in line]
+    assert list(noise.lines[0].get_ydata()) == [40.0] * len(told)
+
+
 def test_the_last_loss_and_a_reference_next_to_it_can_both_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

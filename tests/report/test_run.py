@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,35 @@ def test_a_metric_that_never_moves_is_a_reference(tmp_path: Path) -> None:
     assert read_metrics(tmp_path).references == {"validation/entropy": 3.3}
 
 
+def test_what_is_not_finite_is_shown(tmp_path: Path) -> None:
+    """A logger writes it as null."""
+    write(
+        tmp_path,
+        {"loss": 2.0, "batch_size": 8},
+        {"validation/loss": 1.5, "validation/entropy": 3.0},
+        {"ba": 20, "loss": None, "batch_size": 8},
+        {"ba": 20, "validation/loss": None, "validation/entropy": None},
+    )
+    metrics = read_metrics(tmp_path)
+    assert len(metrics.training) == len(metrics.evaluations) == 2
+    assert metrics.references == {}
+    *_, good, bad = run_table(metrics, tmp_path).splitlines()
+    assert good.split()[-3:] == ["2.0000", "1.5000", "3.0000"]
+    assert bad.split()[-3:] == ["nan", "nan", "nan"]
+
+
+def test_what_the_sizes_follow_is_shown(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {"loss": 2.0, "batch_size": 8},
+        {"ba": 20, "loss": 1.0, "batch_size": 12, "noise_scale": 41.26},
+    )
+    heads, one, other = run_table(read_metrics(tmp_path), tmp_path).splitlines()[2:5]
+    assert "batch size  noise scale" in heads
+    assert one.split()[-2:] == ["8", "2.0000"]
+    assert other.split()[-3:] == ["12", "41.3", "1.0000"]
+
+
 @pytest.mark.parametrize("rest", ["", '{"ep": 1, "lo', "nonsense", "[1]"])
 def test_a_last_line_that_is_not_whole_is_left_out(rest: str, tmp_path: Path) -> None:
     write(tmp_path, {"loss": 2.0}, end="\n" + rest)
@@ -49,6 +79,8 @@ def test_a_last_line_that_is_not_whole_is_left_out(rest: str, tmp_path: Path) ->
         (None, "no such file"),
         ("", "it holds no line yet"),
         ('{"loss": 1}\n', "line 1 is not a line of metrics"),
+        (json.dumps(CLOCK | {"sec": math.inf}) + "\n", "line 1 is not a line of metrics"),
+        (json.dumps(CLOCK) + "\n", "no line of it holds a loss"),
         ("[" * 100_000 + "\n", "line 1 is not a line of metrics"),
         ("\xff\n", "it is not UTF-8 text"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast, final
@@ -109,17 +110,18 @@ class BoundNoiseScale(FollowingPolicy):
         return {"size": self.policy.start, **RatioAverage().to_state()}
 
     def told(self, state: PolicyState) -> Mapping[str, float]:
-        """Return the noise scale and its interval, where they are known."""
-        confidence = self.policy.confidence
-        average = RatioAverage.from_state(state)
-        if average.ratio is None or not average.is_steady(self.policy.window, confidence):
+        """Return what is known: the noise scale, and each end of its interval."""
+        confidence, average = self.policy.confidence, RatioAverage.from_state(state)
+        if not average.is_over_enough(self.policy.window):
             return {}
-        interval = average.interval(confidence)
-        return {
-            "noise_scale": average.ratio,
-            "noise_scale_low": interval.lower,
-            "noise_scale_high": interval.upper,
-        }
+        interval, found = average.interval(confidence), {}
+        if average.ratio is not None and interval.is_within(STEADY):
+            found["noise_scale"] = average.ratio
+        if interval.lower > 0:
+            found["noise_scale_low"] = interval.lower
+        if interval.upper < math.inf:
+            found["noise_scale_high"] = interval.upper
+        return found
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals

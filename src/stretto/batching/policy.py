@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,7 +46,19 @@ class Signals:
         for name in self.__slots__:
             value = getattr(self, name)
             if value is not None and type(value) is not float:
-                object.__setattr__(self, name, float(value))
+                object.__setattr__(self, name, as_float(value))
+
+
+def as_float(value: float) -> float:
+    """Return a number of any library as a float; one that is too large for it is infinite.
+
+    >>> as_float(3), as_float(-(10**400))
+    (3.0, -inf)
+    """
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 NO_SIGNALS = Signals()

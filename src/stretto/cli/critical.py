@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from stretto.batching import LearningRateRule, LinearRule, NoRule, SquareRootRule
-from stretto.cli.files import add_working_folder, read_arguments
+from stretto.cli.files import RUN_FILE, add_working_folder, find_run_file, read_arguments
 from stretto.config.branching import Trunk, default_sizes
 from stretto.errors import ConfigError, cannot
 from stretto.report.critical import critical_table, draw_critical
@@ -22,7 +22,11 @@ from stretto.training.critical import (
     check_branches,
     check_yardstick,
 )
+from stretto.training.interrupt import Interrupts, end_if
+from stretto.training.resuming import FOLDER
 
+LITTLE = 0.2
+"""Below this part of the optimizer's learning rate it counts as decayed."""
 RULES: dict[str, LearningRateRule] = {
     "sqrt": SquareRootRule(1),
     "linear": LinearRule(1),
@@ -49,7 +53,9 @@ def critical_batch_size(
         check_drawable(plot)
     chosen, wanted = _rule(rule), None if sizes is None else _sizes(sizes)
     add_working_folder()
-    config, source = read_arguments(arguments)
+    folder = _run_folder(checkpoint)
+    path, _ = find_run_file(arguments, folder=folder)
+    config, source = read_arguments(arguments, folder=folder)
     trunk = Trunk.at(config, checkpoint, source=source, rule=chosen)
     samples = trunk.samples(Time(over))
     _check_seeds(seeds)
@@ -57,34 +63,46 @@ def critical_batch_size(
     tried = default_sizes(trunk.size, samples) if wanted is None else wanted
     check_branches(tried, samples, tolerance=tolerance)
     samples = _whole(samples, tried)
+    typer.echo(f"branches off {trunk.path}, as {path} says", err=True)
     branches: list[Branch] = []
     try:
-        for seed in range(seeds):
-            branches += _branches(trunk, tried, seed=seed, samples=samples)
-    except (SystemExit, KeyboardInterrupt):
+        with Interrupts() as interrupts:  # a branch has its own: what comes between two of them
+            for seed in range(seeds):
+                branches += _branches(trunk, tried, interrupts, seed=seed, samples=samples)
+    except SystemExit:
         whole = len(branches) // len(tried)
         typer.echo(f"stopped: {whole} of {seeds} orders are whole", err=True)
         if branches:
             told = CriticalBatchSize.of(branches, samples=samples, tolerance=tolerance)
-            _tell(told, trunk, as_json=as_json, plot=plot, so_far="so far, ")
+            _tell(told, trunk, seeds=seeds, as_json=as_json, plot=plot)
         raise
     found = CriticalBatchSize.of(branches, samples=samples, tolerance=tolerance)
-    _tell(found, trunk, as_json=as_json, plot=plot)
+    _tell(found, trunk, seeds=seeds, as_json=as_json, plot=plot)
+
+
+def _run_folder(checkpoint: Path) -> Path | None:
+    """The folder of the run that a checkpoint is of, if that says how it was made."""
+    folder = checkpoint if (checkpoint / FOLDER).is_dir() else checkpoint.absolute().parent.parent
+    return folder if (folder / RUN_FILE).is_file() else None
 
 
 def _tell(
-    found: CriticalBatchSize,
-    trunk: Trunk,
-    *,
-    as_json: bool,
-    plot: Path | None,
-    so_far: str = "",
+    found: CriticalBatchSize, trunk: Trunk, *, seeds: int, as_json: bool, plot: Path | None
 ) -> None:
-    """Print and draw what branches have come to."""
+    """Print and draw what branches have come to, of the orders that were asked for."""
+    whole = len({branch.seed for branch in found.branches})
     if as_json:
-        typer.echo(json.dumps(_plain(found, trunk), indent=2))
+        plain = _plain(found, trunk) | {"seeds": {"asked": seeds, "whole": whole}}
+        typer.echo(json.dumps(plain, indent=2))
     else:
+        so_far = "" if whole == seeds else "so far, "
         typer.echo(f"{critical_table(found)}\n\n{so_far}{found}")
+    if (part := trunk.decay(found.branches[0])) < LITTLE:
+        typer.echo(
+            f"note: the learning rate in force there is {part:.1%} of the optimizer's, and where "
+            "it has decayed all sizes look alike; an earlier checkpoint tells more",
+            err=True,
+        )
     if plot is not None:
         draw_critical(found, plot)
         typer.echo(f"drew {plot}", err=True)
@@ -99,10 +117,13 @@ def _whole(samples: int, sizes: Sequence[int]) -> int:
     return whole if whole >= 0.75 * samples else samples - samples % sizes[-1]
 
 
-def _branches(trunk: Trunk, sizes: Sequence[int], *, seed: int, samples: int) -> list[Branch]:
+def _branches(
+    trunk: Trunk, sizes: Sequence[int], interrupts: Interrupts, *, seed: int, samples: int
+) -> list[Branch]:
     """Train the branches of one order of samples, and say what each came to."""
     branches = []
     for size in sizes:
+        end_if(interrupts.received)
         branch = trunk.branch(size, seed=seed, samples=samples)
         typer.echo(
             f"seed {seed}, batch size {size:,}: loss {branch.loss:.4f} after "
@@ -155,6 +176,11 @@ def _sizes(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def _finite(value: float) -> float | None:
+    """The number, or None where JSON has none for it."""
+    return value if math.isfinite(value) else None
+
+
 def _plain(found: CriticalBatchSize, trunk: Trunk) -> dict[str, Any]:
     return {
         "size": found.size,
@@ -163,8 +189,17 @@ def _plain(found: CriticalBatchSize, trunk: Trunk) -> dict[str, Any]:
         "tolerance": found.tolerance,
         "samples": found.samples,
         "at": {"sample": trunk.timestamp.sample, "batch_size": trunk.size},
+        "rows": [
+            {
+                "size": row.size,
+                "loss": _finite(row.loss),
+                "excess": _finite(row.excess),
+                "reach": _finite(row.reach),
+                "verdict": row.verdict,
+            }
+            for row in found.rows
+        ],
         "branches": [
-            branch._asdict() | {"loss": branch.loss if math.isfinite(branch.loss) else None}
-            for branch in found.branches
+            branch._asdict() | {"loss": _finite(branch.loss)} for branch in found.branches
         ],
     }

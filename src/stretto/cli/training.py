@@ -109,7 +109,7 @@ def choose_folder(run_file: RunFile, stem: str, folder: Path | None, *, resumes:
                 cannot(
                     f"begin a run in {named}",
                     why="it holds one already",
-                    instead="add --resume latest to go on with it, or name another --folder",
+                    instead="add --resume auto to go on with it, or name another --folder",
                 )
             )
         return named

@@ -26,7 +26,7 @@ from stretto.config.parts import (
     make_stepping,
     wrong_kind,
 )
-from stretto.config.plans import Run, build_run
+from stretto.config.plans import Run, base_values, build_run
 from stretto.config.run import RunConfig
 from stretto.config.source import NO_SOURCE, Source
 from stretto.config.targets import call_target
@@ -48,7 +48,7 @@ from stretto.training import Callback, Evaluation, Logging, Trainer
 from stretto.training.callback import restore_states
 from stretto.training.critical import LEAST_STEPS, Branch
 from stretto.training.held import held
-from stretto.training.interrupt import exit_code
+from stretto.training.interrupt import Interrupts, end_if
 from stretto.training.resuming import FOLDER, newest_of
 
 ORDER_SEEDS = 1_000_003
@@ -169,7 +169,19 @@ class Trunk:
         Raises:
             CheckpointError: the checkpoint is of another model or optimizer.
             StrettoError: the run file does not allow it.
+            SystemExit: a signal came, which ends all branches.
         """
+        with Interrupts() as interrupts:
+            trainer, losses = self._trainer(size, seed=seed, samples=samples)
+            end_if(interrupts.received)
+            trainer.fit()
+            end_if(interrupts.received or trainer.received_signal)
+        _check_not_stopped(trainer)
+        rate = float(trainer.optimizer.param_groups[0]["lr"])
+        return Branch(size, seed, trainer.timer.batch, rate, losses.loss)
+
+    def _trainer(self, size: int, *, seed: int, samples: int) -> tuple[Trainer, _Losses]:
+        """A branch that is about to begin, and what will know its loss."""
         config, source = self.config, self.source
         seed_everything(config.seed + seed)
         assert config.model is not None, "checked when the trunk was made"
@@ -210,10 +222,12 @@ class Trunk:
         )
         if trainer.scaler is not None and self.reader.records["scaler"] is not None:
             trainer.scaler.load_state_dict(self.reader.records["scaler"])
-        trainer.fit()
-        _check_not_stopped(trainer)
-        rate = float(optimizer.param_groups[0]["lr"])
-        return Branch(size, seed, trainer.timer.batch, rate, losses.loss)
+        return trainer, losses
+
+    def decay(self, branch: Branch) -> float:
+        """Return what is left of the optimizer's learning rate where `branch` leaves the run."""
+        in_force = branch.learning_rate * self.rule(self.size) / self.rule(branch.size)
+        return in_force / (base_values(self.config, source=self.source).get("lr") or in_force)
 
     def _evaluations(self) -> Sequence[Evaluation]:
         """The first evaluation of the file, whose loss is what branches are compared by."""
@@ -296,21 +310,17 @@ def _check_not_stopped(trainer: Trainer) -> None:
     """Refuse a branch that has not seen its samples.
 
     Raises:
-        SystemExit: a signal has ended it, which means all of them.
         TrainingError: a callback has ended it.
     """
-    reason = trainer.stop_reason
-    if reason is None:
-        return
-    if code := exit_code(reason):
-        raise SystemExit(code)
-    raise TrainingError(
-        cannot(
-            "compare branches",
-            why=f"a callback has stopped one: {reason}",
-            instead="write callbacks=[] behind the run file, or in_branches = False in its class",
+    if trainer.stop_reason is not None:
+        raise TrainingError(
+            cannot(
+                "compare branches",
+                why=f"a callback has stopped one: {trainer.stop_reason}",
+                instead="write callbacks=[] behind the run file, or in_branches = False in its "
+                "class",
+            )
         )
-    )
 
 
 def _no_branch(path: Path, why: str) -> CheckpointError:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from itertools import islice
 from typing import Any, final
 
-from stretto.batching import BatchSizePolicy, LearningRateRule
+from stretto.batching import BatchSizePolicy, LearningRateRule, couplings_in
 from stretto.config.batch_sizes import build_sizes
 from stretto.config.building import Building
 from stretto.config.fields import Target
@@ -18,7 +18,7 @@ from stretto.config.run import RunConfig
 from stretto.config.schedules import build_schedule
 from stretto.config.source import NO_SOURCE, Path, Source, in_file_words
 from stretto.config.targets import call_target, import_target
-from stretto.errors import PlanError, cannot
+from stretto.errors import ConfigError, PlanError, cannot
 from stretto.planning import (
     Plan,
     PlannedSizes,
@@ -89,6 +89,7 @@ def plan_of(
         PlanError: only the run itself can tell its batch sizes.
     """
     check_pieces(run, source)
+    check_rates(config, run, source)
     with _placed(source):
         return plan(run.horizon, run.policy, **_arguments(config, run, source, world_size))
 
@@ -105,6 +106,7 @@ def range_of(
         PlanError: the ranks cannot share the least size.
     """
     check_pieces(run, source)
+    check_rates(config, run, source)
     if decided_between(run.horizon, run.policy) is None:
         return None
     with _placed(source):
@@ -136,7 +138,34 @@ def _placed(source: Source) -> Iterator[None]:
 
 def scales_rate(config: RunConfig) -> bool:
     """Return whether a callback of the file multiplies the learning rate by what it measures."""
-    return any(one.target == "stretto.training.algorithms:AdaScale" for one in config.callbacks)
+    return any(_is_ada_scale(one) for one in config.callbacks)
+
+
+def _is_ada_scale(target: Target) -> bool:
+    return target.target.rpartition(":")[2] == "AdaScale"  # a plan imports no callbacks
+
+
+def check_rates(config: RunConfig, run: Run, source: Source) -> None:
+    """Refuse an AdaScale beside what follows the batch size already, as it does itself.
+
+    Raises:
+        ConfigError: there is a learning rate rule, a pair of sizes and a schedule, or another one.
+    """
+    number = next((n for n, one in enumerate(config.callbacks) if _is_ada_scale(one)), None)
+    if number is None:
+        return
+    pairs = [pair for schedule in run.schedules.values() for pair in couplings_in(schedule)]
+    more = [one.target for one in config.callbacks[number + 1 :] if _is_ada_scale(one)]
+    others = [*map(repr, pairs), *([] if run.rule is None else [repr(run.rule)]), *more]
+    if others:
+        raise ConfigError(
+            cannot(
+                "follow the batch size by AdaScale",
+                why=f"{others[0]} does so already",
+                instead="leave one of the two out",
+                where=source.where(("callbacks", number)),
+            )
+        )
 
 
 def build_run(

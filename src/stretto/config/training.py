@@ -25,7 +25,7 @@ from stretto.config.parts import (
     make_stepping,
     wrong_kind,
 )
-from stretto.config.plans import Run, build_run, check_pieces
+from stretto.config.plans import Run, build_run, check_pieces, check_rates
 from stretto.config.run import RunConfig
 from stretto.config.source import NO_SOURCE, Source
 from stretto.config.targets import call_target
@@ -62,6 +62,7 @@ def build_trainer(
     spec = make_spec(config, source=source)
     run = build_run(config, known_sizes(spec), source=source, world_size=world_size)
     check_pieces(_with_some_maximum(run), source)
+    check_rates(config, run, source)
     seed_everything(config.seed)
     assert config.model is not None, "checked above"
     model = call_target(config.model, source=source, path=("model",))

@@ -11,7 +11,7 @@ from stretto.batching.averages import (
     checked_confidence,
     checked_window,
 )
-from stretto.batching.policy import checked_size
+from stretto.batching.policy import as_float, checked_size
 from stretto.noise.norms import total
 from stretto.noise.terms import NoiseTerms, noise_terms
 
@@ -57,7 +57,7 @@ class NoiseEstimator:
                 count alike, which is right where their batches are.
         """
         if terms is not None:
-            numerator, denominator = map(float, terms)
+            numerator, denominator = map(as_float, terms)
             self._average = self._average.extended(
                 numerator, denominator, window=self._window, num_samples=num_samples
             )

@@ -192,7 +192,7 @@ def _extreme(plan: Plan, name: str, batches: range, best: Best) -> tuple[int, fl
     It looks at some of the batches and then closer where they are best, so a value that rises and
     falls more often than every 64th of them tells may have a better one.
     """
-    stride = -(-len(batches) // _LOOKS)
+    stride = -(-(batches.stop - batches.start) // _LOOKS)  # more than `len` can tell
     looks: Sequence[int] = batches[::stride]
     while True:
         values = {batch: plan.values_at(batch)[name] for batch in looks}

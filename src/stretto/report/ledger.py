@@ -98,6 +98,19 @@ def read_ledger(folder: Path) -> Iterator[LedgerRow]:
         raise _unreadable(path, why.lower()) from None
 
 
+def decided_sizes(rows: Sequence[LedgerRow]) -> list[int]:
+    """Return the size in force in each batch: of one that an epoch or the run cuts, as before it.
+
+    Where the size also changes in such a batch, the ledger does not know of it.
+    """
+    sizes: list[int] = []
+    for row, after in zip_longest(rows, rows[1:]):
+        size, is_last = row.counts["size"], after is None
+        is_cut = is_last or after.counts["epoch"] != row.counts["epoch"]
+        sizes.append(max(size, sizes[-1]) if is_cut and sizes else size)
+    return sizes
+
+
 def compare(plan: Plan, folder: Path, *, ignores_rate: bool = False) -> Comparison:
     """Return how the run in `folder` followed `plan`: sizes, clock, hyper-parameters.
 

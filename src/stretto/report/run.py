@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from stretto.batching.policy import as_float
 from stretto.errors import DataError, cannot
 
 METRICS = "metrics.jsonl"
@@ -41,6 +43,8 @@ class RunMetrics:
         found = {}
         for name in self.measured:
             values = [line[name] for line in self.evaluations if name in line]
+            if not all(map(math.isfinite, values)):
+                continue
             low, high = min(values), max(values)
             if len(values) > 1 and high - low <= 1e-6 * abs(high):
                 found[name] = values[-1]
@@ -61,6 +65,8 @@ def read_metrics(folder: Path) -> RunMetrics:
         raise _unreadable(folder / METRICS, "it holds no line yet")
     training = tuple(line for line in lines if "loss" in line)
     evaluations = tuple(line for line in lines if any("/" in name for name in line))
+    if not (training or evaluations):
+        raise _unreadable(folder / METRICS, "no line of it holds a loss")
     return RunMetrics(training, evaluations)
 
 
@@ -85,8 +91,13 @@ def _parsed(text: str) -> dict[str, float] | None:
         return None
     if not isinstance(line, dict) or not all(name in line for name in CLOCK):
         return None
-    numbers = {name: value for name, value in line.items() if isinstance(value, (int, float))}
-    return numbers if all(name in numbers for name in CLOCK) else None
+    # What was not finite was written as null.
+    numbers = {
+        name: math.nan if value is None else as_float(value)
+        for name, value in line.items()
+        if value is None or isinstance(value, (int, float))
+    }
+    return numbers if all(math.isfinite(numbers.get(name, math.nan)) for name in CLOCK) else None
 
 
 def _unreadable(path: Path, why: str) -> DataError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ from stretto.report.drawing import (
     panels,
     save,
 )
-from stretto.report.ledger import LedgerRow, read_ledger
+from stretto.report.ledger import LedgerRow, decided_sizes, read_ledger
 from stretto.report.plan_picture import Curves, describe, plan_curves, show_name
 from stretto.report.run import RunMetrics, read_metrics
 from stretto.timing import Horizon, Timestamp, TimeUnit
@@ -61,20 +62,27 @@ def draw_run(
     check_format(path)
     metrics = read_metrics(folder)
     target = _unit(metrics, unit)
-    rows = _thinned(list(read_ledger(folder)))
+    rows = list(read_ledger(folder))
+    done = f"run of {horizon.max_duration}  ·  {len(rows):,} batches"
+    rows, sizes = _thinned(rows, decided_sizes(rows))
     place = _placing(horizon, target)
     curves = _curves(plan, target)
     names = list(rows[0].values)[:MAX_VALUES] if rows else []
     with import_optional("matplotlib", "plot").rc_context(STYLE):
-        title = f"{folder.name}:  {describe(plan)}" if plan else folder.name
-        figure, axes = panels([2.6, 1.3, *([1.2] * len(names))], title)
+        title = f"{folder.name}:  {describe(plan) if plan else done}"
+        told = [line for line in metrics.training if "noise_scale" in line]
+        figure, axes = panels([2.6, 1.3, *([1.2] * (len(names) + bool(told)))], title)
         _draw_losses(axes[0], metrics, target)
         xs = [place(row) for row in rows]
         if rows and metrics.training:
             # A row is where a batch begins; the last one holds to where the run stands.
             rows, xs = [*rows, rows[-1]], [*xs, max(xs[-1], metrics.training[-1][target])]
-        _draw_sizes(axes[1], xs, rows, curves)
-        for panel, name, color in zip(axes[2:], names, (ORANGE, GREEN, PURPLE), strict=False):
+            sizes = [*sizes, sizes[-1]]
+        _draw_sizes(axes[1], xs, sizes, curves)
+        if told:
+            _draw_noise(axes[2], told, target)
+        rest = axes[2 + bool(told) :]
+        for panel, name, color in zip(rest, names, (ORANGE, GREEN, PURPLE), strict=False):
             _draw_value(panel, xs, [row.values[name] for row in rows], curves, name, color=color)
         end = max(xs[-1] if xs else 0.0, curves.end if curves else 0.0)
         finish_time_axis(axes[-1], target, end or 1.0)
@@ -119,16 +127,17 @@ def _curves(plan: Plan | None, unit: TimeUnit) -> Curves | None:
         return None
 
 
-def _thinned(rows: list[LedgerRow], most: int = 3_000) -> list[LedgerRow]:
-    """At most about `most` rows, with each at which the batch size changes."""
+def _thinned(
+    rows: list[LedgerRow], sizes: list[int], most: int = 3_000
+) -> tuple[list[LedgerRow], list[int]]:
+    """At most about `most` rows and their sizes, with each at which the size changes."""
     stride = -(-len(rows) // most) if rows else 1
-    return [
-        row
-        for number, row in enumerate(rows)
-        if number % stride == 0
-        or number == len(rows) - 1
-        or row.counts["size"] != rows[number - 1].counts["size"]
+    kept = [
+        number
+        for number, size in enumerate(sizes)
+        if number % stride == 0 or number == len(rows) - 1 or size != sizes[number - 1]
     ]
+    return [rows[number] for number in kept], [sizes[number] for number in kept]
 
 
 def _draw_losses(axes: Axes, metrics: RunMetrics, unit: TimeUnit) -> None:
@@ -144,7 +153,9 @@ def _draw_losses(axes: Axes, metrics: RunMetrics, unit: TimeUnit) -> None:
     )
     names = [name for name in metrics.measured if name.endswith("/loss")]
     for name, color in zip(names, (ORANGE, GREEN, PURPLE), strict=False):
-        found = [line for line in metrics.evaluations if name in line]
+        found = [line for line in metrics.evaluations if math.isfinite(line.get(name, math.nan))]
+        if not found:
+            continue
         axes.plot(
             [line[unit] for line in found],
             [line[name] for line in found],
@@ -167,7 +178,7 @@ def _draw_losses(axes: Axes, metrics: RunMetrics, unit: TimeUnit) -> None:
             weight="bold",
             fontsize=9,
         )
-    highest = max((line["loss"] for line in lines), default=0.0)
+    highest = max((line["loss"] for line in lines if math.isfinite(line["loss"])), default=0.0)
     for name, value in metrics.references.items():
         if 0 < value <= 1.5 * highest:
             axes.axhline(value, color=MUTED, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1)
@@ -187,15 +198,28 @@ def _draw_losses(axes: Axes, metrics: RunMetrics, unit: TimeUnit) -> None:
 
 
 def _draw_sizes(
-    axes: Axes, xs: Sequence[float], rows: Sequence[LedgerRow], curves: Curves | None
+    axes: Axes, xs: Sequence[float], sizes: Sequence[int], curves: Curves | None
 ) -> None:
     axes.set_title("batch size")
-    sizes = [row.counts["size"] for row in rows]
     if curves is not None:
         axes.stairs(curves.sizes, curves.edges, fill=True, color=FAINT, baseline=1e-9)
     axes.plot(xs, sizes, color=BLUE, drawstyle="steps-post")
     finish_size_axis(axes, [*sizes, *(curves.sizes if curves else ())] or [1])
     _say_planned(axes, curves)
+
+
+def _draw_noise(axes: Axes, told: Sequence[Mapping[str, float]], unit: TimeUnit) -> None:
+    axes.set_title("noise scale, with its interval")
+    xs = [line[unit] for line in told]
+    low, high = (
+        [line.get(f"noise_scale_{end}", line["noise_scale"]) for line in told]
+        for end in ("low", "high")
+    )
+    axes.fill_between(xs, low, high, color=FAINT, linewidth=0)
+    axes.plot(xs, [line["noise_scale"] for line in told], color=PURPLE, marker="o", markersize=2)
+    axes.set_yscale("log", base=2)
+    ticker = import_optional("matplotlib.ticker", "plot")
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.4g}"))
 
 
 def _draw_value(

@@ -9,6 +9,8 @@ from stretto.report.run import RunMetrics
 
 MAX_ROWS = 24
 """With more evaluations than this, only some are shown: evenly spread, the last among them."""
+FOLLOWED = ("noise_scale", "norm_test", "gain")
+"""What batch sizes and learning rates follow, where it was measured."""
 _CLOCK = {"ep": "epoch", "ba": "batches", "sp": "samples", "tok": "tokens"}
 
 
@@ -18,12 +20,15 @@ def run_table(metrics: RunMetrics, folder: Path) -> str:
     shown = _spread(list(rows))
     counts = [unit for unit in _CLOCK if unit != "tok" or rows[-1]["tok"]]
     names = [name for name in metrics.measured if name not in metrics.references]
-    heads = [*(_CLOCK[unit] for unit in counts), "time", "batch size", "loss", *names]
+    told = [name for name in FOLLOWED if any(name in line for line in metrics.training)]
+    heads = [*(_CLOCK[unit] for unit in counts), "time", "batch size"]
+    heads += [name.replace("_", " ") for name in told] + ["loss", *names]
     table = [heads]
     for row in shown:
         trained = _line_at(metrics, row)
         cells = [_count(row[unit]) for unit in counts]
-        cells += [_time(row["sec"]), _count(trained.get("batch_size")), _loss(trained.get("loss"))]
+        cells += [_time(row["sec"]), _count(trained.get("batch_size"))]
+        cells += [_about(trained.get(name)) for name in told] + [_loss(trained.get("loss"))]
         table.append([*cells, *(_loss(row.get(name)) for name in names)])
     widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
     lines = [
@@ -50,7 +55,11 @@ def _line_at(metrics: RunMetrics, row: Mapping[str, float]) -> Mapping[str, floa
 def _count(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
+    return f"{value:,.0f}" if value.is_integer() else f"{value:,.4g}"
+
+
+def _about(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
 
 
 def _loss(value: float | None) -> str:

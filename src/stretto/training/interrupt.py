@@ -42,6 +42,18 @@ class Interrupts:
         self._before.clear()
 
 
+def end_if(received: str | None) -> None:
+    """End the program as a shell expects of one that a signal has ended, if one was received.
+
+    >>> end_if(None)
+
+    Raises:
+        SystemExit: one was.
+    """
+    if received is not None:
+        raise SystemExit(exit_code(received))
+
+
 def exit_code(reason: str) -> int:
     """Return what a shell expects of a run that stopped so: 0 where no signal has ended it.
 

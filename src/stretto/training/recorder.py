@@ -113,7 +113,7 @@ class Recorder:
         self._paused_nanoseconds += self._paused_after_batch
         self._paused_after_batch = 0
         self.loss.add(losses)
-        self._size = step.size
+        self._size = step.batch_size  # in force, though the end of an epoch has cut this batch
         at = step.timestamp
         # The clock also passes over what `last_batch="drop"` leaves out after the batch.
         passed_over = after.sample - at.sample - step.size

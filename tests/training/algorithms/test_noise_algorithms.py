@@ -98,8 +98,10 @@ def test_a_run_that_follows_the_noise_logs_what_it_follows(tmp_path: Path) -> No
     own, reported = logged
     assert not own[0]
     assert own[-1]
-    # The policy has decided by what was measured up to the batch before.
-    assert own[1:] == reported[:-1]
+    # The policy has decided by what was measured up to the batch before, and it may go by an end
+    # of the interval where the scale is not known well enough to be reported.
+    assert [one if "noise_scale" in one else {} for one in own[1:]] == reported[:-1]
+    assert any(one and "noise_scale" not in one for one in own)
 
 
 def test_a_rule_is_suggested_where_there_is_none() -> None:
