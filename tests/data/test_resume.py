@@ -131,6 +131,33 @@ def test_a_state_that_is_of_no_use_is_told() -> None:
     assert not loader.has_dropped_state, "there was none"
 
 
+@pytest.mark.parametrize(
+    ("policy", "place", "value"),
+    [
+        (NoiseScale(8, 64), ("policy", "state", "size"), "8"),
+        (NoiseScale(8, 64), ("policy", "state", "weight"), "x"),
+        (Hysteresis(LinearRamp(2, 9, "1ep"), 1.5), ("policy", "state", "size"), "8"),
+        (Monotone(LinearRamp(2, 9, "1ep")), ("policy", "state", "largest"), 9.5),
+        (NoiseScale(8, 64), ("clock",), []),
+        (NoiseScale(8, 64), ("signals",), 7),
+        (NoiseScale(8, 64), ("order",), None),
+        (NoiseScale(8, 64), ("policy",), {}),
+    ],
+)
+def test_a_damaged_record_is_refused_when_it_is_read(
+    policy: Any, place: tuple[str, ...], value: Any
+) -> None:
+    loader = StepLoader([*range(40)], policy, max_duration="2ep")
+    next(loader)
+    record = loader.state_dict()
+    within: Any = record
+    for name in place[:-1]:
+        within = within[name]
+    within[place[-1]] = value
+    with pytest.raises(CheckpointError, match="the record is damaged"):
+        StepLoader([*range(40)], policy, max_duration="2ep").load_state_dict(record)
+
+
 def test_what_another_policy_has_measured_is_not_taken_over() -> None:
     """Its state looks alike, and is of another quantity; inside periods and wrappers as well."""
     loaders = [

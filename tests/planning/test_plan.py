@@ -433,3 +433,10 @@ class ReadsFraction(BatchSizePolicy, BoundPolicy):
 def test_a_fraction_is_one_of_what_the_run_is_measured_in(run: str, follows: str) -> None:
     with pytest.raises(PlanError, match=follows):
         plan(Horizon(run), ReadsFraction())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, -0.1, True, "0.1", None])
+def test_a_base_value_is_a_number(value: object) -> None:
+    base: dict[str, float] = {"lr": value}  # type: ignore[dict-item]
+    with pytest.raises(PlanError, match="as the base value of 'lr': it is not a finite number"):
+        plan(Horizon("40sp"), 8, schedules={"lr": 1.0}, base=base)

@@ -104,3 +104,9 @@ def test_a_row_shows_what_goes_beyond_both_ends_in_its_order() -> None:
     shape = Periods([("300ba", Linear(1, 0)), ("300ba", Linear(0, 3)), ("rest", Linear(3, 2))])
     planned = plan(Horizon("1000ba"), 4, schedules={"lr": shape})
     assert "1 to 0 to 3 to 2.002" in planned.table()
+
+
+def test_a_run_of_more_batches_than_can_be_counted_has_a_table() -> None:
+    planned = plan(Horizon("1e19ba"), 8, schedules={"lr": Linear(1, 0)})
+    assert "  10,000,000,000,000,000,000  " in planned.table()
+    assert "  1 to " in planned.table()

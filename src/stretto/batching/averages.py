@@ -13,6 +13,7 @@ from stretto.errors import BatchSizeError, cannot, shown
 LARGEST = 1e100
 """Values beyond it are taken for broken: their squares would come near the end of what a float
 holds, and no gradient has such a norm."""
+_LONGEST = 10**9
 _LEAST_STEPS = 20
 """Below it the spread of the steps is itself too badly known."""
 _FEW = 15.0
@@ -210,13 +211,13 @@ def checked_window(window: object) -> int:
     """Return the number of steps that an average is over.
 
     Raises:
-        BatchSizeError: it is not an integer of at least 2.
+        BatchSizeError: it is not an integer from 2 to a billion.
     """
-    if type(window) is not int or window < 2:
+    if type(window) is not int or not 2 <= window <= _LONGEST:
         raise BatchSizeError(
             cannot(
                 f"average over {shown(window)} steps",
-                why="it is not an integer of at least 2",
+                why=f"it is not an integer from 2 to {_LONGEST:,}",
                 instead="write a number of steps such as window=100",
             )
         )

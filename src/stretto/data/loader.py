@@ -331,8 +331,13 @@ class StepLoader(Iterator[Step]):
         A policy of another kind starts afresh from there.
 
         Raises:
-            CheckpointError: it was saved from data of another length or in another order.
+            CheckpointError: it was saved from data of another length or in another order, or it is
+                damaged.
         """
+        with saved.read():
+            self._load(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         saved.check_version(state)
         saved.check_order(state["order"], saved.order_record(self._source.order))
         self.close()
@@ -340,10 +345,10 @@ class StepLoader(Iterator[Step]):
         self.timer.load_state_dict(state["clock"])
         bound = self.policy.bind(self.horizon.with_batch_sizes(None))
         own = saved.policy_state(self.policy, bound, state["policy"])
+        signals = saved.signals_of(state["signals"])
+        saved.check_state(bound, self.timer.timestamp, own or {}, signals)
         self.has_dropped_state = bool(state["policy"]["state"]) and own is None
-        self._decisions.restart(
-            bound.start() if own is None else own, saved.signals_of(state["signals"])
-        )
+        self._decisions.restart(bound.start() if own is None else own, signals)
         self._decisions.size = state.get("size")
         self._source.load_state_dict(state["source"])
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from stretto.batching import BatchSizePolicy, BoundPolicy, PeriodSizes, PolicyState, Signals
 from stretto.batching.wrappers import SizeMap
-from stretto.errors import CheckpointError, cannot
+from stretto.errors import CheckpointError, StrettoError, cannot
 from stretto.ordering import SampleOrder
+from stretto.timing import Timestamp
 
 VERSION = 1
+_LOUD = Signals(loss=1.0, metric=1.0, noise_numerator=1.0, noise_denominator=1.0)
+"""Something of all that a policy may read."""
 
 
 def order_record(order: SampleOrder | None) -> dict[str, Any]:
@@ -61,6 +65,41 @@ def policy_state(
     state: PolicyState = saved["state"]
     is_same = saved["kind"] == _kind(policy, state) and bound.accepts(state)
     return state if is_same else None
+
+
+def check_state(bound: BoundPolicy, now: Timestamp, state: PolicyState, signals: Signals) -> None:
+    """Refuse a state that no size can be decided from.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    if state:
+        with read():
+            for seen in (signals, _LOUD):
+                size, _ = bound.decide(now, state, seen)
+                if type(size) is not int or size < 1:
+                    raise TypeError(f"it decides a size of {size!r}")
+
+
+@contextmanager
+def read() -> Iterator[None]:
+    """Say of a record that is not as it was saved that it is damaged.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    try:
+        yield
+    except StrettoError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(
+            cannot(
+                "go on from the saved position",
+                why=f"the record is damaged ({type(error).__name__}: {error})",
+                instead="pass what StepLoader.state_dict() returned",
+            )
+        ) from error
 
 
 def signals_record(signals: Signals) -> dict[str, Any]:

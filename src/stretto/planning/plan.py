@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from stretto.batching import (
     as_policy,
     check_pairs,
 )
-from stretto.batching.policy import checked_size, checked_world_size
+from stretto.batching.policy import as_float, checked_size, checked_world_size
 from stretto.batching.split import split
-from stretto.errors import PlanError, cannot
+from stretto.errors import PlanError, cannot, shown
 from stretto.planning.cautions import growth_alone, warnings_of
 from stretto.planning.clock import walk
 from stretto.planning.events import Event, make_event
@@ -293,6 +294,16 @@ def _known(base: Mapping[str, float], schedules: Mapping[str, object]) -> Mappin
                     f"plan with the base value of {name!r}",
                     why="no schedule has that name",
                     instead="leave it out, or pass a schedule for it such as 1.0",
+                )
+            )
+        value: object = base[name]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 <= as_float(cast(float, value)) < math.inf:
+            raise PlanError(
+                cannot(
+                    f"plan with {shown(value)} as the base value of {name!r}",
+                    why="it is not a finite number of at least 0",
+                    instead="write what the optimizer is built with, such as 1e-3",
                 )
             )
     return base
