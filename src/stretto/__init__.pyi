@@ -6,6 +6,7 @@ from stretto.batching import BoundPolicy as BoundPolicy
 from stretto.batching import DoublingRamp as DoublingRamp
 from stretto.batching import Fixed as Fixed
 from stretto.batching import FunctionRule as FunctionRule
+from stretto.batching import Hold as Hold
 from stretto.batching import Hysteresis as Hysteresis
 from stretto.batching import IncreaseFunction as IncreaseFunction
 from stretto.batching import IncreaseInsteadOfDecay as IncreaseInsteadOfDecay
@@ -50,6 +51,8 @@ from stretto.memory import TrainingStep as TrainingStep
 from stretto.memory import find_batch_size as find_batch_size
 from stretto.memory import is_out_of_memory as is_out_of_memory
 from stretto.noise import NoiseEstimator as NoiseEstimator
+from stretto.noise import NoiseSums as NoiseSums
+from stretto.noise import NoiseTerms as NoiseTerms
 from stretto.noise import noise_terms as noise_terms
 from stretto.optim import Hyperparameters as Hyperparameters
 from stretto.optim import from_torch as from_torch
@@ -125,6 +128,7 @@ __all__ = [
     "FitError",
     "Fixed",
     "FunctionRule",
+    "Hold",
     "Horizon",
     "Hyperparameters",
     "Hysteresis",
@@ -148,6 +152,8 @@ __all__ = [
     "NoRule",
     "NoiseEstimator",
     "NoiseScale",
+    "NoiseSums",
+    "NoiseTerms",
     "NormTest",
     "PeriodSizes",
     "Periods",

@@ -20,7 +20,7 @@ PAIR = Seesaw(Cosine(), 8)
 """A batch size and the schedule that goes with it."""
 
 
-def follows(policy: object, **settings: Any) -> Trainer:
+def follows(policy: Any, **settings: Any) -> Trainer:
     """A run whose batch size follows something."""
     model = nn.Linear(3, 1)
     return Trainer(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from stretto.batching import Seesaw
 from stretto.errors import CheckpointError, StrettoError
 from stretto.ordering import SampleOrder
 from stretto.planning import plan
@@ -430,6 +431,13 @@ def test_plan_of_the_trainer_is_the_plan(problem: Make) -> None:
     assert [step.size for step in direct.batches()] == [
         step.size for step in trainer.plan.batches()
     ]
+
+
+def test_sizes_of_a_pair_without_its_schedule_are_told(problem: Callable[..., Any]) -> None:
+    pair = Seesaw(Cosine(), 4, maximum=16)
+    with pytest.warns(UserWarning, match="no learning rate goes with them"):
+        problem().trainer(batch_size=pair.policy, schedules={"lr": Cosine()})
+    problem().trainer(batch_size=pair.policy, schedules={"lr": pair.schedule})
 
 
 def test_workers_end_where_a_run_is_stopped(problem: Callable[..., Any]) -> None:

@@ -32,8 +32,8 @@ class NoiseScale(BatchSizePolicy):
     many as before (McCandlish et al. 2018, arXiv 1812.06162, section 2.2). Both terms are averaged
     over `window` steps and divided at the end, with Fieller's interval around the ratio.
 
-    The size stays as long as it lies within `c` times the interval, so that chance alone does not
-    move it. Where it does not, it moves to `c * B_noise`; or, where that is not known to within a
+    The size stays as long as it lies within `c` times the interval, so that chance alone moves
+    it little. Where it does not, it moves to `c * B_noise`; or, where that is not known to within a
     factor of 3, to the nearer end of the interval. The wrappers round it, or hold it back further:
     `PowerOfTwo(NoiseScale(8, 256))`.
 

@@ -19,6 +19,8 @@ from stretto.config.training import build_trainer, resolved
 from stretto.errors import ConfigError, cannot
 from stretto.planning import PlanRange, decided_between, plan_range
 from stretto.training import Callback
+from stretto.training.algorithms import NoiseReport
+from stretto.training.algorithms.noise_report import FILE
 from stretto.training.interrupt import exit_code
 
 if TYPE_CHECKING:
@@ -192,6 +194,8 @@ def summarise(trainer: Trainer, results: Results) -> Iterator[str]:
             ranks = trainer.loader.world_size
             start = f"torchrun --nproc-per-node {ranks} --no-python " if ranks > 1 else ""
             yield f"to go on:  {start}stretto train {folder}/{RUN_FILE} --resume latest"
+    if any(isinstance(one, NoiseReport) for one in trainer.callbacks):
+        yield f"batch sizes for a run like this:  {folder}/{FILE}"
     if trainer.plan is not None:
         yield f"as planned?  stretto plan --against {folder}"
     yield f"to see it:  stretto report {folder} --plot {folder}/run.png"

@@ -31,7 +31,7 @@ class NoiseEstimator:
     >>> for step in range(40):
     ...     estimator.observe([3.0 + step % 2, 5.0, 4.0, 4.0], [8, 8, 8, 2], whole=2.0)
     >>> round(estimator.noise_scale, 1), [round(end, 1) for end in estimator.interval]
-    (14.6, [14.0, 15.2])
+    (14.6, [14.1, 15.1])
 
     Args:
         window: how many steps the averages are over.
@@ -43,7 +43,7 @@ class NoiseEstimator:
 
     __slots__ = ("_average", "_confidence", "_window")
 
-    def __init__(self, *, window: int = 100, confidence: float = 0.95) -> None:
+    def __init__(self, *, window: int = 100, confidence: float = 0.9) -> None:
         self._window = checked_window(window)
         self._confidence = checked_confidence(confidence)
         self._average = RatioAverage()

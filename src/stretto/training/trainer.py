@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,11 +14,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stretto.batching import as_policy
+from stretto.batching import PolicyLike, as_policy
 from stretto.data import DataSpec
 from stretto.errors import PlanError
 from stretto.optim import Hyperparameters
 from stretto.planning import Plan
+from stretto.planning.cautions import growth_alone
+from stretto.schedules import ScheduleLike
 from stretto.timing import Horizon, TimeLike, Timer
 from stretto.training.best import Best
 from stretto.training.callback import Callback, Events
@@ -109,9 +112,9 @@ class Trainer:
         optimizer: Optimizer,
         loss: LossFunction,
         max_duration: TimeLike,
-        batch_size: Any,
+        batch_size: PolicyLike,
         micro_batch_size: int | Literal["auto"] | None = None,
-        schedules: Mapping[str, Any] | None = None,
+        schedules: Mapping[str, ScheduleLike | Sequence[ScheduleLike]] | None = None,
         loading: Loading = Loading(),  # noqa: B008  a frozen value
         stepping: Stepping = Stepping(),  # noqa: B008
         evaluate: Evaluation | Sequence[Evaluation] | None = None,
@@ -151,6 +154,11 @@ class Trainer:
             make_plan, self.loader, self.hyperparameters, evaluations, checkpoint, log
         )
         self.plan, self._refusal = self._planned()
+        alone = growth_alone(
+            self.loader.policy, self.hyperparameters.schedules, stepping.learning_rate_rule
+        )
+        for line in alone:
+            warnings.warn(line, UserWarning, stacklevel=2)
         self.fitting: Answer | None = None
         """How the micro-batch size was found; None where it was given."""
         if micro_batch_size == "auto":

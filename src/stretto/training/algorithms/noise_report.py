@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
@@ -123,10 +124,14 @@ class NoiseReport(Callback):
         """Write the suggestion to the run folder."""
         if trainer.folder is None or not trainer.is_first_rank or not trainer.folder.is_dir():
             return
-        text = self.suggestion() + "\n"
+        text, unfinished = self.suggestion() + "\n", trainer.folder / f"{FILE}.tmp"
         try:
-            (trainer.folder / FILE).write_text(text, encoding="utf-8")
+            # Beside it first: a full disk must not cost the one that is there.
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(trainer.folder / FILE)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
             why = (error.strerror or str(error)).lower()
             warnings.warn(
                 f"cannot write {FILE}: {why}; it would say:\n{text}", RuntimeWarning, stacklevel=2
