@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import cast, final
 
@@ -54,7 +54,7 @@ class BoundPeriods(BoundPolicy):
 
     horizon: Horizon
     periods: tuple[Period, ...]
-    opened: dict[tuple[int, Timestamp], BoundPolicy]
+    opened: dict[tuple[int, Timestamp], BoundPolicy] = field(compare=False, repr=False)
     """Open periods that have begun, bound; it only saves binding them again for each batch."""
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from stretto.batching.policy import BatchSizePolicy
-from stretto.batching.rules import LearningRateRule, NoRule
+from stretto.batching.rules import LearningRateRule, NoRule, is_learning_rate
 from stretto.batching.seesaw import CoupledSchedule, Coupling
 from stretto.errors import BatchSizeError, cannot
 from stretto.schedules import Product, Schedule
@@ -44,7 +44,7 @@ def check_pairs(
     """
     pairs = [(name, one) for name, each in schedules.items() for one in couplings_in(each)]
     for name, pair in pairs:
-        is_rate = name.partition("@")[0] == "lr"  # a rule leaves all else alone
+        is_rate = is_learning_rate(name)  # a rule leaves all else alone
         if is_rate and rule is not None and not isinstance(rule, NoRule):
             raise BatchSizeError(
                 cannot(

@@ -13,6 +13,15 @@ from stretto.batching.policy import checked_size
 from stretto.errors import BatchSizeError, cannot, shown
 
 
+def is_learning_rate(name: str) -> bool:
+    """Return whether a hyper-parameter is a learning rate: `lr`, or `lr@group`.
+
+    >>> is_learning_rate("lr@head"), is_learning_rate("weight_decay")
+    (True, False)
+    """
+    return name.partition("@")[0] == "lr"
+
+
 class LearningRateRule(ABC):
     """A function from the batch size to a factor of the learning rate.
 

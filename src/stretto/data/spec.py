@@ -16,6 +16,7 @@ from torch.utils.data import (
 )
 
 from stretto.data.containers import count_samples, take_samples
+from stretto.data.step import MicroBatch
 from stretto.data.tokens import count_tokens
 from stretto.errors import DataError, cannot, shown
 
@@ -140,6 +141,19 @@ class DataSpec:
         if part.step in (None, 1) and part.start == 0 and part.stop >= num_samples:
             return batch
         return take_samples(batch, part, num_samples)
+
+    def cut(self, micro: MicroBatch, part: slice) -> MicroBatch:
+        """Return the samples of a micro-batch that `part` selects, with their part of its weight.
+
+        >>> import torch
+        >>> whole = MicroBatch(torch.arange(4), 4, 0, 1.0)
+        >>> DataSpec(range(9)).cut(whole, slice(0, 1)).weight
+        0.25
+        """
+        size = part.stop - part.start
+        batch = self.take_samples(micro.batch, part, micro.num_samples)
+        tokens = self.count_tokens(batch) if micro.num_tokens else 0
+        return MicroBatch(batch, size, tokens or 0, micro.weight * size / micro.num_samples)
 
     def _own(self, name: str) -> int | None:
         data = self.data.dataset if isinstance(self.data, DataLoader) else self.data

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from stretto.batching import BatchSizePolicy, LearningRateRule, NoRule, couplings_in
+from stretto.batching.rules import is_learning_rate
 from stretto.errors import ConversionError
 from stretto.planning.sizes import PlannedSizes
 from stretto.planning.stages import Stage
@@ -31,7 +32,7 @@ def growth_alone(
     policy: BatchSizePolicy, schedules: Mapping[str, Schedule], rule: LearningRateRule | None
 ) -> Iterator[str]:
     """Yield a line where batches take over a decay, and the learning rate does not know of it."""
-    rates = [one for name, one in schedules.items() if name.partition("@")[0] == "lr"]
+    rates = [one for name, one in schedules.items() if is_learning_rate(name)]
     pairs = [pair for rate in rates for pair in couplings_in(rate)]
     has_rule = rule is not None and not isinstance(rule, NoRule)
     if policy.is_coupled and rates and not pairs and not has_rule:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from stretto.planning.sizes import PlannedSizes
-from stretto.planning.watch import unknown_read
+from stretto.planning.watch import reading, unknown_read
 from stretto.timing import BoundTrigger, Timestamp
 
 FIRST = 5
@@ -34,7 +34,7 @@ class Event:
 
 def make_event(name: str, trigger: BoundTrigger, sizes: PlannedSizes) -> Event:
     """Return when `trigger` fires on a planned run."""
-    follows = unknown_read(sizes.horizon, lambda now: trigger.count(now, now), [Timestamp()])
+    follows = unknown_read(sizes.horizon, reading(trigger), [Timestamp()])
     if follows is not None:
         return Event(name, follows=follows)
     times = _times(trigger, sizes, FIRST)

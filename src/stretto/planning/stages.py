@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, final
 
 from stretto.batching import BoundPolicy, LearningRateRule
+from stretto.batching.rules import is_learning_rate
 from stretto.batching.split import even_unit, not_even, split
 from stretto.errors import PlanError, cannot
 from stretto.planning.sizes import PlannedSizes, Stretch
@@ -168,11 +169,6 @@ def _where(stage: Stage) -> str:
     return f"stage {stage.number}, from batch {stage.first.batch:,}, sample {stage.first.sample:,}"
 
 
-def rule_applies(name: str) -> bool:
-    """Return whether a hyper-parameter follows the learning rate rule: `lr`, or `lr@group`."""
-    return name.partition("@")[0] == "lr"
-
-
 def known_schedules(
     sizes: PlannedSizes, bound: Mapping[str, BoundSchedule]
 ) -> tuple[dict[str, BoundSchedule], list[str]]:
@@ -202,7 +198,7 @@ def hyperparameters(
         found = {}
         for name, schedule in bound.items():
             value = base.get(name, 1.0) * schedule(timestamp)
-            found[name] = value * rule(size) if rule_applies(name) else value
+            found[name] = value * rule(size) if is_learning_rate(name) else value
         return found
 
     return values

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from stretto.batching import BoundPolicy
 from stretto.errors import PlanError, cannot
-from stretto.planning.watch import counters_read
+from stretto.planning.watch import counters_read, reading
 from stretto.schedules import BoundSchedule
 from stretto.timing import BoundTrigger, Horizon, Timestamp, TimeUnit
 
@@ -36,12 +35,8 @@ def check_tokens(
         if "token" in counters_read(schedule, [Timestamp()]):
             _refuse("follow tokens with a schedule", name)
     for name, trigger in triggers.items():
-        if "token" in counters_read(partial(_twice, trigger), [Timestamp()]):
+        if "token" in counters_read(reading(trigger), [Timestamp()]):
             _refuse("wait for tokens", name)
-
-
-def _twice(trigger: BoundTrigger, now: Timestamp) -> int:
-    return trigger.count(now, now)
 
 
 def _refuse(what: str, where: str) -> None:

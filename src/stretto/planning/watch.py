@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from stretto.timing import Horizon, Timestamp
+from stretto.timing import BoundTrigger, Horizon, Timestamp
 
 _WALL = ("run_nanoseconds", "job_nanoseconds", "epoch_nanoseconds", "batch_nanoseconds")
 _TOKENS = ("token", "token_in_epoch")
@@ -54,6 +54,17 @@ def counters_read(
     for timestamp in timestamps:
         function(_watch(timestamp, seen))
     return frozenset(seen)
+
+
+def reading(trigger: BoundTrigger) -> Callable[[Timestamp], int]:
+    """Return what reads of a timestamp what `trigger` does.
+
+    >>> from stretto.timing import Every
+    >>> every = Every("2ba").bind(Horizon("9ba"))
+    >>> sorted(counters_read(reading(every), [Timestamp()]))
+    ['batch']
+    """
+    return lambda now: trigger.count(now, now)
 
 
 def unknown_counters(horizon: Horizon) -> dict[str, str]:

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple, final
 
+from stretto.batching.rules import is_learning_rate
 from stretto.errors import DataError, cannot
 from stretto.planning import Plan, PlannedBatch
 
@@ -141,7 +142,7 @@ def compare(plan: Plan, folder: Path, *, ignores_rate: bool = False) -> Comparis
             names += [
                 name
                 for name in row.values
-                if name in planned.values and not (ignores_rate and name.partition("@")[0] == "lr")
+                if name in planned.values and not (ignores_rate and is_learning_rate(name))
             ]
         expected = _expected(planned, plan.horizon.tokens_per_sample or 0)
         differences += _differences(row, expected, names, batches)

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 from torch import nn
 
@@ -178,13 +178,7 @@ class MicroBatchMeter(NoiseMeter):
             pair = [nothing, micro] if self._ranks.rank % 2 else [micro, nothing]
             return pair if several else [micro]
         cut = (count + 1) // 2
-        return [self._part(micro, slice(0, cut)), self._part(micro, slice(cut, count))]
-
-    def _part(self, micro: MicroBatch, part: slice) -> MicroBatch:
-        size = part.stop - part.start
-        batch: Any = self._spec.take_samples(micro.batch, part, micro.num_samples)
-        tokens = self._spec.count_tokens(batch) if micro.num_tokens else 0
-        return MicroBatch(batch, size, tokens or 0, micro.weight * size / micro.num_samples)
+        return [self._spec.cut(micro, slice(0, cut)), self._spec.cut(micro, slice(cut, count))]
 
 
 def _copies_of_parts(parameters: Sequence[nn.Parameter]) -> int:

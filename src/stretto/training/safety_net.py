@@ -128,10 +128,7 @@ class SafetyNet:
             return [micro]
         pieces, start = [], 0
         for size in evenly(count, self.size):
-            part = slice(start, start + size)
-            batch = self._spec.take_samples(micro.batch, part, count)
-            tokens = self._spec.count_tokens(batch) if micro.num_tokens else micro.num_tokens
-            pieces.append(MicroBatch(batch, size, tokens or 0, micro.weight * size / count))
+            pieces.append(self._spec.cut(micro, slice(start, start + size)))
             start += size
         return pieces
 
