@@ -36,6 +36,7 @@ from stretto.batching import (
     Signals,
     as_policy,
 )
+from stretto.batching.averages import STEADY, RatioAverage
 from stretto.errors import BatchSizeError, PlanError
 from stretto.noise import noise_terms
 from stretto.planning import plan
@@ -211,15 +212,44 @@ def test_a_small_batch_now_and_then_tells_little(policy: BatchSizePolicy) -> Non
         ([3.0, math.nan, math.nan, 1.0], [8, 8, 12, 12]),
         ([math.nan, math.nan, 3.0, 3.0, 2.0], [8, 12, 12, 12, 12]),
         ([3.0, 2.98, 2.96], [8, 8, 12]),
+        ([300.0, 298.0, 296.0], [8, 8, 12]),  # 0.05 is a part of the best
         ([3.0, None, 3.0, None, 3.0], [8, 8, 8, 8, 12]),
         ([3.0] * 9, [8, 8, 12, 12, 18, 18, 20, 20, 20]),
         ([math.inf, 5.0, -math.inf], [8, 8, 8]),
     ],
-    ids=["falls", "stands", "nan", "nan first", "too little", "none", "maximum", "infinite"],
+    ids=[
+        "falls",
+        "stands",
+        "nan",
+        "nan first",
+        "too little",
+        "in part",
+        "none",
+        "maximum",
+        "infinite",
+    ],
 )
 def test_a_plateau(metrics: list[float | None], sizes: list[int]) -> None:
     policy = Plateau("a/b", start=8, maximum=20, factor=1.5, threshold=0.05)
     assert sizes_of(policy, [Signals(metric=value) for value in metrics])[0] == sizes
+
+
+@pytest.mark.parametrize(("start", "is_far_below"), [(4, True), (3000, False)])
+def test_where_little_is_known_it_moves_to_the_nearer_end(start: int, is_far_below: bool) -> None:
+    """Beyond an end of the interval, and that wide: so far, and no further."""
+    policy, average = NoiseScale(start, 4000, minimum=2, window=40), RatioAverage()
+    bound, chance = policy.bind(RUN), random.Random(3)
+    state, moved = bound.start(), None
+    for _ in range(300):
+        seen = Signals(noise_numerator=chance.gauss(60, 6), noise_denominator=chance.gauss(1, 1.6))
+        average = average.extended(seen.noise_numerator, seen.noise_denominator, window=40)
+        before, (size, state) = state["size"], bound.decide(Timestamp(), state, seen)
+        interval = average.interval(0.9)
+        if size != before and not interval.is_within(STEADY):
+            moved = size
+            assert moved == round(interval.lower if is_far_below else interval.upper)
+            break
+    assert moved is not None
 
 
 def test_a_plateau_of_a_metric_of_which_more_is_better() -> None:

@@ -27,6 +27,7 @@ from stretto.batching import (
     Steps,
 )
 from stretto.errors import BatchSizeError
+from stretto.planning import plan
 from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 
 HORIZON = Horizon("1000ba")
@@ -108,6 +109,18 @@ def test_hysteresis_waits_in_any_unit() -> None:
 
 def test_hysteresis_by_wall_time_is_not_static() -> None:
     assert Hysteresis(Fixed(8), 2, wait="50%").bind(HORIZON).is_static
+
+
+def test_a_plan_does_not_leap_over_the_end_of_a_wait() -> None:
+    # The steps hold for 30 batches, the wait of 10 is over before, and a plan must see that.
+    run = Horizon("60ba")
+    waits = Hysteresis(Steps("0ba:8 5ba:16 10ba:32 40ba:64"), 2, wait="10ba")
+    assert [(stage.size, stage.first.batch) for stage in plan(run, waits).stages] == [
+        (8, 0),
+        (16, 5),
+        (32, 15),
+        (64, 40),
+    ]
     assert not Hysteresis(Fixed(8), 2, wait="5m").bind(HORIZON).is_static
 
 
