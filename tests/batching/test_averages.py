@@ -90,6 +90,17 @@ def test_steps_of_one_size_count_alike() -> None:
     assert alike.effective_steps == pytest.approx(plain.effective_steps)
 
 
+@pytest.mark.parametrize("sizes", [(64, 2), (64, 64, 2), (64,) * 20 + (2,)], ids=len)
+@pytest.mark.parametrize("window", [2, 9, 20, 100])
+def test_epochs_of_a_few_batches_are_enough_in_the_end(sizes: tuple[int, ...], window: int) -> None:
+    average, enough = RatioAverage(), False
+    for _ in range(5 * window):
+        for size in sizes:
+            average = average.extended(40.0, 1.0, window=window, num_samples=size)
+            enough = enough or average.is_over_enough(window)
+    assert enough
+
+
 @pytest.mark.parametrize("size", [0, -1, math.nan, math.inf, 1e-320])
 def test_a_step_of_no_samples_is_none(size: float) -> None:
     assert RatioAverage().extended(1.0, 1.0, window=9, num_samples=size) == RatioAverage()

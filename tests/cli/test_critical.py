@@ -190,7 +190,7 @@ def test_a_rate_that_has_decayed_is_told(stretto: Stretto, trained: Path) -> Non
     older, newest = sorted((trained / "checkpoints").iterdir())
     for checkpoint, is_told in ((older, False), (newest, True)):
         said = stretto("critical-batch-size", "--checkpoint", checkpoint, *SIZES)
-        assert ("of the optimizer's, and where it has decayed" in said.err) == is_told
+        assert ("of the optimizer's, and where it is small" in said.err) == is_told
 
 
 def test_a_checkpoint_of_another_model_is_refused(stretto: Stretto, trained: Path) -> None:

@@ -75,6 +75,14 @@ def test_a_run_that_decides_its_sizes_says_between_which(stretto: Stretto) -> No
     assert [kept[end]["num_batches"] for end in ("least", "largest")] == [10, 5]
 
 
+def test_a_run_may_begin_whose_largest_batch_could_not_be(stretto: Stretto) -> None:
+    adaptive = "batch_size={noise_scale: 1, start: 4, maximum: 512}"
+    run = ("run.yaml", adaptive, "last_batch=drop", "max_duration=1ep", "--folder", "a")
+    said = stretto("train", *run)
+    assert said.code == 0, said.err
+    assert "how many batches that is, only the run can tell" in said.out
+
+
 def test_where_a_suggestion_is_written_is_said(stretto: Stretto) -> None:
     report = "callbacks=[{target: 'stretto.training.algorithms:NoiseReport'}]"
     said = stretto("train", "run.yaml", report, "max_duration=1ep", "--folder", "a").out

@@ -158,6 +158,23 @@ def test_a_damaged_record_is_refused_when_it_is_read(
         StepLoader([*range(40)], policy, max_duration="2ep").load_state_dict(record)
 
 
+def test_an_error_of_the_data_is_not_one_of_the_record() -> None:
+    class Broken(IterableDataset[int]):
+        def __init__(self, *, breaks: bool) -> None:
+            self.breaks = breaks
+
+        def __iter__(self) -> Iterator[int]:
+            if self.breaks:
+                raise ValueError("shard-3.tar: bad header")
+            yield from range(40)
+
+    loader = StepLoader(Broken(breaks=False), 4, max_duration="20sp")
+    next(loader)
+    record, other = loader.state_dict(), StepLoader(Broken(breaks=True), 4, max_duration="20sp")
+    with pytest.raises(ValueError, match="bad header"):
+        other.load_state_dict(record)
+
+
 def test_what_another_policy_has_measured_is_not_taken_over() -> None:
     """Its state looks alike, and is of another quantity; inside periods and wrappers as well."""
     loaders = [

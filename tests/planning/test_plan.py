@@ -440,3 +440,9 @@ def test_a_base_value_is_a_number(value: object) -> None:
     base: dict[str, float] = {"lr": value}  # type: ignore[dict-item]
     with pytest.raises(PlanError, match="as the base value of 'lr': it is not a finite number"):
         plan(Horizon("40sp"), 8, schedules={"lr": 1.0}, base=base)
+
+
+def test_other_base_values_may_be_negative() -> None:
+    base = {"beta2_decay": -0.8}  # Adafactor's
+    planned = plan(Horizon("40sp"), 8, schedules={"beta2_decay": Linear(1, 0.5)}, base=base)
+    assert planned.values_at(0) == {"beta2_decay": -0.8}

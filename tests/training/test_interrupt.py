@@ -34,6 +34,20 @@ def test_the_first_signal_is_remembered_and_the_second_is_as_always(usual_handle
         assert interrupts.received is None
 
 
+def test_one_that_is_open_around_another_hears_of_it_too(usual_handler: Any) -> None:
+    with Interrupts() as around, Interrupts() as within:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (around.received, within.received) == ("SIGINT", "SIGINT")
+        with pytest.raises(KeyboardInterrupt):  # the second is as before them both
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is usual_handler
+    with Interrupts() as around:
+        with Interrupts() as within:
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (around.received, within.received) == ("SIGINT", None)
+
+
 def test_a_run_that_is_stopped_at_its_start_computes_nothing(problem: Make, tmp_path: Path) -> None:
     class Never(Callback):
         is_willing = False

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.batching import BatchSizePolicy, BoundPolicy, PolicyState, Signals
+from stretto.batching import BatchSizePolicy, BoundPolicy, NoiseScale, PolicyState, Signals
 from stretto.data import DataSpec
 from stretto.errors import TrainingError
 from stretto.noise import NoiseTerms, noise_terms
@@ -332,3 +332,20 @@ def test_batches_are_cut_as_the_data_say(problem: Make) -> None:
         run.model, spec, max_duration="1ba", batch_size=8, callbacks=[Listener()], **settings
     ).fit()
     assert slice(0, 4) in cuts
+
+
+def test_a_resumed_run_that_measures_now_and_then_is_not_warned(
+    problem: Make, tmp_path: Path
+) -> None:
+    """Between two steps that are measured no noise is missing."""
+    settings = {
+        "batch_size": NoiseScale(4, 8),
+        "stepping": Stepping(measure_noise=50),
+        "folder": tmp_path,
+        "checkpoint": Checkpointing("5ba"),
+    }
+    problem().trainer(**settings, max_duration="5ba").fit()
+    again = problem().trainer(**settings, max_duration="40ba")
+    again.resume()
+    again.fit()  # a warning would be an error
+    assert again.timer.batch == 40

@@ -14,6 +14,7 @@ LARGEST = 1e100
 """Values beyond it are taken for broken: their squares would come near the end of what a float
 holds, and no gradient has such a norm."""
 _LONGEST = 10**9
+_FULL_STEPS = 5
 _LEAST_STEPS = 20
 """Below it the spread of the steps is itself too badly known."""
 _FEW = 15.0
@@ -118,9 +119,18 @@ class RatioAverage:
     def is_over_enough(self, window: int) -> bool:
         """Return whether there are enough steps for their spread to mean something.
 
-        Twenty, or three quarters of a shorter window.
+        Twenty, or three quarters of a shorter window. Where the window is long full it holds as
+        many as it can, and those of unlike batches are worth fewer: then five are enough, or two
+        fifths of a shorter one.
         """
-        return self.effective_steps >= min(_LEAST_STEPS, 0.75 * window)
+        least = min(_LEAST_STEPS, 0.75 * window)
+        if self.steps >= 2 * window:
+            least = min(least, _FULL_STEPS, 0.4 * window)
+        return self.effective_steps >= least
+
+    def has_begun(self, window: int) -> bool:
+        """Return whether the means are over as many steps, whatever each is worth."""
+        return self.steps >= min(_LEAST_STEPS, 0.75 * window)
 
     def is_steady(self, window: int, confidence: float) -> bool:
         """Return whether the ratio is known well enough to be told: within a factor of 3."""

@@ -69,7 +69,7 @@ def critical_batch_size(
         with Interrupts() as interrupts:  # a branch has its own: what comes between two of them
             for seed in range(seeds):
                 branches += _branches(trunk, tried, interrupts, seed=seed, samples=samples)
-    except SystemExit:
+    except (SystemExit, KeyboardInterrupt):
         whole = len(branches) // len(tried)
         typer.echo(f"stopped: {whole} of {seeds} orders are whole", err=True)
         if branches:
@@ -100,7 +100,7 @@ def _tell(
     if (part := trunk.decay(found.branches[0])) < LITTLE:
         typer.echo(
             f"note: the learning rate in force there is {part:.1%} of the optimizer's, and where "
-            "it has decayed all sizes look alike; an earlier checkpoint tells more",
+            "it is small all sizes look alike; a checkpoint where it is larger tells more",
             err=True,
         )
     if plot is not None:

@@ -16,7 +16,7 @@ from stretto.cli.files import PLAN, RUN_FILE, add_working_folder, find_run_file
 from stretto.cli.progress import ProgressDisplay, position, show_metrics, show_seconds
 from stretto.config.files import RunFile, dump_run_file, read_run_file
 from stretto.config.training import build_trainer, resolved
-from stretto.errors import ConfigError, cannot
+from stretto.errors import ConfigError, StrettoError, cannot
 from stretto.planning import PlanRange, decided_between, plan_range
 from stretto.training import Callback
 from stretto.training.algorithms import NoiseReport
@@ -161,12 +161,15 @@ def ends_of(trainer: Trainer) -> PlanRange | None:
     loader = trainer.loader
     if decided_between(loader.horizon, loader.policy) is None:
         return None
-    return plan_range(
-        loader.horizon,
-        loader.policy,
-        world_size=loader.world_size,
-        micro_batch_size=loader.micro_batch_size,
-    )
+    try:
+        return plan_range(
+            loader.horizon,
+            loader.policy,
+            world_size=loader.world_size,
+            micro_batch_size=loader.micro_batch_size,
+        )
+    except StrettoError:
+        return None  # the run may never come to the end that cannot be
 
 
 def summarise(trainer: Trainer, results: Results) -> Iterator[str]:

@@ -175,7 +175,7 @@ class Trunk:
             trainer, losses = self._trainer(size, seed=seed, samples=samples)
             end_if(interrupts.received)
             trainer.fit()
-            end_if(interrupts.received or trainer.received_signal)
+            end_if(interrupts.received)
         _check_not_stopped(trainer)
         rate = float(trainer.optimizer.param_groups[0]["lr"])
         return Branch(size, seed, trainer.timer.batch, rate, losses.loss)
@@ -227,7 +227,8 @@ class Trunk:
     def decay(self, branch: Branch) -> float:
         """Return what is left of the optimizer's learning rate where `branch` leaves the run."""
         in_force = branch.learning_rate * self.rule(self.size) / self.rule(branch.size)
-        return in_force / (base_values(self.config, source=self.source).get("lr") or in_force)
+        base = base_values(self.config, source=self.source).get("lr", 0.0)
+        return in_force / base if base else 1.0
 
     def _evaluations(self) -> Sequence[Evaluation]:
         """The first evaluation of the file, whose loss is what branches are compared by."""

@@ -142,7 +142,8 @@ def scales_rate(config: RunConfig) -> bool:
 
 
 def _is_ada_scale(target: Target) -> bool:
-    return target.target.rpartition(":")[2] == "AdaScale"  # a plan imports no callbacks
+    module, _, name = target.target.partition(":")  # a plan imports no callbacks
+    return name == "AdaScale" and module.partition(".")[0] == "stretto"
 
 
 def check_rates(config: RunConfig, run: Run, source: Source) -> None:

@@ -77,6 +77,11 @@ class Decisions:
         """Return what the policy went by when it decided that batch, by name."""
         return self._policy.told(self.state)
 
+    def resume(self, state: PolicyState, signals: Signals) -> None:
+        """Go on from a record; whether noise is measured, that run has found out."""
+        self._unmeasured = -1
+        self.restart(state, signals)
+
     def restart(self, state: PolicyState, signals: Signals) -> None:
         """Go on from where the timer stands now."""
         self.state, self.signals = state, signals

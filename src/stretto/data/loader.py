@@ -17,7 +17,7 @@ from stretto.batching import (
 from stretto.data import state as saved
 from stretto.data.decisions import Decisions
 from stretto.data.feed import Draw
-from stretto.data.ranks import agreed, can_agree, part_of
+from stretto.data.ranks import agreed, is_all, part_of
 from stretto.data.source import Reading, Source, make_source
 from stretto.data.spec import Collate, DataSpec
 from stretto.data.step import MicroBatch, Step
@@ -334,23 +334,20 @@ class StepLoader(Iterator[Step]):
             CheckpointError: it was saved from data of another length or in another order, or it is
                 damaged.
         """
-        with saved.read():
-            self._load(state)
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        saved.check_version(state)
-        saved.check_order(state["order"], saved.order_record(self._source.order))
         self.close()
         self._pending = None
-        self.timer.load_state_dict(state["clock"])
-        bound = self.policy.bind(self.horizon.with_batch_sizes(None))
-        own = saved.policy_state(self.policy, bound, state["policy"])
-        signals = saved.signals_of(state["signals"])
-        saved.check_state(bound, self.timer.timestamp, own or {}, signals)
-        self.has_dropped_state = bool(state["policy"]["state"]) and own is None
-        self._decisions.restart(bound.start() if own is None else own, signals)
-        self._decisions.size = state.get("size")
-        self._source.load_state_dict(state["source"])
+        with saved.read():
+            saved.check_version(state)
+            saved.check_order(state["order"], saved.order_record(self._source.order))
+            self.timer.load_state_dict(state["clock"])
+            bound = self.policy.bind(self.horizon.with_batch_sizes(None))
+            own = saved.policy_state(self.policy, bound, state["policy"])
+            saved.check_state(bound, self.timer.timestamp, own or {})
+            self.has_dropped_state = bool(state["policy"]["state"]) and own is None
+            signals, source = saved.signals_of(state["signals"]), state["source"]
+            self._decisions.resume(bound.start() if own is None else own, signals)
+            self._decisions.size = state.get("size")
+        self._source.load_state_dict(source)  # which reads the data, whose errors are their own
 
     def _open(self) -> Iterator[Draw]:
         if self._is_planned and self._part.world_size > 1:
@@ -398,7 +395,7 @@ class StepLoader(Iterator[Step]):
         counts = tokens is None and self._tokens.is_counted
         measures = seconds is None and self._reads_seconds
         is_open = tokens is None or seconds is None
-        if counts or measures or (is_open and self.reads and can_agree()):
+        if counts or measures or (is_open and self.reads and is_all(self._part)):
             passed = self.timer.seconds_since_update()
             decision = (plan.timestamp.sample, plan.decided, signals)
             total, passed = agreed(self._part, step.num_tokens, passed, decision)

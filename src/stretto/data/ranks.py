@@ -53,6 +53,14 @@ def can_agree() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def is_all(part: Part) -> bool:
+    """Return whether the processes that can speak to each other are the ranks that share a batch.
+
+    Where several hold parts of one model, say, they are more.
+    """
+    return can_agree() and dist.get_world_size() == part.world_size
+
+
 def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[int, float]:
     """Return the tokens of all ranks, and the seconds of rank 0. Every rank must call it.
 
@@ -82,7 +90,7 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
     dist.all_reduce(packed)
     total, measured, marks, squares = packed.tolist()
     # Whole numbers, which only equal ones make equal (Cauchy-Schwarz): every rank sees the same.
-    if int(squares) * part.world_size != int(marks) ** 2:
+    if is_all(part) and int(squares) * part.world_size != int(marks) ** 2:
         raise DataError(
             cannot(
                 "follow signals that are not the same on every rank",

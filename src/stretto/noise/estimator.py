@@ -116,7 +116,7 @@ class NoiseEstimator:
         size, reference = checked_size(size), checked_size(reference)
         average = self._average
         variance, square = max(0.0, average.numerator), max(0.0, average.denominator)
-        if not average.is_over_enough(self._window) or variance + square == 0:
+        if not average.has_begun(self._window) or variance + square == 0:
             return 1.0
         # As parts of their sum, so that nothing vanishes however small both are.
         noise = variance / (variance + square)

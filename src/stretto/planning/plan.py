@@ -18,6 +18,7 @@ from stretto.batching import (
     check_pairs,
 )
 from stretto.batching.policy import as_float, checked_size, checked_world_size
+from stretto.batching.rules import is_learning_rate
 from stretto.batching.split import split
 from stretto.errors import PlanError, cannot, shown
 from stretto.planning.cautions import growth_alone, warnings_of
@@ -298,11 +299,13 @@ def _known(base: Mapping[str, float], schedules: Mapping[str, object]) -> Mappin
             )
         value: object = base[name]
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 <= as_float(cast(float, value)) < math.inf:
+        number = as_float(cast(float, value)) if is_number else math.nan
+        if not math.isfinite(number) or (number < 0 and is_learning_rate(name)):
+            least = " of at least 0" if is_learning_rate(name) else ""
             raise PlanError(
                 cannot(
                     f"plan with {shown(value)} as the base value of {name!r}",
-                    why="it is not a finite number of at least 0",
+                    why=f"it is not a finite number{least}",
                     instead="write what the optimizer is built with, such as 1e-3",
                 )
             )

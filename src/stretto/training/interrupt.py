@@ -32,9 +32,13 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         self._restore()
 
-    def _receive(self, number: int, _: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
+        before = self._before.get(signal.Signals(number))
         self._restore()
+        # One that is open around this one hears of it too, and the second is as before them all.
+        if callable(before) and isinstance(getattr(before, "__self__", None), Interrupts):
+            before(number, frame)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -265,11 +265,6 @@ class Trainer:
         return self._loop.stop_reason
 
     @property
-    def received_signal(self) -> str | None:
-        """The signal that came while `fit` ran last, if one did; maybe too late to stop it."""
-        return self._loop.interrupts.received
-
-    @property
     def skipped_steps(self) -> int:
         """How many steps were left out because something in them was not finite."""
         return self._loop.skipped.count

@@ -259,6 +259,14 @@ def test_the_gain_is_that_of_the_noise() -> None:
     assert estimator.gain(8, 8) == 1.0
 
 
+def test_the_gain_stays_where_a_batch_jumps() -> None:
+    estimator = NoiseEstimator(window=30)
+    for size in (*[64] * 300, *[1024] * 5):
+        estimator.add(NoiseTerms(1000.0, 1.0), size)
+        if estimator.steps > 30:
+            assert estimator.gain(size, 64) == pytest.approx((1000 / 64 + 1) / (1000 / size + 1))
+
+
 def test_the_gain_is_all_or_nothing_where_there_is_only_noise_or_none() -> None:
     noise, still = NoiseEstimator(), NoiseEstimator()
     for _ in range(40):
