@@ -11,8 +11,9 @@ from typing import Any
 import typer
 
 from stretto.batching import LearningRateRule, LinearRule, NoRule, SquareRootRule
-from stretto.cli.files import RUN_FILE, add_working_folder, find_run_file, read_arguments
+from stretto.cli.files import RUN_FILE, add_working_folder, find_run_file
 from stretto.config.branching import Trunk, default_sizes
+from stretto.config.files import read_run_file
 from stretto.errors import ConfigError, cannot
 from stretto.report.critical import critical_table, draw_critical
 from stretto.timing import Time
@@ -53,9 +54,8 @@ def critical_batch_size(
         check_drawable(plot)
     chosen, wanted = _rule(rule), None if sizes is None else _sizes(sizes)
     add_working_folder()
-    folder = _run_folder(checkpoint)
-    path, _ = find_run_file(arguments, folder=folder)
-    config, source = read_arguments(arguments, folder=folder)
+    path, overrides = find_run_file(arguments, folder=_run_folder(checkpoint))
+    config, source = read_run_file(path, overrides)
     trunk = Trunk.at(config, checkpoint, source=source, rule=chosen)
     samples = trunk.samples(Time(over))
     _check_seeds(seeds)
