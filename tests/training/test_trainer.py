@@ -28,6 +28,7 @@ from stretto.training import (
     Stepping,
     Trainer,
 )
+from stretto.training.recorder import Recorder
 
 Make = Callable[..., Any]
 
@@ -453,3 +454,28 @@ def test_workers_end_where_a_run_is_stopped(problem: Callable[..., Any]) -> None
     assert set(multiprocessing.active_children()) == before
     trainer.fit()  # it goes on where it was
     assert trainer.timer.sample == 120
+
+
+def test_what_ranks_do_together_comes_before_what_may_fail_on_one(
+    problem: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that fails earlier would leave the others waiting for its shards."""
+    done: list[str] = []
+
+    def shard(tensor: torch.Tensor) -> torch.Tensor:
+        done.append("shard")
+        return tensor
+
+    def record(_: Recorder) -> Any:
+        done.append("record")
+        raise CheckpointError("the ledger is gone")
+
+    monkeypatch.setattr("stretto.training.state.to_shard", shard)
+    monkeypatch.setattr(Recorder, "state_dict", record)
+    trainer = problem().trainer(
+        folder=tmp_path, checkpoint=Checkpointing("1ep"), max_duration="1ep"
+    )
+    with pytest.warns(RuntimeWarning, match="the ledger is gone"):
+        trainer.fit()
+    assert "shard" in done
+    assert done[done.index("record") - 1] == "shard"
