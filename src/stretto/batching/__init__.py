@@ -1,5 +1,6 @@
 """Batch size policies, how a batch is split, and learning rates that follow its size."""
 
+from stretto.batching.coupling import Continuous, Coupling
 from stretto.batching.fixed import Fixed, Steps, StepsLike
 from stretto.batching.functions import SizeFunction
 from stretto.batching.hysteresis import Hysteresis
@@ -28,12 +29,7 @@ from stretto.batching.rules import (
     NoRule,
     SquareRootRule,
 )
-from stretto.batching.seesaw import (
-    Continuous,
-    Coupling,
-    IncreaseInsteadOfDecay,
-    Seesaw,
-)
+from stretto.batching.seesaw import IncreaseInsteadOfDecay, Seesaw
 from stretto.batching.split import Split, split
 from stretto.batching.wrappers import AtLeast, AtMost, Monotone, MultipleOf, PowerOfTwo
 

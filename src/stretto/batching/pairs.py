@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from stretto.batching.coupling import CoupledSchedule, Coupling
 from stretto.batching.policy import BatchSizePolicy
 from stretto.batching.rules import LearningRateRule, NoRule, is_learning_rate
-from stretto.batching.seesaw import CoupledSchedule, Coupling
 from stretto.errors import BatchSizeError, cannot
 from stretto.schedules import Product, Schedule
 

@@ -88,7 +88,7 @@ def as_policy(value: object) -> BatchSizePolicy:
 
 def _check_no_pair(value: object) -> None:
     # Here, because a pair reads its own sizes by `as_policy`.
-    from stretto.batching.seesaw import Coupling
+    from stretto.batching.coupling import Coupling
 
     if isinstance(value, Coupling):
         raise BatchSizeError(

@@ -7,24 +7,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, final
 
-from stretto.batching import (
-    NO_SIGNALS,
-    BatchSizePolicy,
-    PolicyLike,
-    Signals,
-    as_policy,
-)
+from stretto.batching import NO_SIGNALS, BatchSizePolicy, PolicyLike, Signals, as_policy
 from stretto.data import state as saved
 from stretto.data.decisions import Decisions
 from stretto.data.feed import Draw
-from stretto.data.ranks import agreed, is_all, part_of
+from stretto.data.ranks import agreed, check_shares, is_all, part_of
 from stretto.data.source import Reading, Source, make_source
 from stretto.data.spec import Collate, DataSpec
-from stretto.data.step import MicroBatch, Step
+from stretto.data.step import Step, weighed
 from stretto.data.token_counter import TokenCounter
 from stretto.data.workers import Workers
 from stretto.errors import DataError, cannot
-from stretto.planning import PlannedSizes, StepPlan, check_least, plan, resolve_horizon, tick
+from stretto.planning import PlannedSizes, StepPlan, resolve_horizon, tick
 from stretto.timing import Horizon, LastBatch, TimeLike, Timer, Timestamp, TimeUnit
 
 
@@ -192,7 +186,8 @@ class StepLoader(Iterator[Step]):
                 break
             self.timer.skip(samples=draw.size)
             self.timer.end_epoch()
-        step = Step(self.timer.timestamp, draw.size, draw.plan.decided, self._weighed(draw))
+        shares = weighed(draw.pieces, draw.size, self._part.world_size, self._tokens)
+        step = Step(self.timer.timestamp, draw.size, draw.plan.decided, shares)
         self._pending = step, draw
         return step
 
@@ -350,18 +345,8 @@ class StepLoader(Iterator[Step]):
         self._source.load_state_dict(source)  # which reads the data, whose errors are their own
 
     def _open(self) -> Iterator[Draw]:
-        if self._is_planned and self._part.world_size > 1:
-            # Every stage that is still to come must be one that these ranks can share.
-            plan(
-                self.horizon,
-                self.policy,
-                world_size=self._part.world_size,
-                micro_batch_size=self._part.micro_batch_size,
-                resume_at=self.timer.timestamp,
-            )
-        elif self._part.world_size > 1 and not self.timer.batch:
-            bound = self.policy.bind(self.horizon.with_batch_sizes(None))
-            check_least(bound, world_size=self._part.world_size)
+        if self._part.world_size > 1:
+            check_shares(self._part, self.horizon, self.policy, self.timer.timestamp)
         self.timer.start()  # what was done before the first step is not the run's time
         decisions = self._decisions
         is_ahead = self._source.looks_ahead
@@ -372,13 +357,6 @@ class StepLoader(Iterator[Step]):
         end = self._decisions.end
         if end is not None and end.sample > self.timer.sample:
             self.timer.end_epoch()
-
-    def _weighed(self, draw: Draw) -> list[MicroBatch]:
-        world, size, count = self._part.world_size, draw.size, self._tokens
-        return [
-            MicroBatch(batch, samples, count(batch, samples), samples * world / size)
-            for batch, samples in draw.pieces
-        ]
 
     def _agreed(
         self,

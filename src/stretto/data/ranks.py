@@ -7,9 +7,11 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from stretto.batching import checked_size
+from stretto.batching import BatchSizePolicy, checked_size
 from stretto.data.feed import Part
 from stretto.errors import DataError, cannot
+from stretto.planning import PlannedSizes, check_least, plan
+from stretto.timing import Horizon, Timestamp
 
 
 def part_of(rank: int | None, world_size: int | None, micro_batch_size: int | None) -> Part:
@@ -46,6 +48,27 @@ def part_of(rank: int | None, world_size: int | None, micro_batch_size: int | No
     if micro_batch_size is not None:
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
     return Part(rank, world_size, micro_batch_size)
+
+
+def check_shares(
+    part: Part, horizon: Horizon, policy: BatchSizePolicy, timestamp: Timestamp
+) -> None:
+    """Refuse a run that goes on at `timestamp` with a batch too small to be shared.
+
+    Raises:
+        PlanError: a stage that is still to come has fewer samples than there are ranks.
+    """
+    if isinstance(horizon.batch_sizes, PlannedSizes):
+        plan(
+            horizon,
+            policy,
+            world_size=part.world_size,
+            micro_batch_size=part.micro_batch_size,
+            resume_at=timestamp,
+        )
+    elif not timestamp.batch:
+        bound = policy.bind(horizon.with_batch_sizes(None))
+        check_least(bound, world_size=part.world_size)
 
 
 def can_agree() -> bool:

@@ -25,14 +25,13 @@ from stretto.timing import Horizon, TimeLike, Timer
 from stretto.training.best import Best
 from stretto.training.callback import Callback, Events
 from stretto.training.checks import check_parts
-from stretto.training.evaluate import Evaluator
 from stretto.training.finite import SkippedSteps
 from stretto.training.fitting import find_fitting, largest_share, with_found_maximum
 from stretto.training.interrupt import Interrupts
 from stretto.training.lock import locked
 from stretto.training.loop import Loop
 from stretto.training.measuring import Measurements
-from stretto.training.preparation import make_loader, make_plan
+from stretto.training.preparation import make_evaluators, make_loader, make_plan
 from stretto.training.ranks import Ranks, told_of_the_end
 from stretto.training.recorder import Recorder
 from stretto.training.resuming import find_checkpoint, open_verified, set_newer_aside
@@ -52,9 +51,6 @@ from stretto.training.stepper import Stepper
 
 if TYPE_CHECKING:
     from stretto.memory import Answer
-
-_EVALUATION_BATCH = 64
-"""Samples of a forward pass in evaluation where no micro-batch size is set."""
 
 
 @final
@@ -154,10 +150,8 @@ class Trainer:
             make_plan, self.loader, self.hyperparameters, evaluations, checkpoint, log
         )
         self.plan, self._refusal = self._planned()
-        alone = growth_alone(
-            self.loader.policy, self.hyperparameters.schedules, stepping.learning_rate_rule
-        )
-        for line in alone:
+        given = self.hyperparameters.schedules
+        for line in growth_alone(self.loader.policy, given, stepping.learning_rate_rule):
             warnings.warn(line, UserWarning, stacklevel=2)
         self.fitting: Answer | None = None
         """How the micro-batch size was found; None where it was given."""
@@ -180,7 +174,16 @@ class Trainer:
         if self.fitting is not None:
             stepper.net = SafetyNet(self.model, spec, self._ranks, size=self.fitting.size)
         skipped, best, built = SkippedSteps(), Best(checkpoint, evaluations), BuiltWith(optimizer)
-        evaluators = [self._evaluator(one, loss, stepping, loading, stepper) for one in evaluations]
+        evaluators = make_evaluators(
+            evaluations,
+            self.model,
+            loss,
+            loader=self.loader,
+            loading=loading,
+            stepping=stepping,
+            stepper=stepper,
+            ranks=self._ranks,
+        )
         recorder = Recorder(
             self.folder,
             log.loggers,
@@ -394,24 +397,3 @@ class Trainer:
             if not self.has_several_ranks:
                 raise
             return None, refusal
-
-    def _evaluator(
-        self,
-        settings: Evaluation,
-        loss: LossFunction,
-        stepping: Stepping,
-        loading: Loading,
-        stepper: Stepper,
-    ) -> Evaluator:
-        return Evaluator(
-            settings,
-            self.model,
-            loss=loss,
-            loss_is_sum=stepping.loss_reduction == "sum",
-            count=stepper.count,
-            autocast=stepper.autocast,
-            batch_size=self.loader.micro_batch_size or _EVALUATION_BATCH,
-            collate_fn=loading.collate_fn,
-            ranks=self._ranks,
-            horizon=self.horizon,
-        )
