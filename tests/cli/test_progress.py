@@ -104,6 +104,22 @@ def test_evaluations_are_always_said() -> None:
     assert out.getvalue() == " 25%  0.5ep  validation loss 1.5000, accuracy 0.2500\n"
 
 
+def test_what_is_counted_is_shown_whole() -> None:
+    display, out, clock = make_display()
+    trainer = make_trainer("20_000sp")
+    display.on_fit_start(trainer)
+    trainer.timer.update(samples=12_345, seconds=5.0)
+    clock.now += LINE_SECONDS
+    display.on_evaluation_end(trainer, "validation", {"loss": 1.5})
+    display.on_log(trainer, RECORD)
+    trainer.timer.update(samples=7_655, seconds=5.0)
+    clock.now += LINE_SECONDS
+    display.on_log(trainer, RECORD)
+    assert "  12,345sp  validation" in out.getvalue()
+    assert "  7,655sp left" in out.getvalue()
+    assert "  0sp left" in out.getvalue()
+
+
 def test_a_bar_on_a_terminal() -> None:
     display, out, clock = make_display(terminal=True)
     trainer = make_trainer()

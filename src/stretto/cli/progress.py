@@ -138,7 +138,7 @@ def show_left(trainer: Trainer) -> str:
     run = trainer.horizon.max_duration
     passed = trainer.horizon.position(trainer.timer.timestamp, run.unit)
     left = max(0.0, float(run.amount - passed.amount))
-    return f"{left:,.0f}{run.unit} left" if left >= 100 else f"{left:.2f}{run.unit} left"
+    return f"{left:.2f}ep left" if run.unit is TimeUnit.EPOCH else f"{left:,.0f}{run.unit} left"
 
 
 def position(trainer: Trainer) -> str:
@@ -147,7 +147,8 @@ def position(trainer: Trainer) -> str:
     at: Timestamp = trainer.timer.timestamp
     if run.unit is TimeUnit.SECOND:
         return show_seconds(at.run_nanoseconds / 1e9)
-    return f"{float(trainer.horizon.position(at, run.unit).amount):,.4g}{run.unit}"
+    amount = float(trainer.horizon.position(at, run.unit).amount)
+    return f"{amount:.4g}ep" if run.unit is TimeUnit.EPOCH else f"{amount:,.0f}{run.unit}"
 
 
 def show_metrics(metrics: Mapping[str, float]) -> str:
