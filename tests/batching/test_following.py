@@ -283,7 +283,7 @@ def test_numbers_of_other_libraries_go_into_a_checkpoint() -> None:
         json.dumps(sizes_of(policy, [seen] * 3)[1])
     plateau = Plateau("a/b", start=8, maximum=64)
     json.dumps(sizes_of(plateau, [Signals(metric=tensor)])[1])
-    with pytest.raises(TypeError):
+    with pytest.raises(BatchSizeError, match=r"decide by the signal metric=\[1\]"):
         Signals(metric=[1])  # type: ignore[arg-type]
 
 

@@ -66,6 +66,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("batching-size-float", lambda: as_policy(64.0)),
     ("batching-size-none", lambda: as_policy(wrong)),
     ("batching-size-list", lambda: as_policy([8, 16])),
+    ("batching-size-digits", lambda: Fixed(10**400)),
+    ("batching-steps-digits", lambda: as_policy("9" * 5000)),
     ("batching-steps-none", lambda: Steps("")),
     ("batching-steps-no-colon", lambda: Steps("768")),
     ("batching-steps-bare-zero", lambda: Steps("0:768 250Btok:1536")),

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from stretto.batching import LinearRule, NoiseScale, NormTest, Plateau, Seesaw, as_policy
+from stretto.batching import (
+    LinearRule,
+    NoiseScale,
+    NormTest,
+    Plateau,
+    Seesaw,
+    Signals,
+    as_policy,
+)
 from stretto.noise import NoiseEstimator, noise_terms
 from stretto.schedules import Cosine
 from stretto.training import Stepping, Trainer
@@ -104,6 +112,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("plateau-mode", lambda: plateau(mode="less")),
     ("plateau-not-measured", lambda: follows(plateau())),
     ("noise-report", lambda: NoiseReport(c=-1)),
+    ("noise-report-minimum", lambda: NoiseReport(minimum={})),  # type: ignore[arg-type]
+    ("noise-signal", lambda: Signals(noise_numerator="x")),  # type: ignore[arg-type]
     ("noise-report-bounds", lambda: NoiseReport(minimum=64, maximum=8)),
     ("noise-not-a-number", lambda: noise_terms([wrong, 2.0], [1, 3], 1.0)),
     ("noise-confidence-most", lambda: NoiseEstimator(confidence=0.99999)),

@@ -83,6 +83,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("schedules-periods-too-long", lambda: Periods([("60%", 1), ("5ep", 0.1)]).bind(RUN)),
     ("schedules-product-of-none", Product),
     ("schedules-not-a-schedule", lambda: as_schedule("cosine")),
+    ("schedules-digits", lambda: as_schedule(10**400)),
     ("schedules-class", lambda: as_schedule(Cosine)),
     ("schedules-scaled-by-zero", lambda: Cosine().scaled(0)),
     ("schedules-scaled-by-nan", lambda: Cosine().scaled(math.nan)),

@@ -106,7 +106,7 @@ def _pairs(steps: object) -> list[tuple[Time, int]]:
     pairs = []
     for time, size in steps.items():
         if not isinstance(time, (Time, str)):
-            _refuse(dict(steps), f"{time!r} is not a time", "{'0ep': 32, '2ep': 64}")
+            _refuse(dict(steps), f"{shown(time)} is not a time", "{'0ep': 32, '2ep': 64}")
         pairs.append((Time(time), checked_size(size)))
     return pairs
 
@@ -114,11 +114,11 @@ def _pairs(steps: object) -> list[tuple[Time, int]]:
 def _step(text: str, whole: str) -> tuple[Time, int]:
     time, colon, size = text.rpartition(":")
     if not colon:
-        _refuse(whole, f"{text!r} is not '<time>:<size>'", "'0tok:768 250Btok:1536'")
+        _refuse(whole, f"{shown(text)} is not '<time>:<size>'", "'0tok:768 250Btok:1536'")
     digits = size.replace("_", "")
     # 18 digits are more samples than any run has, and bound the work on a hostile text.
     if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
-        _refuse(whole, f"{size!r} is not a number of samples", "'0tok:768 250Btok:1536'")
+        _refuse(whole, f"{shown(size)} is not a number of samples", "'0tok:768 250Btok:1536'")
     # Megatron's own text counts samples from a bare 0; a time here always has a unit.
     if time == "0":
         _refuse(whole, "the 0 has no unit", f"'0sp:{size}' or '0tok:{size}'")

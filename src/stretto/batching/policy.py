@@ -18,6 +18,10 @@ PolicyState: TypeAlias = Mapping[str, "int | float | str | PolicyState | None"]
 """What a policy remembers: a small record that JSON keeps exactly. Never edited, only replaced."""
 
 
+_TOO_LARGE = 10**200
+"""More than any count has that a plan can be made of; a longer one makes work and long messages."""
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
@@ -27,6 +31,9 @@ class Signals:
 
     >>> Signals(loss=2.5).metric is None
     True
+
+    Raises:
+        BatchSizeError: a value is not a number.
     """
 
     loss: float | None = None
@@ -46,7 +53,7 @@ class Signals:
         for name in self.__slots__:
             value = getattr(self, name)
             if value is not None and type(value) is not float:
-                object.__setattr__(self, name, as_float(value))
+                object.__setattr__(self, name, _as_signal(name, value))
 
 
 def as_float(value: float) -> float:
@@ -59,6 +66,19 @@ def as_float(value: float) -> float:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
+
+
+def _as_signal(name: str, value: object) -> float:
+    try:
+        return as_float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several elements
+        raise BatchSizeError(
+            cannot(
+                f"decide by the signal {name}={shown(value)}",
+                why="it is not a number",
+                instead="pass a number, or leave it out where nothing was measured",
+            )
+        ) from None
 
 
 NO_SIGNALS = Signals()
@@ -274,14 +294,18 @@ def checked_size(
     32
 
     Raises:
-        BatchSizeError: it is anything else; floats and booleans are never converted.
+        BatchSizeError: it is anything else, or has more than 200 digits; floats and booleans
+            are never converted.
     """
     size = whole(value)
-    if size is None or size < 1:
+    is_large = size is not None and size >= _TOO_LARGE
+    if size is None or size < 1 or is_large:
         raise BatchSizeError(
             cannot(
                 f"use {shown(value)} as {what}",
-                why="it is not an integer of at least 1",
+                why="it has more than 200 digits"
+                if is_large
+                else "it is not an integer of at least 1",
                 instead=instead,
             )
         )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import SupportsFloat, final
+from typing import final
 
 from stretto.errors import ScheduleError, cannot, shown
-from stretto.schedules.arguments import checked_factor
+from stretto.schedules.arguments import checked_factor, factor
 from stretto.schedules.constant import Constant
 from stretto.schedules.schedule import BoundSchedule, Schedule, fill
 from stretto.schedules.scope import Scope
@@ -81,8 +81,8 @@ def as_schedule(value: object) -> Schedule:
     """
     if isinstance(value, Schedule):
         return value
-    if is_number(value) and isinstance(value, SupportsFloat):
-        return Constant(float(value))
+    if is_number(value):
+        return Constant(factor(value, "value"))
     is_class = isinstance(value, type)  # of a schedule, most likely: Cosine instead of Cosine()
     if callable(value) and not is_class:
         return Custom(value)

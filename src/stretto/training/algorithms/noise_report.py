@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch.optim import SGD
 
-from stretto.batching import NoiseScale, NoRule, PolicyState, Signals, couplings_in
+from stretto.batching import NoiseScale, NoRule, PolicyState, Signals, checked_size, couplings_in
 from stretto.data import Step
 from stretto.noise import NoiseEstimator, NoiseTerms
 from stretto.training.callback import Callback
@@ -63,7 +63,8 @@ class NoiseReport(Callback):
     ) -> None:
         self._c, self._window, self._confidence = c, window, confidence
         self._minimum, self._maximum = minimum, maximum
-        self._policy(_LEAST if minimum is None else minimum)  # raises what is wrong with them
+        # Raises what is wrong with them.
+        self._policy(_LEAST if minimum is None else checked_size(minimum))
         self._estimator = NoiseEstimator(window=window, confidence=confidence)
         # What `NoiseScale` would have decided, and from which part of the run on.
         self._decided: list[tuple[float, int]] = []
