@@ -259,6 +259,12 @@ def test_a_plateau_of_a_metric_of_which_more_is_better() -> None:
     assert sizes_of(below_zero, [Signals(metric=m) for m in (-1.0, -2.0, -1.5)])[0] == [8, 8, 16]
 
 
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_metric_below_zero_that_stands_still_does_not_improve(mode: Any) -> None:
+    policy = Plateau("a/b", start=8, maximum=64, mode=mode, patience=1, threshold=0.1)
+    assert sizes_of(policy, [Signals(metric=-1.5)] * 3)[0] == [8, 16, 32]
+
+
 @pytest.mark.parametrize(
     ("policy", "reads"),
     [
@@ -410,7 +416,8 @@ def test_a_wrapper_goes_by_what_is_decided_and_bounds_go_around_it() -> None:
         (IncreaseFunction(lambda epoch, size: 8, 8, 64), None),
         (as_policy(lambda timestamp, current: 8), None),
         (AtLeast(as_policy(lambda timestamp, current: 8), 8), None),
-        (PeriodSizes([("10%", 2), ("rest", NoiseScale(8, 64))]), None),
+        (PeriodSizes([("10%", 2), ("rest", NoiseScale(8, 64))]), (2, 64)),
+        (PeriodSizes([("10%", lambda timestamp, current: 8), ("rest", NoiseScale(8, 64))]), None),
     ],
     ids=repr,
 )

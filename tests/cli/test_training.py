@@ -219,7 +219,7 @@ def test_an_interrupt_saves_and_says_how_to_go_on(project: Path) -> None:
             if "loss" in line:
                 break
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=200)
     finally:
         process.kill()
     assert process.returncode == 130, err

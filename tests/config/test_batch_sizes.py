@@ -112,6 +112,13 @@ def test_what_is_even_may_be_beyond_the_maximum_of_what_is_measured() -> None:
     policy(NOISY | {"even": True}, Building(16, 4))
 
 
+def test_what_is_even_may_be_beyond_the_minimum_of_what_is_measured() -> None:
+    with pytest.raises(ConfigError, match=r"cannot use start: 8.*a multiple of 6; write 6 or 12"):
+        policy(NOISY | {"even": True}, Building(2, 3))
+    policy(NOISY | {"even": True, "at_least": 12}, Building(2, 3))
+    policy(NOISY | {"even": True}, Building(4, 3))  # which lifts it to 12
+
+
 def test_even_goes_by_ranks_and_micro_batches() -> None:
     assert policy({"size": 100, "even": True}, Building(4, 3)) == MultipleOf(Fixed(100), 12)
 
@@ -160,6 +167,12 @@ def test_functions(project: str) -> None:
         (NOISY | {"at_least": 200}, "cannot use maximum: 100.*write 200"),
         (NOISY | {"power_of_two": "up"}, "not a power of two; write 64 or 128"),
         (NOISY | {"minimum": 1}, "write minimum: 2 or more"),
+        (NOISY | {"minimum": 3, "power_of_two": "down"}, "minimum: 3: .*; write 2 or 4"),
+        (NOISY | {"minimum": 6, "multiple_of": 4}, "minimum: 6: .*; write 4 or 8"),
+        (
+            {"norm_test": 0.5, "start": 9, "maximum": 64, "multiple_of": 8},
+            "start: 9: it is not a multiple of 8; write 8 or 16",
+        ),
         (NOISY | {"norm_test": 0.5}, "'noise_scale' says what it is already; write 'noise_scale'"),
         ({"seesaw": 8, "increase_instead_of_decay": 8}, "'seesaw' says what it is already"),
         ({"size": 8, "sise": 8}, "did you mean 'size'"),

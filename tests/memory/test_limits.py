@@ -116,7 +116,7 @@ def in_process(code: str) -> list[str]:
         [sys.executable, "-c", textwrap.dedent(setup) + textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr

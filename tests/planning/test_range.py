@@ -15,6 +15,7 @@ from stretto.batching import (
     AtMost,
     MultipleOf,
     NoiseScale,
+    PeriodSizes,
     Plateau,
     SizeFunction,
     SquareRootRule,
@@ -70,6 +71,15 @@ def test_bounds_come_through_wrappers() -> None:
     assert planned.sizes == (24, 96)
     assert repr(planned) == "<PlanRange of 2ep: batches of 24 to 96>"
     assert planned.num_batches == (22, 84)
+
+
+def test_bounds_come_through_periods() -> None:
+    periods = PeriodSizes([("10%", 4), ("rest", BY_NOISE)])
+    assert plan_range(TWO_EPOCHS, periods).sizes == (4, 64)
+    assert plan_range(TWO_EPOCHS, AtMost(periods, 32)).sizes == (4, 32)
+    without = PeriodSizes([("10%", SizeFunction(lambda now, size: 8)), ("rest", BY_NOISE)])
+    with pytest.raises(PlanError, match="not say between which they are; run it without a plan"):
+        plan_range(TWO_EPOCHS, without)
 
 
 def test_a_ramp_by_the_wall_clock_lies_between_its_ends() -> None:

@@ -76,6 +76,15 @@ class BoundPeriods(BoundPolicy):
         """The signals of the policies."""
         return frozenset[str]().union(*(period.bound.reads for period in self.periods))
 
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """The least and the largest of all policies; None where one does not know its own."""
+        ends = [period.bound.bounds for period in self.periods]
+        known = [one for one in ends if one is not None]
+        if len(known) < len(ends):
+            return None
+        return min(least for least, _ in known), max(most for _, most in known)
+
     def start(self) -> PolicyState:
         """Return the state at the start of the first period."""
         return self._began(0, 0, Timestamp())

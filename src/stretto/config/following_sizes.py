@@ -17,9 +17,16 @@ class FollowingSizes(WrittenSizes):
     maximum: Count
     """The size is never above it."""
 
+    start: Count
+    """The first size."""
+
     @property
     def _largest(self) -> int:
         return self.maximum
+
+    @property
+    def _smallest(self) -> tuple[str, int]:
+        return "start", self.start
 
 
 class NoiseScaleSizes(FollowingSizes):
@@ -35,6 +42,10 @@ class NoiseScaleSizes(FollowingSizes):
     """How many measured steps the noise is averaged over."""
     confidence: Number = 0.9
     """The probability with which the interval holds that the size stays in."""
+
+    @property
+    def _smallest(self) -> tuple[str, int]:
+        return ("start", self.start) if self.minimum is None else ("minimum", self.minimum)
 
     def _written(self) -> BatchSizePolicy:
         return NoiseScale(
@@ -52,8 +63,6 @@ class NormTestSizes(FollowingSizes):
 
     norm_test: Number
     """How large the error of the gradient may be beside it, below 1."""
-    start: Count
-    """The first size."""
     window: Count = 20
     """How many measured steps are averaged."""
 
@@ -66,8 +75,6 @@ class PlateauSizes(FollowingSizes):
 
     plateau: Annotated[str, Field(examples=["validation/loss"])]
     """Which metric: the name of an evaluation and what it measures."""
-    start: Count
-    """The first size."""
     factor: Number = 2.0
     """By how much it grows at once."""
     patience: Count = 2

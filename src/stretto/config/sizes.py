@@ -138,6 +138,21 @@ class Sizes(Section):
             power = 1 << (largest.bit_length() - 1)
             raise _bound("maximum", largest, "a power of two", (power, 2 * power))
 
+    @property
+    def _smallest(self) -> tuple[str, int] | None:
+        """The `minimum` of sizes that follow what is measured, by the word that says it."""
+        return None
+
+    def _check_smallest(self, word: str, smallest: int, building: Building) -> None:
+        """Refuse what would take a size below its own minimum."""
+        for factor in self._factors(building):
+            if smallest > factor and smallest % factor:
+                lower = smallest - smallest % factor
+                raise _bound(word, smallest, f"a multiple of {factor}", (lower, lower + factor))
+        if self.power_of_two == "down" and smallest & (smallest - 1):
+            power = 1 << (smallest.bit_length() - 1)
+            raise _bound(word, smallest, "a power of two", (power, 2 * power))
+
     def _check_bounds(self, building: Building) -> None:
         """Refuse a bound that the rounding would have to break."""
         bounds = {"at_least": self.at_least, "at_most": self.at_most}
@@ -154,6 +169,9 @@ class Sizes(Section):
         largest = self._largest
         if largest is not None and self.at_most is None:
             self._check_largest(largest, building)
+        smallest = self._smallest
+        if smallest is not None and smallest[1] > (self.at_least or 0):
+            self._check_smallest(*smallest, building)
         if self.power_of_two and any(factor & (factor - 1) for factor in self._factors(building)):
             raise BatchSizeError(
                 cannot(

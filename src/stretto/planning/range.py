@@ -130,11 +130,16 @@ def plan_range(
     check_pairs(read, policy=policy, rule=rule)
     bounds = decided_between(horizon, policy)
     if bounds is None:
+        is_known = _is_known(horizon, policy)
         raise PlanError(
             cannot(
                 f"plan a range of sizes for {policy!r}",
-                why="they are known before the run, or it does not say between which they are",
-                instead="write plan(...) with the same arguments",
+                why="they are known before the run"
+                if is_known
+                else "it does not say between which they are",
+                instead="write plan(...) with the same arguments"
+                if is_known
+                else "run it without a plan, or give it a property 'bounds'",
             )
         )
     check_least(policy.bind(horizon.with_batch_sizes(None)), world_size=world_size)
@@ -166,7 +171,13 @@ def decided_between(horizon: Horizon, policy: PolicyLike) -> tuple[int, int] | N
     >>> decided_between(Horizon("1ep"), NoiseScale(8, 64)), decided_between(Horizon("1ep"), 8)
     ((8, 64), None)
     """
+    policy = as_policy(policy)
     run = horizon.with_batch_sizes(None)
-    bound = as_policy(policy).bind(run)
-    is_known = bound.is_coupled or unplannable(run, bound) is None
-    return None if is_known else bound.bounds
+    return None if _is_known(run, policy) else policy.bind(run).bounds
+
+
+def _is_known(horizon: Horizon, policy: BatchSizePolicy) -> bool:
+    """Return whether every size is known before the run, or what is missing is a fact of it."""
+    run = horizon.with_batch_sizes(None)
+    bound = policy.bind(run)
+    return bound.is_coupled or unplannable(run, bound) is None

@@ -67,7 +67,6 @@ def measured(report: NoiseReport, scales: list[float], *, size: int = 16, steps:
             at = Moment((number + step / steps) / len(scales))
             terms = Signals(noise_numerator=scale + (-1) ** step * 0.1, noise_denominator=1.0)
             report.on_noise(at, SimpleNamespace(batch_size=size), terms)  # type: ignore[arg-type]
-        report.on_log(None, report.log_values(None))  # type: ignore[arg-type]
 
 
 def test_the_noise_scale_is_logged_with_its_interval(tmp_path: Path) -> None:
@@ -112,6 +111,10 @@ def test_a_rule_is_suggested_where_there_is_none() -> None:
     moving = NoiseReport()
     known(moving, batch_size=Steps("0sp:30 500sp:40")).fit()
     assert "learning_rate_rule" not in moving.suggestion()
+    gaining = NoiseReport()
+    known(gaining, AdaScale(8)).fit()
+    assert "batch_size: " in gaining.suggestion()
+    assert "learning_rate_rule" not in gaining.suggestion()
     restored = NoiseReport()
     restored.load_state_dict(moving.state_dict())
     assert restored.suggestion() == moving.suggestion()
@@ -176,6 +179,24 @@ def test_the_suggestion_begins_with_the_runs_own_size(
     report = NoiseReport(window=8)
     measured(report, scales, size=size)
     assert list(yaml.safe_load(report.suggestion())["batch_size"].values()) == sizes
+
+
+def test_what_was_known_does_not_depend_on_when_it_was_logged() -> None:
+    texts = []
+    for every in ("1ba", "100ba"):
+        report = NoiseReport(minimum=4, maximum=8)
+        known(report, log=Logging(every)).fit()
+        texts.append(report.suggestion())
+    assert texts[0] == texts[1]
+    assert "where it was known" in texts[0]
+
+
+def test_what_is_decided_behind_the_last_batch_is_not_suggested() -> None:
+    report = NoiseReport(minimum=4, maximum=64)
+    report.load_state_dict(
+        {**report.state_dict(), "decided": [[0.0, 4], [0.5, 8], [0.9997, 32], [1.0, 4]]}
+    )
+    assert yaml.safe_load(report.suggestion())["batch_size"] == {"0%": 4, "50%": 8}
 
 
 def test_nothing_is_suggested_that_is_not_known(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch.optim import SGD
 from stretto.batching import NoiseScale, NoRule, PolicyState, Signals, checked_size, couplings_in
 from stretto.data import Step
 from stretto.noise import NoiseEstimator, NoiseTerms
+from stretto.training.algorithms.ada_scale import AdaScale
 from stretto.training.callback import Callback
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class NoiseReport(Callback):
         # What `NoiseScale` would have decided, and from which part of the run on.
         self._decided: list[tuple[float, int]] = []
         self._state: PolicyState = {}
+        # Between what the noise scale was, wherever it was known.
         self._told: tuple[float, float] | None = None
         # The one that the learning rate is meant for, where it is one and nothing goes by it yet.
         self._size: int | None = None
@@ -84,7 +86,9 @@ class NoiseReport(Callback):
         """Look whether the learning rate goes by the batch size already, and which way it would."""
         schedules = trainer.hyperparameters.schedules.values()
         pairs = any(True for schedule in schedules for _ in couplings_in(schedule))
-        self._moves = self._moves or pairs or not isinstance(trainer.hyperparameters.rule, NoRule)
+        gains = any(isinstance(callback, AdaScale) for callback in trainer.callbacks)
+        has_rule = not isinstance(trainer.hyperparameters.rule, NoRule)
+        self._moves = self._moves or pairs or gains or has_rule
         self._rule = "linear" if isinstance(trainer.optimizer, SGD) else "sqrt"
 
     def on_noise(self, trainer: Trainer, step: Step, signals: Signals) -> None:
@@ -92,6 +96,10 @@ class NoiseReport(Callback):
         self._moves = self._moves or self._size not in (None, step.batch_size)
         self._size = step.batch_size
         self._estimator.add(NoiseTerms.of(signals), signals.num_samples)
+        scale = self._estimator.noise_scale
+        if scale is not None:
+            lowest, highest = self._told or (scale, scale)
+            self._told = min(lowest, scale), max(highest, scale)
         if not self._decided:
             self._decided = [(0.0, self._minimum or step.batch_size)]
             self._decided = [(0.0, self._first())]
@@ -112,14 +120,6 @@ class NoiseReport(Callback):
             "noise_scale_low": interval.lower,
             "noise_scale_high": interval.upper,
         }
-
-    def on_log(self, trainer: Trainer, record: Mapping[str, float]) -> None:
-        """Remember between what the noise scale was."""
-        del trainer
-        if "noise_scale" in record:
-            scale = record["noise_scale"]
-            lowest, highest = self._told or (scale, scale)
-            self._told = min(lowest, scale), max(highest, scale)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Write the suggestion to the run folder."""
@@ -207,15 +207,18 @@ def _stages(decided: Sequence[tuple[float, int]]) -> list[tuple[str, int]]:
     later is at least as much, so that a passing peak is no reason to grow.
     """
     unit = decided[0][1]
-    least, grown = decided[-1][1], []
-    for at, size in reversed(decided):
+    # What was decided at the very end was for no batch.
+    stages = [(f"{100 * at:.3g}%", size) for at, size in decided]
+    stages = [(text, size) for text, size in stages if text != "100%"]
+    least, grown = stages[-1][1], []
+    for text, size in reversed(stages):
         least = min(least, size)
         step = unit << max(0, (least // unit).bit_length() - 1)
         while step > least and step > _LEAST:
             step = max(step // 2, _LEAST)
-        grown.append((f"{100 * at:.3g}%", step))
-    stages = dict([grown.pop()])
+        grown.append((text, step))
+    steps = dict([grown.pop()])
     for text, size in reversed(grown):
-        if size > max(stages.values()):
-            stages[text] = size
-    return list(stages.items())
+        if size > max(steps.values()):
+            steps[text] = size
+    return list(steps.items())
