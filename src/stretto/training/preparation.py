@@ -1,4 +1,4 @@
-"""A run before its first step: its loader, its plan and its evaluations."""
+"""A run before its first step: its loader and its plan."""
 
 from __future__ import annotations
 
@@ -6,28 +6,14 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from torch import nn
-
 from stretto.batching import check_pairs
 from stretto.data import DataSpec, StepLoader
 from stretto.optim import Hyperparameters
 from stretto.planning import Plan, plan
 from stretto.planning.clock import unplannable
 from stretto.timing import TimeLike, Timestamp
-from stretto.training.evaluate import Evaluator
 from stretto.training.ranks import Ranks
-from stretto.training.settings import (
-    Checkpointing,
-    Evaluation,
-    Loading,
-    Logging,
-    LossFunction,
-    Stepping,
-)
-from stretto.training.stepper import Stepper
-
-_EVALUATION_BATCH = 64
-"""Samples of a forward pass in evaluation where no micro-batch size is set."""
+from stretto.training.settings import Checkpointing, Evaluation, Loading, Logging
 
 
 def make_loader(
@@ -84,32 +70,3 @@ def make_plan(
         tracks_tokens=loader.tracks_tokens,
         resume_at=resume_at,
     )
-
-
-def make_evaluators(
-    evaluations: Sequence[Evaluation],
-    model: nn.Module,
-    loss: LossFunction,
-    *,
-    loader: StepLoader,
-    loading: Loading,
-    stepping: Stepping,
-    stepper: Stepper,
-    ranks: Ranks,
-) -> list[Evaluator]:
-    """Return what measures the model, in passes as large as those of the training."""
-    return [
-        Evaluator(
-            settings,
-            model,
-            loss=loss,
-            loss_is_sum=stepping.loss_reduction == "sum",
-            count=stepper.count,
-            autocast=stepper.autocast,
-            batch_size=loader.micro_batch_size or _EVALUATION_BATCH,
-            collate_fn=loading.collate_fn,
-            ranks=ranks,
-            horizon=loader.horizon,
-        )
-        for settings in evaluations
-    ]

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import nn
@@ -22,21 +22,14 @@ from stretto.planning import Plan
 from stretto.planning.cautions import growth_alone
 from stretto.schedules import ScheduleLike
 from stretto.timing import Horizon, TimeLike, Timer
-from stretto.training.best import Best
-from stretto.training.callback import Callback, Events
+from stretto.training.assembly import Assembly
+from stretto.training.callback import Callback
 from stretto.training.checks import check_parts
-from stretto.training.finite import SkippedSteps
 from stretto.training.fitting import find_fitting, largest_share, with_found_maximum
-from stretto.training.interrupt import Interrupts
 from stretto.training.lock import locked
-from stretto.training.loop import Loop
-from stretto.training.measuring import Measurements
-from stretto.training.preparation import make_evaluators, make_loader, make_plan
+from stretto.training.preparation import make_loader, make_plan
 from stretto.training.ranks import Ranks, told_of_the_end
-from stretto.training.recorder import Recorder
 from stretto.training.resuming import find_checkpoint, open_verified, set_newer_aside
-from stretto.training.safety_net import SafetyNet
-from stretto.training.saver import Saver
 from stretto.training.settings import (
     Checkpointing,
     Evaluation,
@@ -45,9 +38,6 @@ from stretto.training.settings import (
     LossFunction,
     Stepping,
 )
-from stretto.training.setup import BuiltWith, describe_setup
-from stretto.training.state import RunState
-from stretto.training.stepper import Stepper
 
 if TYPE_CHECKING:
     from stretto.memory import Answer
@@ -160,87 +150,17 @@ class Trainer:
             self.fitting = find(loader=self.loader, most=most, accumulates=True)
             self.loader.set_micro_batch_size(self.fitting.size)
             self.plan, self._refusal = self._planned()
-        events = Events(callbacks, self)
-        stepper = Stepper(
-            self._ranks.wrap(cast(nn.Module, torch.compile(model)) if stepping.compile else model),
-            optimizer,
-            loss=loss,
-            settings=stepping,
+        assembly = Assembly(
+            trainer=self,
             ranks=self._ranks,
-            transforms=[partial(call, self) for call in events.listeners("transform_batch")],
-            # Where nobody changes them, the loader has counted what the data have.
-            count_tokens=spec.count_tokens if spec.tokens_vary else None,
-        )
-        if self.fitting is not None:
-            stepper.net = SafetyNet(self.model, spec, self._ranks, size=self.fitting.size)
-        skipped, best, built = SkippedSteps(), Best(checkpoint, evaluations), BuiltWith(optimizer)
-        evaluators = make_evaluators(
-            evaluations,
-            self.model,
-            loss,
-            loader=self.loader,
+            loss=loss,
             loading=loading,
             stepping=stepping,
-            stepper=stepper,
-            ranks=self._ranks,
+            evaluations=evaluations,
+            checkpoint=checkpoint,
+            log=log,
         )
-        recorder = Recorder(
-            self.folder,
-            log.loggers,
-            ranks=self._ranks,
-            horizon=self.horizon,
-            values=self.hyperparameters.values,
-            skipped=skipped,
-        )
-        self._state = RunState(
-            model,
-            optimizer,
-            loader=self.loader,
-            recorder=recorder,
-            stepper=stepper,
-            callbacks=callbacks,
-            evaluators=evaluators,
-            skipped=skipped,
-            best=best,
-            setup=describe_setup(
-                self.loader,
-                self.hyperparameters,
-                loading=loading,
-                stepping=stepping,
-                device=self._ranks.device.type,
-                finds_micro_batch_size=stepper.net is not None,
-                optimizer=built.values,
-            ),
-            built=built,
-            ranks=self._ranks,
-        )
-        saver = Saver(
-            checkpoint,
-            self.folder,
-            horizon=self.horizon,
-            ranks=self._ranks,
-            state=self._state,
-            best=best,
-        )
-        self._loop = Loop(
-            loader=self.loader,
-            hyperparameters=self.hyperparameters,
-            stepper=stepper,
-            measurements=Measurements(
-                self.loader, stepper, stepping=stepping, events=events, evaluations=evaluations
-            ),
-            recorder=recorder,
-            saver=saver,
-            evaluators=evaluators,
-            best=best,
-            skipped=skipped,
-            non_finite=stepping.non_finite,
-            events=events,
-            ranks=self._ranks,
-            interrupts=Interrupts(),
-            log_is_due=log.trigger.bind(self.horizon),
-            flush_is_due=log.flush_trigger.bind(self.horizon),
-        )
+        self._loop, self._state = assembly.loop()
 
     @property
     def horizon(self) -> Horizon:

@@ -1,0 +1,173 @@
+"""What a `Trainer` is made of, put together once what it trains and when is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, cast, final
+
+import torch
+from torch import nn
+
+from stretto.training.best import Best
+from stretto.training.callback import Events
+from stretto.training.evaluate import Evaluator
+from stretto.training.finite import SkippedSteps
+from stretto.training.interrupt import Interrupts
+from stretto.training.loop import Loop
+from stretto.training.measuring import Measurements
+from stretto.training.ranks import Ranks
+from stretto.training.recorder import Recorder
+from stretto.training.safety_net import SafetyNet
+from stretto.training.saver import Saver
+from stretto.training.settings import (
+    Checkpointing,
+    Evaluation,
+    Loading,
+    Logging,
+    LossFunction,
+    Stepping,
+)
+from stretto.training.setup import BuiltWith, describe_setup
+from stretto.training.state import RunState
+from stretto.training.stepper import Stepper
+
+if TYPE_CHECKING:
+    from stretto.training.trainer import Trainer
+
+_EVALUATION_BATCH = 64
+"""Samples of a forward pass in evaluation where no micro-batch size is set."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """A trainer that has its data, its clock and its plan, and what it was given besides."""
+
+    trainer: Trainer
+    ranks: Ranks
+    """The processes of the run."""
+    loss: LossFunction
+    loading: Loading
+    stepping: Stepping
+    evaluations: Sequence[Evaluation]
+    checkpoint: Checkpointing | None
+    log: Logging
+
+    def loop(self) -> tuple[Loop, RunState]:
+        """Return what runs, and what of it a checkpoint keeps."""
+        trainer, ranks = self.trainer, self.ranks
+        events = Events(trainer.callbacks, trainer)
+        stepper = self._stepper(events)
+        evaluators = self._evaluators(stepper)
+        skipped, best = SkippedSteps(), Best(self.checkpoint, self.evaluations)
+        recorder = Recorder(
+            trainer.folder,
+            self.log.loggers,
+            ranks=ranks,
+            horizon=trainer.horizon,
+            values=trainer.hyperparameters.values,
+            skipped=skipped,
+        )
+        state = self._state(recorder, stepper, evaluators, skipped, best)
+        saver = Saver(
+            self.checkpoint,
+            trainer.folder,
+            horizon=trainer.horizon,
+            ranks=ranks,
+            state=state,
+            best=best,
+        )
+        measurements = Measurements(
+            trainer.loader,
+            stepper,
+            stepping=self.stepping,
+            events=events,
+            evaluations=self.evaluations,
+        )
+        loop = Loop(
+            loader=trainer.loader,
+            hyperparameters=trainer.hyperparameters,
+            stepper=stepper,
+            measurements=measurements,
+            recorder=recorder,
+            saver=saver,
+            evaluators=evaluators,
+            best=best,
+            skipped=skipped,
+            non_finite=self.stepping.non_finite,
+            events=events,
+            ranks=ranks,
+            interrupts=Interrupts(),
+            log_is_due=self.log.trigger.bind(trainer.horizon),
+            flush_is_due=self.log.flush_trigger.bind(trainer.horizon),
+        )
+        return loop, state
+
+    def _stepper(self, events: Events) -> Stepper:
+        trainer, model, spec = self.trainer, self.trainer.model, self.trainer.loader.spec
+        compiled = cast(nn.Module, torch.compile(model)) if self.stepping.compile else model
+        stepper = Stepper(
+            self.ranks.wrap(compiled),
+            trainer.optimizer,
+            loss=self.loss,
+            settings=self.stepping,
+            ranks=self.ranks,
+            transforms=[partial(call, trainer) for call in events.listeners("transform_batch")],
+            # Where nobody changes them, the loader has counted what the data have.
+            count_tokens=spec.count_tokens if spec.tokens_vary else None,
+        )
+        if trainer.fitting is not None:
+            stepper.net = SafetyNet(model, spec, self.ranks, size=trainer.fitting.size)
+        return stepper
+
+    def _evaluators(self, stepper: Stepper) -> list[Evaluator]:
+        return [
+            Evaluator(
+                settings,
+                self.trainer.model,
+                loss=self.loss,
+                loss_is_sum=self.stepping.loss_reduction == "sum",
+                count=stepper.count,
+                autocast=stepper.autocast,
+                batch_size=self.trainer.loader.micro_batch_size or _EVALUATION_BATCH,
+                collate_fn=self.loading.collate_fn,
+                ranks=self.ranks,
+                horizon=self.trainer.horizon,
+            )
+            for settings in self.evaluations
+        ]
+
+    def _state(
+        self,
+        recorder: Recorder,
+        stepper: Stepper,
+        evaluators: Sequence[Evaluator],
+        skipped: SkippedSteps,
+        best: Best,
+    ) -> RunState:
+        trainer, built = self.trainer, BuiltWith(self.trainer.optimizer)
+        setup = describe_setup(
+            trainer.loader,
+            trainer.hyperparameters,
+            loading=self.loading,
+            stepping=self.stepping,
+            device=self.ranks.device.type,
+            finds_micro_batch_size=stepper.net is not None,
+            optimizer=built.values,
+        )
+        return RunState(
+            trainer.model,
+            trainer.optimizer,
+            loader=trainer.loader,
+            recorder=recorder,
+            stepper=stepper,
+            callbacks=trainer.callbacks,
+            evaluators=evaluators,
+            skipped=skipped,
+            best=best,
+            setup=setup,
+            built=built,
+            ranks=self.ranks,
+        )
