@@ -124,6 +124,7 @@ def test_wall_time_and_tokens_are_followed_as_they_pass() -> None:
         size, state = bound.decide(now, state, NO_SIGNALS)
         got.append(size)
     assert got == [8, 8, 8, 9, 10, 11, 64]
+    assert PeriodSizes([("10ba", 8), ("5m", 16)]).bind(Horizon("9ep")).is_static  # it goes on
     tokens = PeriodSizes([("100tok", 8), ("rest", 64)]).bind(Horizon("1ep"))
     assert tokens.is_static
     assert tokens.units == {"tok"}

@@ -389,6 +389,15 @@ def test_batches_are_of_the_size_in_force(stretto: Stretto, trained: Path) -> No
     assert found["samples"] == 5 * found["at"]["batch_size"] == 80
 
 
+def test_the_largest_size_keeps_its_least_number_of_steps(stretto: Stretto, trained: Path) -> None:
+    said = stretto(
+        *("critical-batch-size", "run.yaml", "--checkpoint", trained, "--over", "40sp"),
+        *("--sizes", "6,10", "--seeds", "1", "--json"),
+    )
+    assert said.code == 0, said.err
+    assert json.loads(said.out)["samples"] == 40
+
+
 def test_a_run_in_batches_has_a_length_in_samples(stretto: Stretto, project: Path) -> None:
     run = ("run.yaml", "max_duration=10ba", "batch_size=4")
     assert stretto("train", *run, "--folder", "runs/b").code == 0

@@ -123,6 +123,11 @@ def test_even_goes_by_ranks_and_micro_batches() -> None:
     assert policy({"size": 100, "even": True}, Building(4, 3)) == MultipleOf(Fixed(100), 12)
 
 
+def test_even_and_a_multiple_are_both_kept() -> None:
+    both = policy({"size": 100, "even": True, "multiple_of": 6}, Building(1, 4))
+    assert both == MultipleOf(Fixed(100), 12)
+
+
 def test_functions(project: str) -> None:
     plain = policy({"target": f"{project}:grow", "every": "1ep", "planned": False})
     assert repr(plain) == "SizeFunction(grow, every='1ep', planned=False)"
@@ -160,7 +165,10 @@ def test_functions(project: str) -> None:
         ({"periods": [{"duration": "-1ep", "size": 8}]}, "it is not longer than 0"),
         ({"size": 64, "multiple_of": 16, "at_most": 40}, "write 32 or 48"),
         ({"size": 64, "power_of_two": "up", "at_least": 3}, "write 2 or 4"),
-        ({"size": 64, "power_of_two": "up", "multiple_of": 6}, "holds no powers of two"),
+        (
+            {"size": 64, "power_of_two": "up", "multiple_of": 6},
+            "no multiple of 6 is a power of two",
+        ),
         ({"size": 64, "at_least": 9, "at_most": 8}, "it is not at most 8"),
         ({"size": 64, "even": "yes"}, "write true"),
         (NOISY | {"multiple_of": 128}, "cannot use maximum: 100.*write 128"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
@@ -24,6 +26,8 @@ from stretto.batching import (
     SizeFunction,
 )
 from stretto.data import DataSpec, StepLoader
+from stretto.data.feed import Part
+from stretto.data.ranks import agreed
 from stretto.errors import BatchSizeError, ConversionError, DataError, PlanError
 from stretto.ordering import SampleOrder, share
 from stretto.planning import walk
@@ -403,6 +407,24 @@ def test_a_least_size_that_the_ranks_cannot_share_is_refused_before_the_first_st
     assert next(StepLoader(numbers(100), AtLeast(NoiseScale(2, 64), 4), **few)).size == 4
 
 
+def test_a_run_that_goes_on_is_refused_where_the_next_batch_cannot_be_shared() -> None:
+    one = StepLoader(numbers(100), NoiseScale(2, 64), max_duration="1ep")
+    next(one)
+    state = one.state_dict()
+    few: dict[str, Any] = {"max_duration": "1ep", "rank": 0, "world_size": 4}
+    many = StepLoader(numbers(100), NoiseScale(2, 64), **few)
+    many.load_state_dict(state)
+    with pytest.raises(PlanError, match="batches of 2 on 4 ranks"):
+        next(many)
+    many.load_state_dict({**state, "policy": {**state["policy"], "state": grown(state, 8)}})
+    assert next(many).size == 8
+
+
+def grown(state: dict[str, Any], size: int) -> dict[str, Any]:
+    """The policy's state as it would be had the batch grown."""
+    return {**state["policy"]["state"], "size": size}
+
+
 def test_a_stage_that_is_over_may_have_been_smaller_than_the_world() -> None:
     one = StepLoader(numbers(100), "0sp:2 50%:8", max_duration="1ep")
     for step in one:
@@ -421,6 +443,41 @@ def test_a_step_is_finished_once() -> None:
     next(loader)
     with pytest.raises(DataError, match="finished once"):
         loader.finish(first)
+
+
+def test_processes_that_hold_parts_of_a_rank_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four processes, two for each of two ranks; this is the first."""
+
+    def add_three_others(packed: torch.Tensor) -> None:
+        tokens, _, mark, square = packed.tolist()
+        for other in (tokens, 5.0, 5.0):  # what the second rank has, twice
+            packed += torch.tensor([other, 0.0, mark, square], dtype=torch.float64)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "all_reduce", add_three_others)
+    assert agreed(Part(0, 2, None), 7, 0.25, None) == (12, 0.25)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    assert agreed(Part(0, 2, None), 7, 0.25, None) == (12, 0.0)
+    with pytest.raises(DataError, match=r"torch\.distributed has 4 processes"):
+        agreed(Part(0, 3, None), 7, 0.25, None)
+
+
+def test_a_cut_batch_counts_by_its_own_samples() -> None:
+    """Of an iterable nobody knows where an epoch ends until it has."""
+
+    class Stream:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            yield from torch.arange(10).split(5)
+
+    loader = StepLoader(Stream(), NoiseScale(8, 64), max_duration="2ep")
+    counted = []
+    for step in loader:
+        loader.finish(step, signals=Signals(noise_numerator=1.0, noise_denominator=1.0))
+        counted.append((step.size, loader.state_dict()["signals"]["num_samples"]))
+    assert counted == [(8, 8.0), (2, 2.0), (8, 8.0), (2, 2.0)]
 
 
 def test_several_ranks_without_a_process_group_must_be_told_the_tokens() -> None:

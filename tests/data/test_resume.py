@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from stretto.batching import (
     AtLeast,
     AtMost,
+    BatchSizePolicy,
+    BoundPolicy,
     Fixed,
     Hysteresis,
     IncreaseFunction,
@@ -24,6 +26,7 @@ from stretto.batching import (
     NoiseScale,
     NormTest,
     PeriodSizes,
+    PolicyState,
     PowerOfTwo,
     Signals,
     Steps,
@@ -32,7 +35,7 @@ from stretto.data import StepLoader
 from stretto.errors import CheckpointError, DataError
 from stretto.ordering import SampleOrder
 from stretto.testing.data import assert_resumes, cycled, policies, read
-from stretto.timing import LastBatch
+from stretto.timing import Horizon, LastBatch, Timestamp, TimeUnit
 
 
 def values(batch: Any) -> list[int]:
@@ -156,6 +159,46 @@ def test_a_damaged_record_is_refused_when_it_is_read(
     within[place[-1]] = value
     with pytest.raises(CheckpointError, match="the record is damaged"):
         StepLoader([*range(40)], policy, max_duration="2ep").load_state_dict(record)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda policy: policy,
+        lambda policy: AtMost(policy, 64),
+        Monotone,
+        lambda policy: Hysteresis(policy, 1.5),
+        lambda policy: AtMost(PeriodSizes([("rest", policy)]), 64),
+    ],
+)
+def test_a_policy_of_ones_own_may_keep_what_it_likes(wrapped: Any) -> None:
+    class Grows(BatchSizePolicy):
+        def bind(self, horizon: Horizon) -> BoundPolicy:
+            return BoundGrows()
+
+        def scaled(self, ratio: object) -> Grows:
+            return self
+
+    class BoundGrows(BoundPolicy):
+        is_static = False
+        units: frozenset[TimeUnit] = frozenset()
+
+        def start(self) -> PolicyState:
+            return {"size": 2.0, "largest": "none"}
+
+        def decide(
+            self, timestamp: Timestamp, state: PolicyState, signals: Signals
+        ) -> tuple[int, PolicyState]:
+            size = float(state["size"]) * 1.3  # type: ignore[arg-type]
+            return int(size), {**state, "size": size}
+
+    whole, first, second = (
+        StepLoader([*range(60)], wrapped(Grows()), max_duration="1ep") for _ in range(3)
+    )
+    sizes = [step.size for step in whole]
+    seen = [next(first).size for _ in range(3)]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert seen + [step.size for step in second] == sizes
 
 
 def test_an_error_of_the_data_is_not_one_of_the_record() -> None:

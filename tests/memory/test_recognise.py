@@ -12,6 +12,7 @@ import torch
 
 from stretto.errors import FitError, TrainingError
 from stretto.memory import is_out_of_memory
+from stretto.memory.release import attempt
 
 TEXTS = {
     "cuda": "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 7 GiB",
@@ -103,6 +104,19 @@ def test_types() -> None:
     assert not is_out_of_memory(KeyboardInterrupt("out of memory"))
     assert not is_out_of_memory(SystemExit("out of memory"))
     assert not is_out_of_memory(RecursionError("out of memory"))
+
+
+def test_where_not_even_the_text_can_be_read_memory_is_out() -> None:
+    class UnreadableError(RuntimeError):
+        def __str__(self) -> str:
+            raise MemoryError
+
+    assert is_out_of_memory(UnreadableError())
+
+    def work() -> None:
+        raise UnreadableError
+
+    assert attempt(work).out_of_memory == "UnreadableError"
 
 
 def test_errors_of_our_own_are_decisions() -> None:

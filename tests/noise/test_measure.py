@@ -29,6 +29,12 @@ def test_a_large_norm_is_as_good_as_one_in_double_precision() -> None:
     assert (square_norm([gradient.reshape(1000, 3000).T])) == pytest.approx(exact, rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
+def test_a_large_norm_of_another_type_is_as_good(dtype: torch.dtype) -> None:
+    gradient = torch.ones(20_000_000, dtype=dtype)
+    assert square_norm([gradient]) == pytest.approx(20e6, rel=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_norms_of_every_type(dtype: torch.dtype) -> None:
     tensors = [

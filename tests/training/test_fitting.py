@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.batching import IncreaseFunction
+from stretto.batching import IncreaseFunction, NoiseScale
 from stretto.errors import TrainingError
 from stretto.training import Checkpointing, Stepping
 
@@ -84,6 +84,11 @@ def test_where_there_is_room_the_share_is_taken_whole(problem: Make) -> None:
     trainer.fit()
     plain.trainer(batch_size="0ep:8 1ep:12").fit()
     assert torch.equal(run.weights(), plain.weights())  # and nothing left a trace
+
+
+def test_sizes_that_are_measured_need_no_more_than_their_largest(problem: Make) -> None:
+    trainer = problem().trainer(micro_batch_size="auto", batch_size=NoiseScale(4, 12))
+    assert trainer.fitting.size == 12
 
 
 def test_finding_leaves_no_trace() -> None:

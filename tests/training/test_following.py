@@ -67,6 +67,7 @@ def test_a_resumed_run_decides_as_the_whole_one(name: str, problem: Make, tmp_pa
         given = settings(second, POLICIES[name](), checkpoint=keep, folder=folder)
         resumed = second.trainer(**given, callbacks=[after])
         resumed.resume()
+        resumed.evaluate()  # looking changes nothing
         resumed.fit()
         assert after.seen == sizes.seen
         assert torch.equal(second.weights(), whole.weights())

@@ -248,7 +248,10 @@ def test_what_cannot_be_right_is_refused(settings: dict[str, Any], message: str)
 
 
 def test_where_nobody_listens_nothing_is_refused() -> None:
-    run(model=nn.Sequential(nn.Embedding(11, 6)))
+    trained = nn.Sequential(nn.Embedding(11, 6))
+    before = trained[0].weight.detach().clone()  # type: ignore[operator]
+    run(model=trained)
+    assert not torch.equal(before, trained[0].weight)  # type: ignore[arg-type]
 
 
 def test_there_are_two_choices() -> None:

@@ -62,7 +62,7 @@ class BoundPeriods(BoundPolicy):
         """Whether every policy is, and no period is as long as a wall time."""
         return all(period.bound.is_static for period in self.periods) and not any(
             period.axis.unit is TimeUnit.SECOND and period.end is not None
-            for period in self.periods
+            for period in self.periods[:-1]
         )
 
     @property
@@ -95,13 +95,18 @@ class BoundPeriods(BoundPolicy):
             self.periods
         ):
             return False
+        bound, within = self.inside(state)
+        return bound.accepts(within)
+
+    def inside(self, state: PolicyState) -> tuple[BoundPolicy, PolicyState]:
+        """Return the policy of the present period, and its state."""
         bound = self._bound(cast(int, state["period"]), _timestamp(state))
-        return bound.accepts(inner_state(state))
+        return bound, inner_state(state)
 
     def told(self, state: PolicyState) -> Mapping[str, float]:
         """Return what the policy of the present period goes by."""
-        bound = self._bound(cast(int, state["period"]), _timestamp(state))
-        return bound.told(inner_state(state))
+        bound, within = self.inside(state)
+        return bound.told(within)
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals

@@ -153,6 +153,11 @@ class BoundPolicy(ABC):
         """The least and the largest size that it may decide; None, unless a policy knows them."""
         return None
 
+    def inside(self, state: PolicyState) -> tuple[BoundPolicy, PolicyState] | None:
+        """Return the policy inside that decides now, and its part of the state; None: no other."""
+        del state
+        return None
+
     @abstractmethod
     def start(self) -> PolicyState:
         """Return the state before the first batch."""

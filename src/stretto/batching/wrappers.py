@@ -83,9 +83,14 @@ class BoundWrapper(BoundPolicy):
         """Those of the policy inside, of whose sizes it takes one."""
         return self.inner.bounds
 
+    def inside(self, state: PolicyState) -> tuple[BoundPolicy, PolicyState]:
+        """Return the policy inside, whose state is in this one's."""
+        return self.inner, inner_state(state)
+
     def told(self, state: PolicyState) -> Mapping[str, float]:
-        """Return what the policy inside, whose state is in this one's, goes by."""
-        return self.inner.told(inner_state(state))
+        """Return what the policy inside goes by."""
+        inner, within = self.inside(state)
+        return inner.told(within)
 
 
 @final
@@ -260,9 +265,9 @@ class BoundMap(BoundWrapper):
         """Return whether the policy inside does."""
         return self.inner.accepts(state)
 
-    def told(self, state: PolicyState) -> Mapping[str, float]:
-        """Return what the policy inside goes by."""
-        return self.inner.told(state)
+    def inside(self, state: PolicyState) -> tuple[BoundPolicy, PolicyState]:
+        """Return the policy inside, whose state is this one's."""
+        return self.inner, state
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals

@@ -18,6 +18,7 @@ from stretto.errors import ConfigError, cannot
 from stretto.report.critical import critical_table, draw_critical
 from stretto.timing import Time
 from stretto.training.critical import (
+    LEAST_STEPS,
     Branch,
     CriticalBatchSize,
     check_branches,
@@ -111,10 +112,11 @@ def _tell(
 def _whole(samples: int, sizes: Sequence[int]) -> int:
     """Return a number of samples, at most a quarter fewer, that suits the sizes best.
 
-    The last batch is whole: of every size, or at least of the largest.
+    The last batch is whole: of every size, or at least of the largest, which has enough steps.
     """
     whole = samples - samples % math.lcm(*sizes)
-    return whole if whole >= 0.75 * samples else samples - samples % sizes[-1]
+    least = max(0.75 * samples, LEAST_STEPS * sizes[-1])
+    return whole if whole >= least else samples - samples % sizes[-1]
 
 
 def _branches(

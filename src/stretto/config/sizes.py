@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
@@ -101,8 +102,8 @@ class Sizes(Section):
         policy = self._sizes(building, path)
         if self.power_of_two is not None:
             policy = PowerOfTwo(policy, self.power_of_two)
-        for factor in self._factors(building):
-            policy = MultipleOf(policy, factor)
+        if self._factor(building) > 1:
+            policy = MultipleOf(policy, self._factor(building))
         if self.hysteresis is not None:
             policy = Hysteresis(policy, self.hysteresis)
         if self.monotone:
@@ -119,9 +120,9 @@ class Sizes(Section):
         self.policy(CHECKING, ())
         return self
 
-    def _factors(self, building: Building) -> list[int]:
-        factors = [] if self.multiple_of is None else [self.multiple_of]
-        return [*factors, building.even_unit] if self.even else factors
+    def _factor(self, building: Building) -> int:
+        """What every size is a multiple of."""
+        return math.lcm(self.multiple_of or 1, building.even_unit if self.even else 1)
 
     @property
     def _largest(self) -> int | None:
@@ -130,7 +131,7 @@ class Sizes(Section):
 
     def _check_largest(self, largest: int, building: Building) -> None:
         """Refuse what would lift a size beyond its own maximum."""
-        least = max([*self._factors(building), self.at_least or 1])
+        least = max(self._factor(building), self.at_least or 1)
         if least > largest:
             why = f"at least {least}, which no size is below"
             raise _bound("maximum", largest, why, (least,))
@@ -145,22 +146,24 @@ class Sizes(Section):
 
     def _check_smallest(self, word: str, smallest: int, building: Building) -> None:
         """Refuse what would take a size below its own minimum."""
-        for factor in self._factors(building):
-            if smallest > factor and smallest % factor:
-                lower = smallest - smallest % factor
-                raise _bound(word, smallest, f"a multiple of {factor}", (lower, lower + factor))
+        factor = self._factor(building)
+        if smallest > factor and smallest % factor:
+            lower = smallest - smallest % factor
+            raise _bound(word, smallest, f"a multiple of {factor}", (lower, lower + factor))
         if self.power_of_two == "down" and smallest & (smallest - 1):
             power = 1 << (smallest.bit_length() - 1)
             raise _bound(word, smallest, "a power of two", (power, 2 * power))
 
     def _check_bounds(self, building: Building) -> None:
         """Refuse a bound that the rounding would have to break."""
-        bounds = {"at_least": self.at_least, "at_most": self.at_most}
+        bounds, factor = (
+            {"at_least": self.at_least, "at_most": self.at_most},
+            self._factor(building),
+        )
         for name, bound in bounds.items():
-            for factor in self._factors(building):
-                if bound is not None and bound % factor:
-                    lower = max(factor, bound - bound % factor)
-                    raise _bound(name, bound, f"a multiple of {factor}", (lower, lower + factor))
+            if bound is not None and bound % factor:
+                lower = max(factor, bound - bound % factor)
+                raise _bound(name, bound, f"a multiple of {factor}", (lower, lower + factor))
             if bound is not None and self.power_of_two and bound & (bound - 1):
                 power = 1 << (bound.bit_length() - 1)
                 raise _bound(name, bound, "a power of two", (power, 2 * power))
@@ -172,11 +175,11 @@ class Sizes(Section):
         smallest = self._smallest
         if smallest is not None and smallest[1] > (self.at_least or 0):
             self._check_smallest(*smallest, building)
-        if self.power_of_two and any(factor & (factor - 1) for factor in self._factors(building)):
+        if self.power_of_two and factor & (factor - 1):
             raise BatchSizeError(
                 cannot(
                     "round to powers of two and to multiples",
-                    why=f"{self._factors(building)} holds no powers of two",
+                    why=f"no multiple of {factor} is a power of two",
                     instead="keep one of power_of_two, multiple_of and even",
                 )
             )

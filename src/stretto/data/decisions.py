@@ -65,13 +65,17 @@ class Decisions:
                 return
             yield plan
 
-    def finish(self, plan: StepPlan, signals: Signals) -> None:
-        """Note what was decided for the batch that is finished, and what it measured."""
+    def finish(self, plan: StepPlan, signals: Signals, size: int) -> None:
+        """Note what was decided for the batch that is finished, and what its samples measured."""
         if signals.noise_numerator is not None and signals.num_samples is None:
-            signals = replace(signals, num_samples=plan.size)
+            signals = replace(signals, num_samples=size)
         self.state, self.signals, self.size = plan.state, signals, plan.decided
         if self._unmeasured >= 0:
             self._watch(signals)
+
+    def decide(self) -> int:
+        """Return the size that comes next."""
+        return self._policy.decide(self._timer.timestamp, self.state, self.signals)[0]
 
     def told(self) -> Mapping[str, float]:
         """Return what the policy went by when it decided that batch, by name."""

@@ -232,7 +232,7 @@ class StepLoader(Iterator[Step]):
             self._cross(draw, open_step, tokens, seconds)
         else:
             timer.update(samples=draw.size, tokens=tokens, seconds=seconds)
-        self._decisions.finish(plan, signals)
+        self._decisions.finish(plan, signals, draw.size)
         return timer.timestamp
 
     def told(self) -> Mapping[str, float]:
@@ -346,7 +346,8 @@ class StepLoader(Iterator[Step]):
 
     def _open(self) -> Iterator[Draw]:
         if self._part.world_size > 1:
-            check_shares(self._part, self.horizon, self.policy, self.timer.timestamp)
+            now, decide = self.timer.timestamp, self._decisions.decide
+            check_shares(self._part, self.horizon, self.policy, now, decide)
         self.timer.start()  # what was done before the first step is not the run's time
         decisions = self._decisions
         is_ahead = self._source.looks_ahead
@@ -377,8 +378,7 @@ class StepLoader(Iterator[Step]):
             passed = self.timer.seconds_since_update()
             decision = (plan.timestamp.sample, plan.decided, signals)
             total, passed = agreed(self._part, step.num_tokens, passed, decision)
-            tokens = total if counts else tokens
-            seconds = passed if seconds is None and measures else seconds
+            return (total if counts else tokens), (passed if measures else seconds)
         return tokens, seconds
 
     def _cross(self, draw: Draw, step: Step, tokens: int, seconds: float | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -51,12 +52,24 @@ def part_of(rank: int | None, world_size: int | None, micro_batch_size: int | No
 
 
 def check_shares(
-    part: Part, horizon: Horizon, policy: BatchSizePolicy, timestamp: Timestamp
+    part: Part,
+    horizon: Horizon,
+    policy: BatchSizePolicy,
+    timestamp: Timestamp,
+    decide: Callable[[], int],
 ) -> None:
     """Refuse a run that goes on at `timestamp` with a batch too small to be shared.
 
+    Args:
+        part: this rank's.
+        horizon: the run.
+        policy: its batch sizes.
+        timestamp: where it goes on.
+        decide: returns the size that comes next.
+
     Raises:
-        PlanError: a stage that is still to come has fewer samples than there are ranks.
+        PlanError: a stage that is still to come has fewer samples than there are ranks; or, of
+            sizes that the run decides, the least (at its start) or the next one has.
     """
     if isinstance(horizon.batch_sizes, PlannedSizes):
         plan(
@@ -66,9 +79,9 @@ def check_shares(
             micro_batch_size=part.micro_batch_size,
             resume_at=timestamp,
         )
-    elif not timestamp.batch:
+    else:
         bound = policy.bind(horizon.with_batch_sizes(None))
-        check_least(bound, world_size=part.world_size)
+        check_least(bound, world_size=part.world_size, size=decide() if timestamp.batch else None)
 
 
 def can_agree() -> bool:
@@ -85,7 +98,9 @@ def is_all(part: Part) -> bool:
 
 
 def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[int, float]:
-    """Return the tokens of all ranks, and the seconds of rank 0. Every rank must call it.
+    """Return the tokens of all ranks, and the seconds of rank 0. Every process must call it.
+
+    Where several processes hold parts of one model, as many are each of the ranks.
 
     Args:
         part: this rank's.
@@ -95,7 +110,8 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
             rank.
 
     Raises:
-        DataError: the ranks cannot speak to each other, or would decide apart. All of them do.
+        DataError: the ranks cannot speak to each other, or would decide apart; or no number of
+            whole processes is each of them. All of them do.
     """
     if not can_agree():
         raise DataError(
@@ -106,9 +122,19 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
                 "torch.distributed.init_process_group()",
             )
         )
+    copies, odd = divmod(dist.get_world_size(), part.world_size)
+    if odd or not copies:
+        raise DataError(
+            cannot(
+                f"count the tokens and seconds of {part.world_size} ranks",
+                why=f"torch.distributed has {dist.get_world_size()} processes",
+                instead="call loader.finish(tokens=..., seconds=...) with those of all ranks, or "
+                "make each rank as many processes",
+            )
+        )
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     mark = zlib.crc32(repr(decision).encode()) % 2**20
-    own = [tokens, seconds if part.rank == 0 else 0.0, mark, mark * mark]
+    own = [tokens, seconds if dist.get_rank() == 0 else 0.0, mark, mark * mark]
     packed = torch.tensor(own, dtype=torch.float64, device=device)
     dist.all_reduce(packed)
     total, measured, marks, squares = packed.tolist()
@@ -122,4 +148,4 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
                 "docs/own-loop.md does under 'Several processes'",
             )
         )
-    return int(total), measured
+    return int(total) // copies, measured

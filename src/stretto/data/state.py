@@ -73,23 +73,32 @@ def check_state(bound: BoundPolicy, now: Timestamp, state: PolicyState) -> None:
     Raises:
         CheckpointError: it is damaged.
     """
-    if not state or not type(bound).__module__.startswith("stretto."):
+    if not state or not _is_ours(bound):
         return
     with read():
-        for size in _sizes(state):
+        for size in _sizes(bound, state):
             if type(size) is not int or size < 1:
                 raise TypeError(f"{size!r} is no size")
         if bound.reads and "loss" not in bound.reads:  # which a function of the user's reads
             bound.decide(now, state, _LOUD)
 
 
-def _sizes(state: PolicyState) -> Iterator[object]:
-    """The sizes in a state, and in those inside it."""
-    for name, value in state.items():
-        if isinstance(value, Mapping):
-            yield from _sizes(value)
-        elif name in ("size", "largest") and value is not None:
-            yield value
+def _sizes(bound: BoundPolicy, state: PolicyState) -> Iterator[object]:
+    """The sizes that policies of ours keep in a state; one of the user's may keep what it likes."""
+    if not _is_ours(bound):
+        return
+    inside = bound.inside(state)
+    if inside is not None:
+        yield from _sizes(*inside)
+        if inside[1] is state:
+            return
+    for name in ("size", "largest"):
+        if state.get(name) is not None:
+            yield state[name]
+
+
+def _is_ours(bound: BoundPolicy) -> bool:
+    return type(bound).__module__.startswith("stretto.")
 
 
 @contextmanager

@@ -81,10 +81,13 @@ def is_out_of_memory(error: BaseException, *, in_finder: bool = False) -> bool:
     """
     if isinstance(error, BaseExceptionGroup):
         return all(is_out_of_memory(one, in_finder=in_finder) for one in error.exceptions)
-    chain = list(_chain(error))
-    if not isinstance(error, Exception) or any(_is_fatal(one) for one in chain):
-        return False
-    return any(_says_so(one, in_finder=in_finder) for one in chain)
+    try:
+        chain = list(_chain(error))
+        if not isinstance(error, Exception) or any(_is_fatal(one) for one in chain):
+            return False
+        return any(_says_so(one, in_finder=in_finder) for one in chain)
+    except MemoryError:  # the error still holds all of it: not enough is left to read what it says
+        return True
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

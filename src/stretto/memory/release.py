@@ -53,10 +53,17 @@ def attempt(work: Callable[[], T], *, in_finder: bool = False) -> Attempt[T]:
     except Exception as error:
         if not is_out_of_memory(error, in_finder=in_finder):
             raise
-        said = str(error) or type(error).__name__
+        said = _said(error)
         _let_go(error)
     release_memory()
     return Attempt(None, said)
+
+
+def _said(error: Exception) -> str:
+    try:
+        return str(error) or type(error).__name__
+    except MemoryError:
+        return type(error).__name__
 
 
 def release_memory(*, scratch: bool = True) -> None:

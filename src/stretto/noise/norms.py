@@ -33,13 +33,14 @@ class Norms:
         half: list[Tensor] = []
         for one in tensors:
             tensor = one if type(one) is Tensor and one.layout is torch.strided else _values(one)
-            if tensor.dtype not in _WIDE:
-                (half if not tensor.is_complex() else single).append(tensor)
-            elif tensor.numel() > _LARGE and tensor.device.type == "cpu":
-                pieces = tensor.reshape(-1).split(_LARGE)
+            is_large = tensor.numel() > _LARGE and tensor.device.type == "cpu"
+            pieces = tensor.reshape(-1).split(_LARGE) if is_large else (tensor,)
+            if tensor.dtype in _WIDE and is_large:
                 self.squares += [torch.dot(piece, piece) for piece in pieces]
+            elif tensor.dtype in _WIDE or tensor.is_complex():
+                single += pieces
             else:
-                single.append(tensor)
+                half += pieces
         if single:
             self.norms += torch._foreach_norm(single)  # no public spelling of it
         if half:

@@ -136,19 +136,25 @@ def check_stage(
         raise PlanError(f"{error} ({_where(stage)})")
 
 
-def check_least(policy: BoundPolicy, *, world_size: int) -> None:
+def check_least(policy: BoundPolicy, *, world_size: int, size: int | None = None) -> None:
     """Refuse a run without a plan whose least size would leave ranks without a sample.
-
-    For the start of a run: a batch that never shrinks may since have grown enough.
 
     >>> from stretto.batching import NoiseScale
     >>> check_least(NoiseScale(8, 64).bind(Horizon("1ep")), world_size=8)
 
+    Args:
+        policy: the batch sizes.
+        world_size: how many ranks share a batch.
+        size: the next one of a run that goes on; a batch that never shrinks may have grown enough.
+
     Raises:
-        PlanError: the policy may decide fewer samples than there are ranks.
+        PlanError: the policy may decide fewer samples than there are ranks, or has.
     """
-    if policy.bounds is not None and policy.bounds[0] < world_size:
-        raise _below(policy.bounds[0], world_size, is_coupled=policy.is_coupled)
+    if policy.bounds is None:
+        return
+    least = max(policy.bounds[0], size or 0)
+    if least < world_size:
+        raise _below(least, world_size, is_coupled=policy.is_coupled)
 
 
 def _below(size: int, world_size: int, *, is_coupled: bool, where: str | None = None) -> PlanError:

@@ -32,6 +32,8 @@ class Callback:
     """Whether it belongs to how a model is trained, so that short runs which branch off a run
     (`stretto critical-batch-size`) have it too. False where it only reports, or sets a learning
     rate: branches have one of their own."""
+    sets_learning_rate: bool = False
+    """Whether it changes learning rates with the batch size, as a learning rate rule does."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Training begins; the clock stands where the run starts or resumes.

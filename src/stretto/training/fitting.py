@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from stretto.batching import BatchSizePolicy, awaits_maximum, with_maximum
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import FitError, TrainingError, cannot
-from stretto.planning import Plan
+from stretto.planning import Plan, decided_between
 from stretto.training.fully_sharded import is_fully_sharded
 from stretto.training.ranks import Ranks
 from stretto.training.settings import LossFunction, Stepping
@@ -114,8 +114,10 @@ def largest_share(plan: Plan | None, loader: StepLoader) -> int:
     """Return the most samples that a rank ever has of one batch, as far as that is known."""
     if plan is not None and plan.stages:
         return max(-(-stage.size // loader.world_size) for stage in plan.stages)
-    num_samples = loader.horizon.dataset_num_samples
-    return max(1, (num_samples or 2**20) // loader.world_size)
+    bounds = decided_between(loader.horizon, loader.policy)
+    if bounds is not None:
+        return -(-bounds[1] // loader.world_size)
+    return max(1, (loader.horizon.dataset_num_samples or 2**20) // loader.world_size)
 
 
 def _check(model: nn.Module, loader: StepLoader) -> None:

@@ -204,9 +204,6 @@ class Loop:
         metrics = self.recorder.paused(evaluator.measure)
         named = {f"{evaluator.name}/{name}": value for name, value in metrics.items()}
         self.recorder.write({**self.recorder.clock(self.timer.timestamp), **named})
-        followed = self.measurements.metric(named)
-        if followed is not None:
-            self.loader.note_metric(followed)
         self.events.tell("on_evaluation_end", evaluator.name, metrics)
         return named
 
@@ -215,8 +212,14 @@ class Loop:
 
         A checkpoint of it waits for all of them, or it would not know of those that come later.
         """
-        beaten = [self.best.is_beaten(self.evaluate(one), self.timer.sample) for one in evaluators]
-        return any(beaten)
+        is_best = False
+        for evaluator in evaluators:
+            named = self.evaluate(evaluator)
+            followed = self.measurements.metric(named)
+            if followed is not None:
+                self.loader.note_metric(followed)
+            is_best |= self.best.is_beaten(named, self.timer.sample)
+        return is_best
 
     def _save(self) -> None:
         self._announce(self.recorder.paused(lambda: self.saver.begin(self.timer.timestamp)))

@@ -267,7 +267,8 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Measure the model on every evaluation's data and return it by `name/metric`.
 
-        Called while `fit` runs it is also logged, as what is measured on time is.
+        Called while `fit` runs it is also logged, as what is measured on time is. Looking changes
+        nothing: batch sizes and the best checkpoint follow what is measured on time alone.
         """
         record: dict[str, float] = {}
         for evaluator in self._loop.evaluators:

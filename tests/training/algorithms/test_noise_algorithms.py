@@ -199,6 +199,14 @@ def test_what_is_decided_behind_the_last_batch_is_not_suggested() -> None:
     assert yaml.safe_load(report.suggestion())["batch_size"] == {"0%": 4, "50%": 8}
 
 
+def test_a_suggestion_lies_within_bounds_that_a_run_was_resumed_with() -> None:
+    first = NoiseReport(minimum=4, maximum=64)
+    first.load_state_dict({**first.state_dict(), "decided": [[0.0, 4], [0.5, 16], [0.7, 64]]})
+    raised = NoiseReport(minimum=32, maximum=64)
+    raised.load_state_dict(first.state_dict())
+    assert yaml.safe_load(raised.suggestion())["batch_size"] == {"0%": 32, "70%": 64}
+
+
 def test_nothing_is_suggested_that_is_not_known(tmp_path: Path) -> None:
     known(NoiseReport(), folder=tmp_path, max_duration="5ba").fit()
     text = (tmp_path / "suggested_batch_size.yaml").read_text()
@@ -262,7 +270,7 @@ def test_a_resumed_run_goes_on_to_the_last_bit(
     trainer = again.trainer(**settings, **keep, callbacks=[other])
     trainer.resume()
     trainer.fit()
-    assert other.state_dict()["estimator"] == states[0]["estimator"]
+    assert other.state_dict() == states[0]
     assert torch.equal(again.weights(), whole.weights())
 
 

@@ -41,6 +41,7 @@ class AdaScale(Callback):
     """
 
     in_branches = False
+    sets_learning_rate = True
 
     def __init__(self, reference: int, *, window: int = 100) -> None:
         self._reference = checked_size(reference, "the reference of AdaScale")

@@ -12,7 +12,6 @@ from torch.optim import SGD
 from stretto.batching import NoiseScale, NoRule, PolicyState, Signals, checked_size, couplings_in
 from stretto.data import Step
 from stretto.noise import NoiseEstimator, NoiseTerms
-from stretto.training.algorithms.ada_scale import AdaScale
 from stretto.training.callback import Callback
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ class NoiseReport(Callback):
         """Look whether the learning rate goes by the batch size already, and which way it would."""
         schedules = trainer.hyperparameters.schedules.values()
         pairs = any(True for schedule in schedules for _ in couplings_in(schedule))
-        gains = any(isinstance(callback, AdaScale) for callback in trainer.callbacks)
+        gains = any(callback.sets_learning_rate for callback in trainer.callbacks)
         has_rule = not isinstance(trainer.hyperparameters.rule, NoRule)
         self._moves = self._moves or pairs or gains or has_rule
         self._rule = "linear" if isinstance(trainer.optimizer, SGD) else "sqrt"
@@ -101,9 +100,8 @@ class NoiseReport(Callback):
             lowest, highest = self._told or (scale, scale)
             self._told = min(lowest, scale), max(highest, scale)
         if not self._decided:
-            self._decided = [(0.0, self._minimum or step.batch_size)]
-            self._decided = [(0.0, self._first())]
-        policy = self._policy(self._first()).bind(trainer.horizon)
+            self._decided = [(0.0, self._bounded(self._minimum or step.batch_size))]
+        policy = self._policy(self._decided[0][1]).bind(trainer.horizon)
         timestamp = trainer.timer.timestamp
         size, self._state = policy.decide(timestamp, self._state or policy.start(), signals)
         if size != self._decided[-1][1]:
@@ -176,15 +174,15 @@ class NoiseReport(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from saved averages."""
         self._estimator.load_state_dict(state["estimator"])
-        self._decided = [(at, size) for at, size in state["decided"]]
+        self._decided = [(at, self._bounded(size)) for at, size in state["decided"]]
         self._state = state["policy"]
         self._told = None if state["told"] is None else tuple(state["told"])
         self._size, self._moves = state["size"], state["moves"]
 
-    def _first(self) -> int:
-        """What was decided first, within the bounds of this run; it may be resumed with others."""
-        first = max(self._decided[0][1], self._minimum or _LEAST)
-        return first if self._maximum is None else min(first, self._maximum)
+    def _bounded(self, size: int) -> int:
+        """A size within the bounds of this run; it may be resumed with others."""
+        size = max(size, self._minimum or _LEAST)
+        return size if self._maximum is None else min(size, self._maximum)
 
     def _policy(self, first: int) -> NoiseScale:
         return NoiseScale(
