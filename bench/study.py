@@ -33,7 +33,7 @@ FINALISTS = 3
 """How many settings of a side are tried with those: neighbours differ by less than seeds do."""
 TUNING_SEEDS = (TUNING_SEED, *FURTHER_TUNING_SEEDS)
 SEEDS = (0, 1, 2, 3, 4)
-QUICK = ("constant-16", "warmup-seesaw", "noise-0.45")
+QUICK = ("constant-16", "warmup-seesaw", "noise-from-16-0.6")
 
 
 STEPS = ((-1, 0), (1, 0), (0, -1), (0, 1), (1, 1), (-1, -1), (2, 0), (-2, 0), (1, 2))

@@ -84,8 +84,8 @@ def _seesaw(size: Any, maximum: int = LARGEST, **options: Any) -> Callable[[Sche
     return parts
 
 
-def _noise(start: int, c: float) -> Callable[[Schedule], Parts]:
-    policy = NoiseScale(start, LARGEST, c=c)
+def _noise(start: int, c: float, maximum: int = LARGEST) -> Callable[[Schedule], Parts]:
+    policy = NoiseScale(start, maximum, c=c)
     return lambda cosine: Parts(policy, cosine, SquareRootRule(16), MICRO_BATCH)
 
 
@@ -112,11 +112,6 @@ ARMS: Mapping[str, Arm] = {
         _seesaw(LinearRamp(8, 32, "30%"), 96, factor="continuous"),
         Setting(8, 3),
     ),
-    "noise-0.35": Arm("noise-driven from 8, c = 0.35", 16, _noise(8, 0.35), is_drawn=False),
-    # It begins where the search for the other one had ended.
-    "noise-0.45": Arm(
-        "noise-driven from 8, c = 0.45", 16, _noise(8, 0.45), Setting(7, 2), is_drawn=False
-    ),
     "noise-from-16": Arm(
         "noise-driven from 16, c = 0.4", 16, _noise(16, 0.4), Setting(7, 2), is_drawn=False
     ),
@@ -125,6 +120,10 @@ ARMS: Mapping[str, Arm] = {
         "noise-driven from 16, c = 0.5", 16, _noise(16, 0.5), Setting(8, 3), is_drawn=False
     ),
     "noise-from-16-0.6": Arm("noise-driven from 16, c = 0.6", 16, _noise(16, 0.6), Setting(9, 3)),
+    # What the search of the one before ended with, and the largest size of the late Seesaws.
+    "noise-from-16-to-96": Arm(
+        "noise-driven 16-96, c = 0.6", 16, _noise(16, 0.6, 96), Setting(8, 4), is_drawn=False
+    ),
 }
 BASELINE = "constant-16"
 """What all others are held against."""
