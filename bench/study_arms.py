@@ -120,7 +120,7 @@ ARMS: Mapping[str, Arm] = {
         "noise-driven from 16, c = 0.5", 16, _noise(16, 0.5), Setting(8, 3), is_drawn=False
     ),
     "noise-from-16-0.6": Arm("noise-driven from 16, c = 0.6", 16, _noise(16, 0.6), Setting(9, 3)),
-    # What the search of the one before ended with, and the largest size of the late Seesaws.
+    # Begins with one of the best settings of the one before; bounded as the late Seesaws are.
     "noise-from-16-to-96": Arm(
         "noise-driven 16-96, c = 0.6", 16, _noise(16, 0.6, 96), Setting(8, 4), is_drawn=False
     ),
