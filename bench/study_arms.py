@@ -84,8 +84,10 @@ def _seesaw(size: Any, maximum: int = LARGEST, **options: Any) -> Callable[[Sche
     return parts
 
 
-def _noise(start: int, c: float, maximum: int = LARGEST) -> Callable[[Schedule], Parts]:
-    policy = NoiseScale(start, maximum, c=c)
+def _noise(
+    start: int, c: float, maximum: int = LARGEST, power: float = 1.0
+) -> Callable[[Schedule], Parts]:
+    policy = NoiseScale(start, maximum, c=c, power=power)
     return lambda cosine: Parts(policy, cosine, SquareRootRule(16), MICRO_BATCH)
 
 
@@ -112,6 +114,19 @@ ARMS: Mapping[str, Arm] = {
         _seesaw(LinearRamp(8, 32, "30%"), 96, factor="continuous"),
         Setting(8, 3),
     ),
+    "seesaw-from-18": Arm(
+        "Seesaw from 18, continuous",
+        18,
+        _seesaw(18, 96, factor="continuous"),
+        Setting(8, 4),
+        is_drawn=False,
+    ),
+    "even-warmup-seesaw": Arm(
+        "16-28, then Seesaw to 64, continuous",
+        28,
+        _seesaw(LinearRamp(16, 28, "30%"), 64, factor="continuous"),
+        Setting(8, 4),
+    ),
     "noise-from-16": Arm(
         "noise-driven from 16, c = 0.4", 16, _noise(16, 0.4), Setting(7, 2), is_drawn=False
     ),
@@ -123,6 +138,9 @@ ARMS: Mapping[str, Arm] = {
     # Begins with one of the best settings of the one before; bounded as the late Seesaws are.
     "noise-from-16-to-96": Arm(
         "noise-driven 16-96, c = 0.6", 16, _noise(16, 0.6, 96), Setting(8, 4), is_drawn=False
+    ),
+    "noise-root": Arm(
+        "noise-driven 16-96, root, c = 3.8", 16, _noise(16, 3.8, 96, power=0.5), Setting(8, 4)
     ),
 }
 BASELINE = "constant-16"

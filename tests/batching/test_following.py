@@ -46,6 +46,7 @@ RUN = Horizon("1000ba")
 POLICIES = [
     NoiseScale(8, 100, minimum=4, window=12),
     NoiseScale(8, 100, c=0.01, minimum=2, window=2, confidence=0.01),
+    NoiseScale(8, 100, c=3.0, power=0.5, minimum=2, window=4),
     NormTest(8, 100, eta=0.01, window=2),
     Plateau("a/b", start=8, maximum=100, factor=1.3, patience=1),
     Plateau("a/b", start=8, maximum=100, factor=1e300, mode="max", threshold=0),
@@ -130,6 +131,24 @@ def test_the_size_follows_the_noise_scale_and_then_keeps_still() -> None:
     assert sum(one != other for one, other in itertools.pairwise(sizes[100:])) <= 5
     sizes, _ = sizes_of(NoiseScale(8, 1000, c=0.5), noisy(60.0, 400))
     assert sizes[-1] == pytest.approx(30, rel=0.2)
+
+
+def test_the_size_follows_a_power_of_the_noise_scale() -> None:
+    seen = noisy(64.0, 300) + noisy(256.0, 400, seed=1)
+    sizes, _ = sizes_of(NoiseScale(8, 1000, c=3, power=0.5), seen)
+    assert sizes[299] == pytest.approx(3 * 8, rel=0.1)
+    assert sizes[-1] == pytest.approx(3 * 16, rel=0.1)
+    # The interval is of that power, too: it is narrower, and the size keeps as still.
+    assert sum(one != other for one, other in itertools.pairwise(sizes[100:300])) <= 5
+
+
+def test_the_root_of_the_noise_scale_costs_least() -> None:
+    """Where a step costs as much as `c ** 2` samples; its docstring says so."""
+    c, noise = 3.0, 100.0
+    size = sizes_of(NoiseScale(8, 1000, c=c, power=0.5), noisy(noise, 60, spread=0.0))[0][-1]
+    cost = {size: c**2 * (1 + noise / size) + size + noise for size in range(8, 1000)}
+    assert min(cost, key=cost.__getitem__) == 30
+    assert size == pytest.approx(30, abs=1)
 
 
 def test_the_size_follows_the_noise_up_and_down_within_bounds() -> None:
@@ -312,6 +331,10 @@ def test_a_resumed_run_is_within_its_own_bounds(policy: BatchSizePolicy) -> None
             {"noise_scale": 1, "start": 8, "maximum": 64, "minimum": 2, "monotone": True},
             Monotone(NoiseScale(8, 64, minimum=2)),
         ),
+        (
+            {"noise_scale": 3, "power": 0.5, "start": 8, "maximum": 64},
+            NoiseScale(8, 64, c=3, power=0.5),
+        ),
         ({"norm_test": 0.5, "start": 8, "maximum": 64}, NormTest(8, 64, eta=0.5)),
         (
             {"plateau": "a/b", "start": 8, "maximum": 64, "patience": 5},
@@ -376,6 +399,9 @@ def test_a_raised_minimum_holds_from_the_first_batch_after_a_resume() -> None:
         (lambda: NoiseScale(8, 64, c=10**400), "it is too large"),
         (lambda: NoiseScale(8, 64, c=math.inf), "it is too large"),
         (lambda: NoiseScale(8, 64, c=-(10**400)), "it is not a number above 0;"),
+        (lambda: NoiseScale(8, 64, power=1.5), "it is not a number above 0 and at most 1;"),
+        (lambda: NoiseScale(8, 64, power=0), "it is not a number above 0 and at most 1;"),
+        (lambda: NoiseScale(8, 64, power=True), "it is not a number above 0 and at most 1;"),
         (lambda: NormTest(8, 64, eta=10**400), "it is not a number above 0 and below 1;"),
         (
             lambda: Plateau("a/b", start=8, maximum=64, threshold=10**400),

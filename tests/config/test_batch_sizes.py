@@ -78,6 +78,10 @@ def policy(value: Any, building: Building | None = None) -> BatchSizePolicy:
             PowerOfTwo(NoiseScale(8, 64, c=0.3)),
         ),
         (
+            {"noise_scale": 3, "power": 0.5, "start": 8, "maximum": 64},
+            NoiseScale(8, 64, c=3, power=0.5),
+        ),
+        (
             {"norm_test": 0.5, "start": 8, "maximum": 64, "window": 10},
             NormTest(8, 64, eta=0.5, window=10),
         ),

@@ -102,6 +102,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("noise-scale-above", lambda: NoiseScale(128, 64)),
     ("noise-scale-below", lambda: NoiseScale(8, 64, minimum=16)),
     ("noise-scale-part", lambda: NoiseScale(8, 64, c=0)),
+    ("noise-scale-power", lambda: NoiseScale(8, 64, power=2)),
     ("noise-scale-sure", lambda: NoiseScale(8, 64, confidence=wrong)),
     ("noise-scale-word", lambda: as_policy({"noise_scale": 1, "start": 8})),
     ("norm-test-eta", lambda: NormTest(8, 64, eta=1.5)),

@@ -81,9 +81,12 @@ def checked_number(
     *,
     above: float = 0.0,
     below: float = math.inf,
+    at_most: float = math.inf,
     or_zero: bool = False,
 ) -> float:
     """Return a finite number between two others, both excluded; or 0, if that may be, too.
+
+    `at_most` is a bound that may be reached.
 
     Raises:
         BatchSizeError: it is none.
@@ -93,8 +96,10 @@ def checked_number(
         number = float(cast(float, value)) if is_number else math.nan
     except OverflowError:
         number = math.inf if cast(int, value) > 0 else -math.inf
-    if not (above < number < below or (or_zero and number == 0)):
-        ends = f"above {above:g}" + ("" if math.isinf(below) else f" and below {below:g}")
+    if not ((above < number < below and number <= at_most) or (or_zero and number == 0)):
+        ends = f"above {above:g}"
+        ends += "" if math.isinf(below) else f" and below {below:g}"
+        ends += "" if math.isinf(at_most) else f" and at most {at_most:g}"
         why = f"it is not a number {ends}{', or 0' if or_zero else ''}"
         raise BatchSizeError(
             cannot(

@@ -32,10 +32,14 @@ class NoiseScale(BatchSizePolicy):
     many as before (McCandlish et al. 2018, arXiv 1812.06162, section 2.2). Both terms are averaged
     over `window` steps and divided at the end, with Fieller's interval around the ratio.
 
-    The size stays as long as it lies within `c` times the interval, so that chance alone moves
-    it little. Where it does not, it moves to `c * B_noise`; or, where that is not known to within a
-    factor of 3, to the nearer end of the interval. The wrappers round it, or hold it back further:
-    `PowerOfTwo(NoiseScale(8, 256))`.
+    The size stays as long as it lies within what the ends of the interval give, so that chance
+    alone moves it little. Where it does not, it moves to what the noise scale gives; or, where that
+    is not known to within a factor of 3, to the nearer end. The wrappers round it, or hold it back
+    further: `PowerOfTwo(NoiseScale(8, 256))`.
+
+    With a `power` it follows `c * B_noise ** power`. The root, `power=0.5`, costs least where a
+    step costs as much as `c ** 2` samples: the same progress takes `1 + B_noise / B` steps and
+    `B + B_noise` samples, and `c ** 2 * steps + samples` is least at `B = c * sqrt(B_noise)`.
 
     >>> from stretto import Horizon, Signals, Timestamp
     >>> bound = NoiseScale(8, 256, c=0.5, window=20).bind(Horizon("1ep"))
@@ -49,19 +53,21 @@ class NoiseScale(BatchSizePolicy):
     Args:
         start: the size until the noise is known.
         maximum: the size is never above it.
-        c: which part of the noise scale the batch is.
+        c: which part of the noise scale the batch is; with a `power`, of that power of it.
+        power: the power of the noise scale that the batch follows, above 0 and at most 1.
         minimum: the size is never below it; left out, `start`.
         window: how many measured steps the averages are over.
         confidence: the probability with which the interval holds the true noise scale.
 
     Raises:
         BatchSizeError: a size is not an integer of at least 2, `start` is not from `minimum` to
-            `maximum`, `c` is not a positive number, or `window` or `confidence` cannot be.
+            `maximum`, `c` is not a positive number, or `power`, `window` or `confidence` cannot be.
     """
 
     start: int
     maximum: int
     c: float = field(default=1.0, kw_only=True)
+    power: float = field(default=1.0, kw_only=True)
     minimum: int | None = field(default=None, kw_only=True)
     window: int = field(default=100, kw_only=True)
     confidence: float = field(default=0.9, kw_only=True)
@@ -75,6 +81,7 @@ class NoiseScale(BatchSizePolicy):
             "maximum": most,
             "minimum": least,
             "c": checked_number(self.c, "the part of the noise scale that the batch is"),
+            "power": checked_number(self.power, "the power of the noise scale", at_most=1.0),
             "window": checked_window(self.window),
             "confidence": checked_confidence(self.confidence),
         }
@@ -142,10 +149,14 @@ class BoundNoiseScale(FollowingPolicy):
     def _moved(self, size: int, average: RatioAverage) -> int:
         if not average.is_over_enough(self.policy.window):
             return size
-        c, interval = self.policy.c, average.interval(self.policy.confidence)
-        if c * interval.lower <= size <= c * interval.upper:
+        interval = average.interval(self.policy.confidence)
+        lowest, highest = self._wanted(interval.lower), self._wanted(interval.upper)
+        if lowest <= size <= highest:
             return size
-        wanted = interval.lower if size < c * interval.lower else interval.upper
+        wanted = lowest if size < lowest else highest
         if interval.is_within(STEADY) and average.ratio is not None:
-            wanted = average.ratio
-        return rounded_size(c * wanted, self.minimum, self.policy.maximum)
+            wanted = self._wanted(average.ratio)
+        return rounded_size(wanted, self.minimum, self.policy.maximum)
+
+    def _wanted(self, noise_scale: float) -> float:
+        return self.policy.c * math.pow(noise_scale, self.policy.power)

@@ -31,7 +31,7 @@ _RAMPS: dict[str, tuple[Callable[..., BatchSizePolicy], tuple[str, ...], tuple[s
 }
 # The word is also the name of what is written behind it.
 _FOLLOWING: dict[str, tuple[Callable[..., BatchSizePolicy], str, tuple[str, ...]]] = {
-    "noise_scale": (NoiseScale, "c", ("minimum", "window", "confidence")),
+    "noise_scale": (NoiseScale, "c", ("power", "minimum", "window", "confidence")),
     "norm_test": (NormTest, "eta", ("window",)),
     "plateau": (Plateau, "metric", ("factor", "patience", "threshold", "mode")),
 }

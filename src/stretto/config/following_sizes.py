@@ -33,7 +33,9 @@ class NoiseScaleSizes(FollowingSizes):
     """Follows a part of the gradient noise scale."""
 
     noise_scale: Number
-    """Which part of the noise scale the batch is, such as 0.3."""
+    """Which part of the noise scale the batch is, such as 0.3; with a power, of that power."""
+    power: Number = 1.0
+    """Which power of the noise scale the batch follows: 0.5 is its square root."""
     start: Count
     """The size until the noise is known."""
     minimum: Count | None = None
@@ -52,6 +54,7 @@ class NoiseScaleSizes(FollowingSizes):
             self.start,
             self.maximum,
             c=self.noise_scale,
+            power=self.power,
             minimum=self.minimum,
             window=self.window,
             confidence=self.confidence,

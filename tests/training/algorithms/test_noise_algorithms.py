@@ -120,7 +120,8 @@ def test_a_rule_is_suggested_where_there_is_none() -> None:
     assert restored.suggestion() == moving.suggestion()
 
 
-def test_the_suggestion_is_what_the_policy_decides() -> None:
+@pytest.mark.parametrize(("c", "power"), [(2.0, 1.0), (5.0, 0.5)])
+def test_the_suggestion_is_what_the_policy_decides(c: float, power: float) -> None:
     """On a run whose noise it can hardly tell, too: then the policy follows its interval's end."""
     seen: list[tuple[float, Signals]] = []
 
@@ -128,9 +129,9 @@ def test_the_suggestion_is_what_the_policy_decides() -> None:
         def on_noise(self, trainer: Trainer, step: Any, signals: Signals) -> None:
             seen.append((trainer.get_elapsed_duration(), signals))
 
-    report = NoiseReport(c=2.0, minimum=4, maximum=64)
+    report = NoiseReport(c=c, power=power, minimum=4, maximum=64)
     known(report, Watch(), batch_size=10).fit()
-    bound = NoiseScale(4, 64, c=2.0).bind(Horizon("1ep"))
+    bound = NoiseScale(4, 64, c=c, power=power).bind(Horizon("1ep"))
     state, sizes = bound.start(), [(0.0, 4)]
     for at, signals in seen:
         size, state = bound.decide(Timestamp(), state, signals)

@@ -39,7 +39,8 @@ class NoiseReport(Callback):
     # no noise was measured: it takes batches of two samples or more
 
     Args:
-        c: which part of the noise scale a batch is to be.
+        c: which part of the noise scale a batch is to be; with a `power`, of that power of it.
+        power: the power of the noise scale that a batch is to follow, as `NoiseScale` has it.
         window: how many measured steps are averaged.
         confidence: the probability with which the interval holds the true noise scale.
         minimum: the least size that is suggested, and the first, 2 or more; left out, 2, and it
@@ -56,12 +57,13 @@ class NoiseReport(Callback):
         self,
         *,
         c: float = 1.0,
+        power: float = 1.0,
         window: int = 100,
         confidence: float = 0.9,
         minimum: int | None = None,
         maximum: int | None = None,
     ) -> None:
-        self._c, self._window, self._confidence = c, window, confidence
+        self._c, self._power, self._window, self._confidence = c, power, window, confidence
         self._minimum, self._maximum = minimum, maximum
         # Raises what is wrong with them.
         self._policy(_LEAST if minimum is None else checked_size(minimum))
@@ -147,6 +149,7 @@ class NoiseReport(Callback):
                 f"or write a window above {self._window}"
             )
         part = "" if self._c == 1 else f"{self._c:g} of "
+        part += "" if self._power == 1 else f"the power of {self._power:g} of "
         steps = ", ".join(f"{at}: {size}" for at, size in _stages(self._decided))
         known = "the noise scale, of which no more than an end of its interval was known"
         if self._told is not None:
@@ -189,13 +192,15 @@ class NoiseReport(Callback):
             first,
             _GROWTH * first if self._maximum is None else self._maximum,
             c=self._c,
+            power=self._power,
             minimum=self._minimum or _LEAST,
             window=self._window,
             confidence=self._confidence,
         )
 
     def __repr__(self) -> str:
-        return f"NoiseReport(c={self._c})"
+        power = "" if self._power == 1 else f", power={self._power}"
+        return f"NoiseReport(c={self._c}{power})"
 
 
 def _stages(decided: Sequence[tuple[float, int]]) -> list[tuple[str, int]]:
