@@ -57,12 +57,15 @@ class Key(NamedTuple):
 Losses = Mapping[Key, float]
 
 
-def next_setting(losses: Mapping[Setting, float], start: Setting = START) -> Setting | None:
-    """Return what to try next: the start, then the neighbours of the best; None: it is tuned.
+def next_setting(
+    losses: Mapping[Setting, float], start: Setting = START, leading: Setting | None = None
+) -> Setting | None:
+    """Return what to try next: the start, then the neighbours of the best; None: none is left.
 
-    The best is then one that none of its four neighbours in the grid beats, nor the learning rates
-    next to those (one seed alone is off by about as much as neighbours differ), nor a higher one
-    with a longer warm-up or a much longer one, or a lower one with a shorter: those go together.
+    Neighbours are the four in the grid, the learning rates next to those (one seed alone is off by
+    about as much as neighbours differ), and a higher one with a longer warm-up or a much longer
+    one, or a lower one with a shorter: those go together. Those of the setting that leads with all
+    tuning seeds come after those of the best with the first.
 
     >>> next_setting({}), next_setting({Setting(): 1.5})
     (Setting(rate=4, warmup=2), Setting(rate=3, warmup=2))
@@ -70,11 +73,12 @@ def next_setting(losses: Mapping[Setting, float], start: Setting = START) -> Set
     if not losses:
         return start
     best = min(losses, key=losses.__getitem__)
-    for rate, warmup in STEPS:
-        near = Setting(best.rate + rate, best.warmup + warmup)
-        exists = 0 <= near.rate < len(RATES) and 0 <= near.warmup < len(WARMUPS)
-        if exists and near not in losses:
-            return near
+    for middle in (best, leading or best):
+        for rate, warmup in STEPS:
+            near = Setting(middle.rate + rate, middle.warmup + warmup)
+            exists = 0 <= near.rate < len(RATES) and 0 <= near.warmup < len(WARMUPS)
+            if exists and near not in losses:
+                return near
     return None
 
 
@@ -87,45 +91,46 @@ def tuning(arm: str, losses: Losses) -> dict[Setting, float]:
     }
 
 
-def finalists(arm: str, losses: Losses) -> list[Setting]:
-    """Return the settings for the further seeds, best first; none while the search goes on."""
-    tried = tuning(arm, losses)
-    return [] if next_setting(tried) else sorted(tried, key=tried.__getitem__)[:FINALISTS]
-
-
-def tuned(arm: str, losses: Losses) -> Setting | None:
-    """Return the setting that all tuning seeds together choose; None until it is known."""
-    chosen = finalists(arm, losses)
-    try:
-        means = {
-            setting: sum(losses[Key(arm, setting, seed)] for seed in TUNING_SEEDS)
-            for setting in chosen
-        }
-    except KeyError:
-        return None
+def leading(arm: str, losses: Losses) -> Setting | None:
+    """Return the setting with the least mean over all tuning seeds; None where none has them."""
+    means = {
+        setting: sum(losses[Key(arm, setting, seed)] for seed in TUNING_SEEDS)
+        for setting in tuning(arm, losses)
+        if all(Key(arm, setting, seed) in losses for seed in TUNING_SEEDS)
+    }
     return min(means, key=means.__getitem__) if means else None
 
 
-def best_so_far(arm: str, losses: Losses) -> Setting | None:
-    """Return the best setting of a side while its search goes on; None where none was tried.
+def to_try(arm: str, losses: Losses) -> Setting | None:
+    """Return the setting of a side to try next with the first seed; None: none is left."""
+    return next_setting(tuning(arm, losses), ARMS[arm].start, leading(arm, losses))
 
-    By the mean of all tuning seeds, of those settings that were tried with them.
-    """
+
+def finalists(arm: str, losses: Losses) -> list[Setting]:
+    """Return the settings for the further seeds, best first; none while the search goes on."""
     tried = tuning(arm, losses)
-    whole = {
-        setting: sum(losses[Key(arm, setting, seed)] for seed in TUNING_SEEDS)
-        for setting in tried
-        if all(Key(arm, setting, seed) in losses for seed in TUNING_SEEDS)
-    }
-    by_loss = whole or tried
-    return min(by_loss, key=by_loss.__getitem__) if by_loss else None
+    return [] if to_try(arm, losses) else sorted(tried, key=tried.__getitem__)[:FINALISTS]
+
+
+def is_tuned(arm: str, losses: Losses) -> bool:
+    """Return whether no setting near the leading one is left to be tried."""
+    chosen = finalists(arm, losses)
+    return bool(chosen) and all(
+        Key(arm, setting, seed) in losses for setting in chosen for seed in TUNING_SEEDS
+    )
+
+
+def best_so_far(arm: str, losses: Losses) -> Setting | None:
+    """Return the leading setting of a side; else the best with the first seed, if any."""
+    tried = tuning(arm, losses)
+    return leading(arm, losses) or (min(tried, key=tried.__getitem__) if tried else None)
 
 
 def wanted(arms: Sequence[str], seeds: Sequence[int], losses: Losses) -> Iterator[Key]:
     """Yield the runs that are missing and can be done now, a turn of each side."""
     # The side with the fewest runs first, so that all are about as far.
     for arm in sorted(arms, key=lambda arm: len(tuning(arm, losses))):
-        setting = next_setting(tuning(arm, losses), ARMS[arm].start)
+        setting = to_try(arm, losses)
         if setting is not None:
             yield Key(arm, setting, TUNING_SEED)
     for seed in FURTHER_TUNING_SEEDS:
@@ -136,8 +141,8 @@ def wanted(arms: Sequence[str], seeds: Sequence[int], losses: Losses) -> Iterato
                     yield key
     for seed in seeds:
         for arm in arms:
-            best = tuned(arm, losses)
-            if best is not None and Key(arm, best, seed) not in losses:
+            best = leading(arm, losses)
+            if best and is_tuned(arm, losses) and Key(arm, best, seed) not in losses:
                 yield Key(arm, best, seed)
 
 
@@ -195,8 +200,8 @@ def report(path: Path, folder: Path) -> str:
     """Write the table and the picture of all results, and return the table."""
     results = read(path)
     losses = {Key.of(result): result["loss"] for result in results}
-    best = {arm: tuned(arm, losses) for arm in ARMS}
-    shown = {arm: best[arm] or best_so_far(arm, losses) for arm in ARMS}
+    shown = {arm: best_so_far(arm, losses) for arm in ARMS}
+    best = {arm: shown[arm] if is_tuned(arm, losses) else None for arm in ARMS}
     final = [
         result
         for result in results
