@@ -65,6 +65,28 @@ def test_for_a_device_that_is_not_here(wide: Path, stretto: Stretto) -> None:
     assert "0 real ones" in said.out
 
 
+@pytest.mark.parametrize(
+    "measured",
+    [
+        RUN.replace("batch_size: 8", "batch_size: {noise_scale: 1, start: 8, maximum: 64}"),
+        RUN + "callbacks: [{target: stretto.training.algorithms:NoiseReport}]",
+    ],
+    ids=["policy", "callback"],
+)
+def test_a_run_that_measures_noise_keeps_one_more_gradient(
+    wide: Path, stretto: Stretto, measured: str
+) -> None:
+    (wide / "measured.yaml").write_text(measured)
+    arguments = ("--device-memory", "25MB", *CPU, "--json")
+    plain = json.loads(stretto("find-batch-size", "run.yaml", *arguments).out)
+    found = json.loads(stretto("find-batch-size", "measured.yaml", *arguments).out)
+    assert found["size"] < plain["size"]
+    layers = stretto(
+        "find-batch-size", "measured.yaml", "stepping.noise_from=norm_layers", *arguments
+    )
+    assert json.loads(layers.out)["size"] == plain["size"]
+
+
 def test_as_json(wide: Path, stretto: Stretto) -> None:
     arguments = ("run.yaml", "--device-memory", "1GiB", *CPU, "--multiple-of", "64", "--json")
     found = json.loads(stretto("find-batch-size", *arguments).out)

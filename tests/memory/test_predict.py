@@ -31,6 +31,7 @@ def tokens(size: int) -> Tensor:
         {},
         {"clip_norm": 1.0},
         {"accumulation": 2},
+        {"accumulation": 2, "measures_noise": True, "clip_norm": 1.0},
         {"precision": "bf16"},
         {"loss_reduction": "sum"},
     ],
@@ -43,6 +44,26 @@ def test_peak_is_the_real_one(options: dict[str, object]) -> None:
     assert prediction.certainty == "exact"
     for size in (2, 3, 8):
         assert record_step(step, tokens(size), size).peak == prediction.peak(size)
+
+
+def test_measuring_the_noise_keeps_one_more_gradient() -> None:
+    """But for one layer's: the second micro-batch's exists before it is added, in any case."""
+    layers = 10
+    model = nn.Sequential(*[nn.Linear(300, 300, bias=False) for _ in range(layers)])
+    peaks = [
+        predict(
+            TrainingStep(
+                model,
+                torch.optim.SGD(model.parameters()),
+                lambda model, batch: model(batch).mean(),
+                accumulation=2,
+                measures_noise=measures,
+            ),
+            lambda size: torch.ones(size, 300),
+        ).peak(2)
+        for measures in (False, True)
+    ]
+    assert peaks[1] - peaks[0] == pytest.approx((layers - 1) * 4 * 300 * 300, rel=0.02)
 
 
 def test_nothing_of_the_step_is_touched() -> None:

@@ -19,9 +19,9 @@ def loss(model: Any, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("accumulation", "measures"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_it_is_the_step_of_the_trainer(precision: Any, accumulation: int) -> None:
+def test_it_is_the_step_of_the_trainer(precision: Any, accumulation: int, measures: bool) -> None:
     torch.manual_seed(0)
     batch = torch.randn(4, 3)
     models = [nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(2)]
@@ -34,6 +34,7 @@ def test_it_is_the_step_of_the_trainer(precision: Any, accumulation: int) -> Non
         precision=precision,
         clip_norm=0.5,
         accumulation=accumulation,
+        measures_noise=measures,
     )
     step.run(batch)
 

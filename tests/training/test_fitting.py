@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 import stretto
+from stretto.training.algorithms import NoiseReport
 
 torch.set_num_threads(1)
 width, layers, share = 256, 24, 4096
@@ -38,6 +39,8 @@ needed = share * width * 4 * layers  # bytes of the activations of a whole share
 leave(needed // 3 + 5 * sum(p.nbytes for p in model.parameters()))
 size = sys.argv[1]
 settings = {"batch_size": share, "micro_batch_size": "auto"}
+if size == "measured":
+    settings |= {"callbacks": [NoiseReport()]}
 if size == "largest":
     grow = stretto.IncreaseFunction(lambda epoch, size: 64, 64, "auto")
     settings = {"batch_size": grow}
@@ -63,6 +66,15 @@ def test_a_micro_batch_is_found_that_fits_into_a_real_limit(limited: Make) -> No
     run = json.loads(limited(FITTED, "micro"))
     assert (run["batches"], run["samples"], run["sizes"]) == (2, 8192, [4096])
     assert 200 < run["found"] < 1700
+    assert run["splits"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_micro_batch_that_is_found_leaves_room_for_measuring_the_noise(limited: Make) -> None:
+    """It keeps one more gradient, of which a forward and backward alone know nothing."""
+    run = json.loads(limited(FITTED, "measured"))
+    assert run["found"] < 1700
     assert run["splits"] == 0
 
 

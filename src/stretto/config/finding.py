@@ -7,13 +7,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from stretto.batching import awaits_maximum
 from stretto.config.parts import (
+    known_sizes,
+    make_callbacks,
     make_loading,
     make_loss,
     make_optimizer,
     make_spec,
+    make_stepping,
     wrong_kind,
 )
+from stretto.config.plans import build_run
 from stretto.config.run import RunConfig
 from stretto.config.source import NO_SOURCE, Source
 from stretto.config.targets import call_target
@@ -21,6 +26,7 @@ from stretto.config.training import check_complete, seed_everything
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import ConfigError, cannot
 from stretto.memory import TrainingStep
+from stretto.training.measuring import keeps_gradients_apart
 
 EXAMPLES = 32
 """Samples from all over the data set that are looked at for the longest one."""
@@ -79,8 +85,18 @@ def build_finding(
         clip_norm=stepping.clip_norm,
         accumulation=MICRO_BATCHES,
         loss_reduction=stepping.loss_reduction,
+        measures_noise=_measures_noise(config, spec, source),
     )
     return Finding(step, batch, spec.known_num_samples)
+
+
+def _measures_noise(config: RunConfig, spec: DataSpec, source: Source) -> bool:
+    run = build_run(config, known_sizes(spec), source=source)
+    reads = frozenset[str]()
+    if not awaits_maximum(run.policy):
+        reads = run.policy.bind(run.horizon.with_batch_sizes(None)).reads
+    callbacks = make_callbacks(config, source)
+    return keeps_gradients_apart(reads, callbacks, make_stepping(config, run, source))
 
 
 def _examples(config: RunConfig, spec: DataSpec, source: Source) -> Any:

@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from stretto.noise import MicroGradients
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NOTHING = contextlib.nullcontext()
@@ -49,6 +51,8 @@ class TrainingStep:
     """Micro-batches of a step. From the second on, the gradients are there during the forward."""
     loss_reduction: Literal["mean", "sum"] = "mean"
     """What the loss is over a micro-batch."""
+    measures_noise: bool = False
+    """Whether the gradient of each micro-batch is looked at by itself, before it is added."""
 
     def run(self, batch: Any, *, enter: Callable[[str], object] = _ignore) -> None:
         """Take the step, with the micro-batch `batch` as often as there are micro-batches.
@@ -62,14 +66,17 @@ class TrainingStep:
         scaler = torch.amp.GradScaler(device) if self.precision == "fp16" else None
         weight = 1.0 if self.loss_reduction == "sum" else 1 / self.accumulation
         losses = []
-        for _ in range(self.accumulation):
+        gradients = MicroGradients(cast("list[nn.Parameter]", self.parameters))
+        for number in range(self.accumulation):
             enter("forward")
             with self._autocast(device):
                 loss = self.loss(self.model, batch)
             enter("backward")
             scaled = loss if weight == 1.0 else loss * weight
             scaled = scaled if scaler is None else scaler.scale(scaled)
-            scaled.backward()
+            is_last = number == self.accumulation - 1
+            with gradients.watch(is_last=is_last) if self.measures_noise else _NOTHING:
+                scaled.backward()
             losses.append(loss.detach())
         del loss, scaled
         enter("optimizer")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from torch import nn
@@ -12,7 +12,9 @@ from stretto.batching import BatchSizePolicy, awaits_maximum, with_maximum
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import FitError, TrainingError, cannot
 from stretto.planning import Plan, decided_between
+from stretto.training.callback import Callback
 from stretto.training.fully_sharded import is_fully_sharded
+from stretto.training.measuring import keeps_gradients_apart
 from stretto.training.ranks import Ranks
 from stretto.training.settings import LossFunction, Stepping
 
@@ -31,6 +33,7 @@ def find_fitting(
     *,
     loss: LossFunction,
     stepping: Stepping,
+    callbacks: Sequence[Callback],
     loader: StepLoader,
     ranks: Ranks,
     most: int,
@@ -45,7 +48,8 @@ def find_fitting(
         optimizer: its optimizer.
         loss: the loss function.
         stepping: how a step is computed.
-        loader: has the data.
+        callbacks: those of the run, of which one may have the noise measured.
+        loader: has the data, and the batch sizes.
         ranks: the processes of the run.
         most: more are never needed.
         accumulates: whether a step may have several micro-batches.
@@ -58,14 +62,17 @@ def find_fitting(
 
     _check(model, loader)
     examples = loader.example_batch(EXAMPLES)
+    measures = keeps_gradients_apart(loader.reads, callbacks, stepping)
     step = TrainingStep(
         model,
         optimizer,
         loss,
         precision=stepping.precision,
         clip_norm=stepping.clip_norm,
-        accumulation=2 if accumulates else 1,
+        # A step of a single pass that is measured is cut in two.
+        accumulation=2 if accumulates or measures else 1,
         loss_reduction=stepping.loss_reduction,
+        measures_noise=measures,
     )
 
     def find(method: Literal["predict", "auto"]) -> Answer:

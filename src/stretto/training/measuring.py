@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, final
 
 import torch
@@ -11,11 +11,13 @@ from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import Step, StepLoader
 from stretto.errors import TrainingError, cannot
 from stretto.noise import NoiseSums
-from stretto.training.callback import Events
+from stretto.training.callback import Callback, Events, overrides
 from stretto.training.noise_meter import NOTHING
 from stretto.training.settings import Evaluation, Stepping
 from stretto.training.stepper import Gradient, Stepper
 
+NOISE_EVENT = "on_noise"
+"""What a callback overrides that has the noise measured."""
 _LOSS, _NOISE = "loss", "noise"
 
 
@@ -46,7 +48,7 @@ class Measurements:
     ) -> None:
         self._stepper = stepper
         self._reads_loss = _LOSS in loader.reads
-        if _NOISE in loader.reads or events.listeners("on_noise"):
+        if _NOISE in loader.reads or events.listeners(NOISE_EVENT):
             every = _steps_between(stepping.measure_noise)
             stepper.measure_noise(loader.spec, stepping, every=every)
         self._is_idle = not self._reads_loss and stepper.meter is None
@@ -85,6 +87,20 @@ class Measurements:
     def metric(self, named: Mapping[str, float]) -> float | None:
         """Return the metric that the policy reads, if it is among those just measured."""
         return None if self._metric is None else named.get(self._metric)
+
+
+def keeps_gradients_apart(
+    reads: frozenset[str], callbacks: Iterable[Callback], stepping: Stepping
+) -> bool:
+    """Return whether steps need room for one more gradient, to measure their noise.
+
+    Args:
+        reads: what the batch size policy reads.
+        callbacks: those of the run.
+        stepping: how a step is computed.
+    """
+    is_read = _NOISE in reads or any(overrides(one, NOISE_EVENT) for one in callbacks)
+    return is_read and stepping.noise_from == "micro_batches"
 
 
 def _steps_between(measure_noise: Literal["auto"] | int | None) -> int:

@@ -123,7 +123,13 @@ class Trainer:
             spec = replace(spec, tokens_vary=True)
         self.optimizer = optimizer
         find = partial(
-            find_fitting, self.model, optimizer, loss=loss, stepping=stepping, ranks=self._ranks
+            find_fitting,
+            self.model,
+            optimizer,
+            loss=loss,
+            stepping=stepping,
+            callbacks=callbacks,
+            ranks=self._ranks,
         )
         self.loader = make_loader(
             spec,
