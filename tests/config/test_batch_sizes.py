@@ -98,6 +98,15 @@ def test_ways_to_write_it(value: Any, expected: BatchSizePolicy) -> None:
 
 
 @pytest.mark.parametrize(
+    "words", [{"start": 8, "end": 64}, {"power": 0.5, "start": 8, "maximum": 64}]
+)
+def test_words_of_a_way_without_the_one_that_names_it(words: dict[str, Any]) -> None:
+    """The word 'start' is near to 'target', and nobody has meant that."""
+    with pytest.raises(ConfigError, match=r"write a number, '0ep:8 1ep:16', or for example"):
+        policy(words)
+
+
+@pytest.mark.parametrize(
     "value",
     [
         {"ramp": "double", "start": 8, "end": 64, "over": "40%", "at_most": 32},

@@ -44,7 +44,10 @@ def shape_among(keys: Mapping[str, type[Section]], value: object) -> str | None:
         return "<steps>"
     names = [*keys, "ramp"]
     found = next((key for key in names if key in value), None)
-    found = found or next(filter(None, (nearest_to(str(key), names) for key in value)), None)
+    # What another way calls its own is no slip of the pen: 'start' is near to 'target'.
+    own = {key for section in (*keys.values(), *_RAMPS.values()) for key in section.model_fields}
+    slips = (nearest_to(str(key), names) for key in value if key not in own)
+    found = found or next(filter(None, slips), None)
     if found != "ramp":
         return f"<{keys[found].__name__}>" if found else None
     kind = nearest_to(str(value.get("ramp")), _RAMPS)
