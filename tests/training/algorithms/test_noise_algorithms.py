@@ -142,6 +142,7 @@ def test_the_suggestion_is_what_the_policy_decides(c: float, power: float) -> No
     wanted = sorted({4 << (size // 4).bit_length() - 1 for size in stay})
     found = yaml.safe_load(report.suggestion())["batch_size"]
     assert list(found.values()) == wanted
+    assert ("# follows 5 times the power 0.5 of" in report.suggestion()) == (power == 0.5)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,8 @@ class NoiseReport(Callback):
                 f"or write a window above {self._window}"
             )
         part = "" if self._c == 1 else f"{self._c:g} of "
-        part += "" if self._power == 1 else f"the power of {self._power:g} of "
+        if self._power != 1:
+            part = f"{self._c:g} times the power {self._power:g} of "
         steps = ", ".join(f"{at}: {size}" for at, size in _stages(self._decided))
         known = "the noise scale, of which no more than an end of its interval was known"
         if self._told is not None:
