@@ -150,6 +150,14 @@ ARMS: Mapping[str, Arm] = {
         Setting(9, 4),
         is_drawn=False,
     ),
+    # With a long warm-up of the learning rate constant 24 does as well as constant 16.
+    "noise-root-24": Arm(
+        "noise-driven 24-64, root, c = 3.8",
+        16,
+        _noise(24, 3.8, 64, power=0.5),
+        Setting(9, 4),
+        is_drawn=False,
+    ),
 }
 BASELINE = "constant-16"
 """What all others are held against."""

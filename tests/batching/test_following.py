@@ -36,7 +36,7 @@ from stretto.batching import (
     Signals,
     as_policy,
 )
-from stretto.batching.averages import STEADY, RatioAverage
+from stretto.batching.averages import STEADY, Interval, RatioAverage
 from stretto.errors import BatchSizeError, PlanError
 from stretto.noise import noise_terms
 from stretto.planning import plan
@@ -140,6 +140,14 @@ def test_the_size_follows_a_power_of_the_noise_scale() -> None:
     assert sizes[-1] == pytest.approx(3 * 16, rel=0.1)
     # The interval is of that power, too: it is narrower, and the size keeps as still.
     assert sum(one != other for one, other in itertools.pairwise(sizes[100:300])) <= 5
+
+
+def test_an_end_of_the_interval_that_was_rounded_below_zero_has_a_root(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RatioAverage, "interval", lambda *_: Interval(0.0, -1e-16))
+    sizes, _ = sizes_of(NoiseScale(16, 64, c=3, power=0.5, minimum=8), noisy(60.0, 40))
+    assert all(8 <= size <= 64 for size in sizes)
 
 
 def test_the_root_of_the_noise_scale_costs_least() -> None:

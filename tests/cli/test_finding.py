@@ -69,9 +69,14 @@ def test_for_a_device_that_is_not_here(wide: Path, stretto: Stretto) -> None:
     "measured",
     [
         RUN.replace("batch_size: 8", "batch_size: {noise_scale: 1, start: 8, maximum: 64}"),
+        RUN.replace(
+            "batch_size: 8",
+            "batch_size: {periods: [{duration: 1ep, size: 8}, "
+            "{duration: rest, norm_test: 0.5, start: 8, maximum: 64}]}",
+        ),
         RUN + "callbacks: [{target: stretto.training.algorithms:NoiseReport}]",
     ],
-    ids=["policy", "callback"],
+    ids=["policy", "period", "callback"],
 )
 def test_a_run_that_measures_noise_keeps_one_more_gradient(
     wide: Path, stretto: Stretto, measured: str
@@ -85,6 +90,20 @@ def test_a_run_that_measures_noise_keeps_one_more_gradient(
         "find-batch-size", "measured.yaml", "stepping.noise_from=norm_layers", *arguments
     )
     assert json.loads(layers.out)["size"] == plain["size"]
+
+
+def test_callbacks_are_neither_made_nor_missed(wide: Path, stretto: Stretto) -> None:
+    """One of them may write over the log of a run that is under way."""
+    (wide / "cli_wide.py").write_text(
+        WIDE
+        + "\n\nfrom stretto import Callback\nclass Loud(Callback):\n"
+        + "    def __init__(self):\n        open('log.txt', 'w')\n"
+    )
+    elsewhere = "[{target: cli_wide:Loud}, {target: only_where_it_trains:Other}]"
+    (wide / "run.yaml").write_text(RUN + f"callbacks: {elsewhere}")
+    said = stretto("find-batch-size", "run.yaml", "--device-memory", "1GiB", *CPU)
+    assert (said.code, said.err) == (0, "")
+    assert not (wide / "log.txt").exists()
 
 
 def test_as_json(wide: Path, stretto: Stretto) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from stretto.batching import IncreaseFunction, NoiseScale
+from stretto.batching import IncreaseFunction, NoiseScale, NormTest, PeriodSizes
 from stretto.errors import TrainingError
-from stretto.training import Checkpointing, Stepping
+from stretto.training import Callback, Checkpointing, Stepping
+from stretto.training.algorithms import NoiseReport
 
 Make = Callable[..., Any]
 
@@ -23,7 +25,6 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 import stretto
-from stretto.training.algorithms import NoiseReport
 
 torch.set_num_threads(1)
 width, layers, share = 256, 24, 4096
@@ -39,8 +40,6 @@ needed = share * width * 4 * layers  # bytes of the activations of a whole share
 leave(needed // 3 + 5 * sum(p.nbytes for p in model.parameters()))
 size = sys.argv[1]
 settings = {"batch_size": share, "micro_batch_size": "auto"}
-if size == "measured":
-    settings |= {"callbacks": [NoiseReport()]}
 if size == "largest":
     grow = stretto.IncreaseFunction(lambda epoch, size: 64, 64, "auto")
     settings = {"batch_size": grow}
@@ -71,15 +70,6 @@ def test_a_micro_batch_is_found_that_fits_into_a_real_limit(limited: Make) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_micro_batch_that_is_found_leaves_room_for_measuring_the_noise(limited: Make) -> None:
-    """It keeps one more gradient, of which a forward and backward alone know nothing."""
-    run = json.loads(limited(FITTED, "measured"))
-    assert run["found"] < 1700
-    assert run["splits"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_batch_grows_to_what_fits_into_a_real_limit(limited: Make) -> None:
     run = json.loads(limited(FITTED, "largest"))
     assert run["samples"] == 8192
@@ -101,6 +91,71 @@ def test_where_there_is_room_the_share_is_taken_whole(problem: Make) -> None:
 def test_sizes_that_are_measured_need_no_more_than_their_largest(problem: Make) -> None:
     trainer = problem().trainer(micro_batch_size="auto", batch_size=NoiseScale(4, 12))
     assert trainer.fitting.size == 12
+
+
+class Silent(Callback):
+    """Listens to nothing."""
+
+
+class Asked:
+    """What the finder is asked, in place of the finder; answers with a size for each question."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = iter(sizes)
+        self.steps: list[tuple[int, bool, int]] = []
+
+    def __call__(self, step: Any, batch: Any, *, maximum: int, **_: Any) -> Any:
+        self.steps.append((step.accumulation, step.measures_noise, maximum))
+        return SimpleNamespace(size=next(self.sizes), certainty="estimate")
+
+
+@pytest.mark.parametrize(
+    ("settings", "measures"),
+    [
+        ({"batch_size": 8}, False),
+        ({"batch_size": NoiseScale(4, 8)}, True),
+        ({"batch_size": NormTest(4, 8)}, True),
+        ({"batch_size": 8, "callbacks": [NoiseReport()]}, True),
+        ({"batch_size": 8, "callbacks": [NoiseReport(), Silent()]}, True),
+        ({"batch_size": 8, "callbacks": [Silent()]}, False),
+        (
+            {"batch_size": NoiseScale(4, 8), "stepping": Stepping(noise_from="norm_layers")},
+            False,
+        ),
+    ],
+)
+def test_the_gradient_that_measuring_keeps_is_asked_for(
+    problem: Make, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], measures: bool
+) -> None:
+    asked = Asked(3, 3)
+    monkeypatch.setattr("stretto.memory.find_batch_size", asked)
+    run = problem()
+    run.model.append(nn.LayerNorm(2).double())
+    optimizer = torch.optim.SGD(run.model.parameters())
+    run.trainer(micro_batch_size="auto", optimizer=optimizer, **settings)
+    assert set(asked.steps) == {(2, measures, 8)}
+
+
+@pytest.mark.parametrize(
+    ("halves", "largest"), [(20, 32), (16, 32), (11, 22)], ids=["roomy", "just", "short"]
+)
+@pytest.mark.parametrize("reads", ["callback", "another period"])
+def test_a_pass_that_is_cut_in_two_to_measure_it_fits_in_halves(
+    problem: Make, monkeypatch: pytest.MonkeyPatch, reads: str, halves: int, largest: int
+) -> None:
+    asked = Asked(32, 32, halves, halves)
+    monkeypatch.setattr("stretto.memory.find_batch_size", asked)
+    grows = IncreaseFunction(lambda epoch, size: 1000, 4, "auto")
+    if reads == "callback":
+        trainer = problem().trainer(batch_size=grows, callbacks=[NoiseReport()])
+        found = trainer.loader.policy
+    else:
+        periods = PeriodSizes([("1ep", grows), ("rest", NoiseScale(4, 8))])
+        trainer = problem().trainer(batch_size=periods, max_duration="2ep")
+        found = trainer.loader.policy.periods[0][1]
+    assert found.max_batch_size == largest
+    assert [step[:2] for step in asked.steps] == [(1, False)] * 2 + [(2, True)] * 2
+    assert asked.steps[-1][2] == 16
 
 
 def test_finding_leaves_no_trace() -> None:

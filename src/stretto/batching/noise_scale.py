@@ -159,4 +159,5 @@ class BoundNoiseScale(FollowingPolicy):
         return rounded_size(wanted, self.minimum, self.policy.maximum)
 
     def _wanted(self, noise_scale: float) -> float:
-        return self.policy.c * math.pow(noise_scale, self.policy.power)
+        # An end of the interval may be below zero by a rounding error.
+        return self.policy.c * math.pow(max(noise_scale, 0.0), self.policy.power)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from stretto.batching import awaits_maximum
 from stretto.config.parts import (
-    known_sizes,
-    make_callbacks,
     make_loading,
     make_loss,
     make_optimizer,
     make_spec,
-    make_stepping,
     wrong_kind,
 )
-from stretto.config.plans import build_run
 from stretto.config.run import RunConfig
 from stretto.config.source import NO_SOURCE, Source
-from stretto.config.targets import call_target
+from stretto.config.targets import call_target, import_target
 from stretto.config.training import check_complete, seed_everything
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import ConfigError, cannot
@@ -85,18 +81,21 @@ def build_finding(
         clip_norm=stepping.clip_norm,
         accumulation=MICRO_BATCHES,
         loss_reduction=stepping.loss_reduction,
-        measures_noise=_measures_noise(config, spec, source),
+        measures_noise=_measures_noise(config),
     )
     return Finding(step, batch, spec.known_num_samples)
 
 
-def _measures_noise(config: RunConfig, spec: DataSpec, source: Source) -> bool:
-    run = build_run(config, known_sizes(spec), source=source)
-    reads = frozenset[str]()
-    if not awaits_maximum(run.policy):
-        reads = run.policy.bind(run.horizon.with_batch_sizes(None)).reads
-    callbacks = make_callbacks(config, source)
-    return keeps_gradients_apart(reads, callbacks, make_stepping(config, run, source))
+def _measures_noise(config: RunConfig) -> bool:
+    """Whether steps keep gradients apart. Nothing is built that the question does not need."""
+    reads = {"noise"} if getattr(config.batch_size, "reads_noise", False) else set()
+    callbacks = []
+    for section in config.callbacks:
+        # What cannot be imported here can where it trains, or is refused there.
+        with contextlib.suppress(ConfigError):
+            callbacks.append(import_target(section.target))
+    kinds = [one for one in callbacks if isinstance(one, type)]
+    return keeps_gradients_apart(frozenset(reads), kinds, config.stepping.noise_from)
 
 
 def _examples(config: RunConfig, spec: DataSpec, source: Source) -> Any:

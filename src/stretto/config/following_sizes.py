@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -31,6 +31,8 @@ class FollowingSizes(WrittenSizes):
 
 class NoiseScaleSizes(FollowingSizes):
     """Follows a part of the gradient noise scale."""
+
+    reads_noise: ClassVar[bool] = True
 
     noise_scale: Number
     """Which part of the noise scale the batch is, such as 0.3; with a power, of that power."""
@@ -63,6 +65,8 @@ class NoiseScaleSizes(FollowingSizes):
 
 class NormTestSizes(FollowingSizes):
     """Grows where the gradient of the batch is not sure enough of its direction."""
+
+    reads_noise: ClassVar[bool] = True
 
     norm_test: Number
     """How large the error of the gradient may be beside it, below 1."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from torch import nn
@@ -12,9 +12,8 @@ from stretto.batching import BatchSizePolicy, awaits_maximum, with_maximum
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import FitError, TrainingError, cannot
 from stretto.planning import Plan, decided_between
-from stretto.training.callback import Callback
+from stretto.timing import TimeLike
 from stretto.training.fully_sharded import is_fully_sharded
-from stretto.training.measuring import keeps_gradients_apart
 from stretto.training.ranks import Ranks
 from stretto.training.settings import LossFunction, Stepping
 
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
 MARGIN = "3%"
 """What stays free."""
+_NO_LIMIT = 2**31
+"""Stands for a largest batch size that is still to be found."""
 EXAMPLES = 32
 """Samples that are looked at for the longest one."""
 
@@ -33,11 +34,11 @@ def find_fitting(
     *,
     loss: LossFunction,
     stepping: Stepping,
-    callbacks: Sequence[Callback],
     loader: StepLoader,
     ranks: Ranks,
     most: int,
     accumulates: bool,
+    measures_noise: bool = False,
 ) -> Answer:
     """Return the most samples that a rank can take at once, at most `most`; the same on all ranks.
 
@@ -48,11 +49,11 @@ def find_fitting(
         optimizer: its optimizer.
         loss: the loss function.
         stepping: how a step is computed.
-        callbacks: those of the run, of which one may have the noise measured.
-        loader: has the data, and the batch sizes.
+        loader: has the data.
         ranks: the processes of the run.
         most: more are never needed.
         accumulates: whether a step may have several micro-batches.
+        measures_noise: whether the gradient of each of them is kept apart from those before.
 
     Raises:
         TrainingError: the data are an iterable, or the model is spread over ranks.
@@ -62,17 +63,15 @@ def find_fitting(
 
     _check(model, loader)
     examples = loader.example_batch(EXAMPLES)
-    measures = keeps_gradients_apart(loader.reads, callbacks, stepping)
     step = TrainingStep(
         model,
         optimizer,
         loss,
         precision=stepping.precision,
         clip_norm=stepping.clip_norm,
-        # A step of a single pass that is measured is cut in two.
-        accumulation=2 if accumulates or measures else 1,
+        accumulation=2 if accumulates else 1,
         loss_reduction=stepping.loss_reduction,
-        measures_noise=measures,
+        measures_noise=measures_noise,
     )
 
     def find(method: Literal["predict", "auto"]) -> Answer:
@@ -95,15 +94,25 @@ def find_fitting(
 
 
 def with_found_maximum(
-    policy: BatchSizePolicy, spec: DataSpec, find: Callable[..., Answer], ranks: Ranks
+    policy: BatchSizePolicy,
+    spec: DataSpec,
+    max_duration: TimeLike,
+    find: Callable[..., Answer],
+    *,
+    ranks: Ranks,
+    measures: Callable[[frozenset[str]], bool],
 ) -> BatchSizePolicy:
     """Return a policy whose largest size is what the ranks can take in a single pass each.
+
+    On one rank such a pass is cut into halves where its noise is measured, which have to fit, too.
 
     Args:
         policy: one that may await its largest size.
         spec: the data.
+        max_duration: the length of the run.
         find: `find_fitting`, but for the loader and what is wanted of it.
         ranks: the processes of the run.
+        measures: whether gradients are kept apart in a run whose policy reads these signals.
 
     Raises:
         TrainingError: the data are an iterable, or the model is spread over ranks.
@@ -111,10 +120,15 @@ def with_found_maximum(
     """
     if not awaits_maximum(policy):
         return policy
-    loader = StepLoader(spec, 1, max_duration="1ba", rank=0, world_size=1)
+    unlimited = with_maximum(policy, _NO_LIMIT)
+    loader = StepLoader(spec, unlimited, max_duration=max_duration, rank=0, world_size=1)
     most = max(1, (loader.horizon.dataset_num_samples or 1) // ranks.world_size)
-    answer = find(loader=loader, most=most, accumulates=False)
-    return with_maximum(policy, answer.size * ranks.world_size)
+    size = find(loader=loader, most=most, accumulates=False).size
+    if ranks.world_size == 1 and measures(loader.reads):
+        half = (size + 1) // 2
+        answer = find(loader=loader, most=half, accumulates=True, measures_noise=True)
+        size = min(size, 2 * answer.size)
+    return with_maximum(policy, size * ranks.world_size)
 
 
 def largest_share(plan: Plan | None, loader: StepLoader) -> int:

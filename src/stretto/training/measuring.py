@@ -11,13 +11,11 @@ from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import Step, StepLoader
 from stretto.errors import TrainingError, cannot
 from stretto.noise import NoiseSums
-from stretto.training.callback import Callback, Events, overrides
+from stretto.training.callback import Callback, Events
 from stretto.training.noise_meter import NOTHING
 from stretto.training.settings import Evaluation, Stepping
 from stretto.training.stepper import Gradient, Stepper
 
-NOISE_EVENT = "on_noise"
-"""What a callback overrides that has the noise measured."""
 _LOSS, _NOISE = "loss", "noise"
 
 
@@ -48,7 +46,7 @@ class Measurements:
     ) -> None:
         self._stepper = stepper
         self._reads_loss = _LOSS in loader.reads
-        if _NOISE in loader.reads or events.listeners(NOISE_EVENT):
+        if _NOISE in loader.reads or events.listeners("on_noise"):
             every = _steps_between(stepping.measure_noise)
             stepper.measure_noise(loader.spec, stepping, every=every)
         self._is_idle = not self._reads_loss and stepper.meter is None
@@ -90,17 +88,21 @@ class Measurements:
 
 
 def keeps_gradients_apart(
-    reads: frozenset[str], callbacks: Iterable[Callback], stepping: Stepping
+    reads: frozenset[str],
+    callbacks: Iterable[type],
+    noise_from: Literal["micro_batches", "norm_layers"],
 ) -> bool:
-    """Return whether steps need room for one more gradient, to measure their noise.
+    """Return whether steps of several micro-batches need room for one more gradient.
 
     Args:
         reads: what the batch size policy reads.
-        callbacks: those of the run.
-        stepping: how a step is computed.
+        callbacks: the types of those of the run.
+        noise_from: where the noise is measured, if it is.
     """
-    is_read = _NOISE in reads or any(overrides(one, NOISE_EVENT) for one in callbacks)
-    return is_read and stepping.noise_from == "micro_batches"
+    listens = any(
+        issubclass(one, Callback) and one.on_noise is not Callback.on_noise for one in callbacks
+    )
+    return noise_from == "micro_batches" and (_NOISE in reads or listens)
 
 
 def _steps_between(measure_noise: Literal["auto"] | int | None) -> int:

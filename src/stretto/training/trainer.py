@@ -27,6 +27,7 @@ from stretto.training.callback import Callback
 from stretto.training.checks import check_parts
 from stretto.training.fitting import find_fitting, largest_share, with_found_maximum
 from stretto.training.lock import locked
+from stretto.training.measuring import keeps_gradients_apart
 from stretto.training.preparation import make_loader, make_plan
 from stretto.training.ranks import Ranks, told_of_the_end
 from stretto.training.resuming import find_checkpoint, open_verified, set_newer_aside
@@ -123,17 +124,23 @@ class Trainer:
             spec = replace(spec, tokens_vary=True)
         self.optimizer = optimizer
         find = partial(
-            find_fitting,
-            self.model,
-            optimizer,
-            loss=loss,
-            stepping=stepping,
-            callbacks=callbacks,
-            ranks=self._ranks,
+            find_fitting, self.model, optimizer, loss=loss, stepping=stepping, ranks=self._ranks
+        )
+        measures = partial(
+            keeps_gradients_apart,
+            callbacks=list(map(type, callbacks)),
+            noise_from=stepping.noise_from,
         )
         self.loader = make_loader(
             spec,
-            with_found_maximum(as_policy(batch_size), spec, find, self._ranks),
+            with_found_maximum(
+                as_policy(batch_size),
+                spec,
+                max_duration,
+                find,
+                ranks=self._ranks,
+                measures=measures,
+            ),
             max_duration,
             None if micro_batch_size == "auto" else micro_batch_size,
             loading=loading,
@@ -153,7 +160,12 @@ class Trainer:
         """How the micro-batch size was found; None where it was given."""
         if micro_batch_size == "auto":
             most = largest_share(self.plan, self.loader)
-            self.fitting = find(loader=self.loader, most=most, accumulates=True)
+            self.fitting = find(
+                loader=self.loader,
+                most=most,
+                accumulates=True,
+                measures_noise=measures(self.loader.reads),
+            )
             self.loader.set_micro_batch_size(self.fitting.size)
             self.plan, self._refusal = self._planned()
         assembly = Assembly(
