@@ -420,3 +420,14 @@ def test_under_a_real_limit_the_answer_fits_and_little_more_does(
     """
     never = method != "try"
     assert limited(code).splitlines() == ["True", f"{never} 0", "True False"]
+
+
+@pytest.mark.parametrize("method", ["auto", "probe"])
+def test_sparse_gradients_are_probed(method: Any) -> None:
+    """They have no memory of their own but that of their parts."""
+    model = nn.Sequential(nn.Embedding(1000, 64, sparse=True), nn.Linear(64, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainingStep(model, optimizer, lambda model, batch: model(batch).square().mean())
+    tokens = torch.randint(0, 1000, (4, 16))
+    answer = find_batch_size(step, tokens, method=method, maximum=64)
+    assert (answer.size, answer.cost.num_out_of_memory) == (64, 0)

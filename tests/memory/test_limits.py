@@ -92,11 +92,16 @@ def test_a_system_that_says_nothing(tmp_path: Path) -> None:
         room(CPU, root=tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 def test_what_tensors_hold() -> None:
     flat = torch.zeros(100)
     tensors = [flat[:10], flat[50:], torch.zeros(3, dtype=torch.int8), torch.empty(0)]
     assert held_bytes(tensors, CPU) == 403
-    assert held_bytes([*tensors, torch.zeros(2).to_sparse()], CPU) == 403
+    sparse = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    assert held_bytes([*tensors, sparse.to_sparse()], CPU) == 403 + 2 * 2 * 8 + 2 * 4
+    parts = torch.tensor([0, 1, 2]), torch.tensor([1, 0]), torch.tensor([1.0, 2.0])
+    for compressed in (torch.sparse_csr_tensor(*parts), torch.sparse_csc_tensor(*parts)):
+        assert held_bytes([compressed], CPU) == 3 * 8 + 2 * 8 + 2 * 4
     assert held_bytes(tensors, torch.device("meta")) == 0
 
 

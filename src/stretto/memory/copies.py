@@ -7,7 +7,7 @@ look at it. On disk the copies take nothing of the memory that a trial is about.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import torch
@@ -118,6 +118,34 @@ def parts_of(tensor: Tensor) -> list[Tensor] | None:
         return None
     named = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     return [part for part in named if isinstance(part, Tensor)]
+
+
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""What returns the parts of a tensor, by its layout."""
+
+
+def memory_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yield the pieces of memory behind a tensor: one of a plain one, more of a sparse one.
+
+    None of a layout whose memory torch does not show.
+
+    >>> [piece.nbytes() for piece in memory_of(torch.eye(3).to_sparse())]
+    [48, 12]
+    """
+    parts = parts_of(tensor)
+    if parts is None and tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+        return
+    if parts is None:
+        parts = [getattr(tensor, name)() for name in _SPARSE.get(tensor.layout, ())]
+    for part in parts:
+        yield from memory_of(part)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stretto.errors import FitError, cannot
 from stretto.memory.amounts import show_bytes
-from stretto.memory.copies import parts_of
+from stretto.memory.copies import memory_of
 
 ROOT = Path("/")
 """Where the system's files are."""
@@ -67,10 +67,9 @@ def held_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     """
     pieces = {}
     for tensor in tensors:
-        for leaf in _leaves(tensor):
-            if leaf.device.type == device.type and leaf.layout is torch.strided:
-                storage = leaf.untyped_storage()
-                pieces[storage.data_ptr()] = storage.nbytes()
+        for memory in memory_of(tensor):
+            if memory.device.type == device.type:
+                pieces[memory.data_ptr()] = memory.nbytes()
     return sum(pieces.values())
 
 
@@ -143,14 +142,6 @@ def guard(limit: int) -> Iterator[None]:
 def process_status(root: Path = ROOT) -> dict[str, int]:
     """Return what Linux says of this process, by the names of `/proc/self/status`; in bytes."""
     return _read_table(root / "proc/self/status")
-
-
-def _leaves(tensor: Tensor) -> Iterator[Tensor]:
-    parts = parts_of(tensor)
-    if parts is None:
-        yield tensor
-    for part in parts or ():
-        yield from _leaves(part)
 
 
 def _device_rooms(device: torch.device) -> Iterator[Room]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, final
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from stretto.memory.copies import memory_of
 from stretto.memory.modules import ModuleWatch
 from stretto.memory.recording import Allocation, Category, Event, Place, Recording
 from stretto.memory.step import TrainingStep
@@ -88,10 +90,9 @@ class _Ledger:
 
     def find(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Say what some tensors are that are there from the start."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in self._live:
-                self._allocate(storage.data_ptr(), Allocation(storage.nbytes(), BEFORE, category))
+        for memory in itertools.chain.from_iterable(map(memory_of, tensors)):
+            if memory.nbytes() and memory.data_ptr() not in self._live:
+                self._allocate(memory.data_ptr(), Allocation(memory.nbytes(), BEFORE, category))
 
     def expect(self, addresses: set[int], category: Category) -> None:
         """Say what lies at some addresses when the next mark is passed."""
@@ -174,4 +175,4 @@ def _walk(roots: list[Any], device: str) -> Iterator[_Moment]:
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return {memory.data_ptr() for tensor in tensors for memory in memory_of(tensor)}
