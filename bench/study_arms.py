@@ -142,14 +142,6 @@ ARMS: Mapping[str, Arm] = {
     "noise-root": Arm(
         "noise-driven 16-96, root, c = 3.8", 16, _noise(16, 3.8, 96, power=0.5), Setting(8, 4)
     ),
-    # A higher rate makes the noise scale smaller, so more of it.
-    "noise-root-4.4": Arm(
-        "noise-driven 16-96, root, c = 4.4",
-        16,
-        _noise(16, 4.4, 96, power=0.5),
-        Setting(9, 4),
-        is_drawn=False,
-    ),
     # With a long warm-up of the learning rate constant 24 does as well as constant 16.
     "noise-root-24": Arm(
         "noise-driven 24-64, root, c = 3.8",
