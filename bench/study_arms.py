@@ -94,28 +94,29 @@ def _noise(
 _WARMUP = DoublingRamp(8, 32, "15%")
 ARMS: Mapping[str, Arm] = {
     "constant-16": Arm("constant 16", 16, lambda cosine: Parts(Fixed(16), cosine)),
-    "constant-24": Arm("constant 24", 24, lambda cosine: Parts(Fixed(24), cosine), is_drawn=False),
+    "constant-24": Arm("constant 24", 24, lambda cosine: Parts(Fixed(24), cosine)),
     "constant-32": Arm("constant 32", 32, lambda cosine: Parts(Fixed(32), cosine)),
     "warmup": Arm(
         "batch warm-up 8-16-32", 32, lambda cosine: Parts(_WARMUP, cosine, SquareRootRule(32))
     ),
-    "seesaw": Arm("Seesaw from 16, doubling", 16, _seesaw(16)),
+    "seesaw": Arm("Seesaw from 16, doubling", 16, _seesaw(16), is_drawn=False),
     "seesaw-continuous": Arm("Seesaw from 16, continuous", 16, _seesaw(16, factor="continuous")),
     "warmup-seesaw": Arm("8-16-32, then Seesaw, doubling", 32, _seesaw(_WARMUP), is_drawn=False),
     "late-warmup-seesaw": Arm(
-        "16-20, then Seesaw, continuous",
+        "16-20, then Seesaw to 96, continuous",
         20,
         _seesaw(LinearRamp(16, 20, "30%"), 96, factor="continuous"),
         Setting(7, 2),
     ),
     "long-warmup-seesaw": Arm(
-        "8-32, then Seesaw, continuous",
+        "8-32, then Seesaw to 96, continuous",
         32,
         _seesaw(LinearRamp(8, 32, "30%"), 96, factor="continuous"),
         Setting(8, 3),
+        is_drawn=False,
     ),
     "seesaw-from-18": Arm(
-        "Seesaw from 18, continuous",
+        "Seesaw from 18 to 96, continuous",
         18,
         _seesaw(18, 96, factor="continuous"),
         Setting(8, 4),
@@ -134,10 +135,16 @@ ARMS: Mapping[str, Arm] = {
     "noise-from-16-0.5": Arm(
         "noise-driven from 16, c = 0.5", 16, _noise(16, 0.5), Setting(8, 3), is_drawn=False
     ),
-    "noise-from-16-0.6": Arm("noise-driven from 16, c = 0.6", 16, _noise(16, 0.6), Setting(9, 3)),
+    "noise-from-16-0.6": Arm(
+        "noise-driven from 16, c = 0.6", 16, _noise(16, 0.6), Setting(9, 3), is_drawn=False
+    ),
     # Begins with one of the best settings of the one before; bounded as the late Seesaws are.
     "noise-from-16-to-96": Arm(
         "noise-driven 16-96, c = 0.6", 16, _noise(16, 0.6, 96), Setting(8, 4), is_drawn=False
+    ),
+    # Grows where Seesaw from 18 does; begins with the setting that was chosen for that.
+    "noise-from-18": Arm(
+        "noise-driven 18-96, c = 0.5", 16, _noise(18, 0.5, 96), Setting(8, 4), is_drawn=False
     ),
     "noise-root": Arm(
         "noise-driven 16-96, root, c = 3.8", 16, _noise(16, 3.8, 96, power=0.5), Setting(8, 4)

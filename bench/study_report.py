@@ -33,11 +33,12 @@ def table(
     lines += [
         "",
         "Tuned on three seeds that are none of these: validation loss by rate and warm-up,",
-        "with the first seed, and where that is among the best with the second and the third.",
+        "with the first seed, and where that is among the best with the second and the third;",
+        "chosen by a quadratic of both that is fitted to all of a side's runs.",
     ]
     for arm, runs in _by_arm(tried).items():
         lines += ["", *_grid(ARMS[arm].title, runs, best.get(arm))]
-    lines += ["", f"No batch goes beyond {LARGEST}; with a linear warm-up of it, beyond 96."]
+    lines += ["", f"No batch goes beyond {LARGEST}, nor beyond what its side says."]
     return "\n".join(lines) + "\n"
 
 
@@ -70,7 +71,7 @@ def _row(title: str, runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[s
 def _columns(  # noqa: PLR0917 (a row, from left to right)
     title: str, rate: str, warmup: str, steps: str, fewer: str, loss: str, difference: str
 ) -> str:
-    return f"{title:32s}{rate:>9s}{warmup:>9s}{steps:>8s}{fewer:>8s}{loss:>18s}{difference:>20s}"
+    return f"{title:37s}{rate:>9s}{warmup:>9s}{steps:>8s}{fewer:>8s}{loss:>18s}{difference:>20s}"
 
 
 def _deviation(values: Sequence[float]) -> float:
