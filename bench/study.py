@@ -160,10 +160,10 @@ def _surface(setting: Setting) -> tuple[float, ...]:
     return rate, warmup, rate * rate, rate * warmup, warmup * warmup
 
 
-def best_so_far(arm: str, losses: Losses) -> Setting | None:
-    """Return the setting that is chosen; else the best with the first seed, if any."""
+def best_so_far(arm: str, losses: Losses) -> Setting:
+    """Return the setting that is chosen; else the best with the first seed; else the start."""
     tried = tuning(arm, losses)
-    return chosen(arm, losses) or (min(tried, key=tried.__getitem__) if tried else None)
+    return chosen(arm, losses) or min(tried, key=tried.__getitem__, default=ARMS[arm].start)
 
 
 def wanted(arms: Sequence[str], seeds: Sequence[int], losses: Losses) -> Iterator[Key]:

@@ -100,7 +100,9 @@ ARMS: Mapping[str, Arm] = {
         "batch warm-up 8-16-32", 32, lambda cosine: Parts(_WARMUP, cosine, SquareRootRule(32))
     ),
     "seesaw": Arm("Seesaw from 16, doubling", 16, _seesaw(16), is_drawn=False),
-    "seesaw-continuous": Arm("Seesaw from 16, continuous", 16, _seesaw(16, factor="continuous")),
+    "seesaw-continuous": Arm(
+        "Seesaw from 16, continuous", 16, _seesaw(16, factor="continuous"), is_drawn=False
+    ),
     "warmup-seesaw": Arm("8-16-32, then Seesaw, doubling", 32, _seesaw(_WARMUP), is_drawn=False),
     "late-warmup-seesaw": Arm(
         "16-20, then Seesaw to 96, continuous",
@@ -120,7 +122,6 @@ ARMS: Mapping[str, Arm] = {
         18,
         _seesaw(18, 96, factor="continuous"),
         Setting(8, 4),
-        is_drawn=False,
     ),
     "even-warmup-seesaw": Arm(
         "16-28, then Seesaw to 64, continuous",
@@ -143,11 +144,13 @@ ARMS: Mapping[str, Arm] = {
         "noise-driven 16-96, c = 0.6", 16, _noise(16, 0.6, 96), Setting(8, 4), is_drawn=False
     ),
     # Grows where Seesaw from 18 does; begins with the setting that was chosen for that.
-    "noise-from-18": Arm(
-        "noise-driven 18-96, c = 0.5", 16, _noise(18, 0.5, 96), Setting(8, 4), is_drawn=False
-    ),
+    "noise-from-18": Arm("noise-driven 18-96, c = 0.5", 16, _noise(18, 0.5, 96), Setting(8, 4)),
     "noise-root": Arm(
-        "noise-driven 16-96, root, c = 3.8", 16, _noise(16, 3.8, 96, power=0.5), Setting(8, 4)
+        "noise-driven 16-96, root, c = 3.8",
+        16,
+        _noise(16, 3.8, 96, power=0.5),
+        Setting(8, 4),
+        is_drawn=False,
     ),
     # With a long warm-up of the learning rate constant 24 does as well as constant 16.
     "noise-root-24": Arm(

@@ -102,7 +102,7 @@ def picture(final: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the validation loss over steps and over tokens, the mean of the seeds."""
     with import_optional("matplotlib", "plot").rc_context(STYLE):
         figure = import_optional("matplotlib.figure", "plot").Figure(
-            figsize=(10, 4.6), layout="constrained"
+            figsize=(10, 5.2), layout="constrained"
         )
         panels = figure.subplots(1, 2, sharey=True)
         drawn = [(arm, runs) for arm, runs in _by_arm(final).items() if ARMS[arm].is_drawn]
@@ -119,7 +119,8 @@ def picture(final: Sequence[Mapping[str, Any]], path: Path) -> None:
         last = [run["curve"][-1][2] for run in final]
         if last:
             panels[0].set_ylim(min(last) - 0.02, min(last) + 0.5)
-            panels[1].legend()
+            lines = panels[0].get_legend_handles_labels()
+            figure.legend(*lines, loc="outside lower center", ncols=3)
         panels[0].set_ylabel("validation loss, nats per byte")
         figure.suptitle("Batches that grow, and constant ones", x=0.012, ha="left")
         figure.savefig(path, dpi=150)
