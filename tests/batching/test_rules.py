@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.batching import FunctionRule, LearningRateRule, LinearRule, NoRule, SquareRootRule
+from stretto.batching import (
+    FunctionRule,
+    LearningRateRule,
+    LinearRule,
+    NoRule,
+    RuleLike,
+    SquareRootRule,
+    as_rule,
+)
 from stretto.errors import BatchSizeError
 
 
@@ -49,3 +57,38 @@ def test_references_are_batch_sizes(rule: type[LinearRule], reference: int) -> N
 def test_a_rule_is_a_function() -> None:
     with pytest.raises(BatchSizeError, match="use 'sqrt' as a learning rate rule"):
         FunctionRule("sqrt")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("written", "rule"),
+    [
+        ({"linear": 256}, LinearRule(256)),
+        ({"sqrt": 256}, SquareRootRule(256)),
+        ({"function": clipped}, FunctionRule(clipped)),
+        (clipped, FunctionRule(clipped)),
+        (LinearRule(8), LinearRule(8)),
+    ],
+    ids=repr,
+)
+def test_a_rule_is_written_as_in_a_run_file_or_as_a_function(
+    written: RuleLike, rule: LearningRateRule
+) -> None:
+    assert as_rule(written) == rule
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("sqrt", r"which batch size .* write for example {'sqrt': 256}"),
+        ("root", "it is not a rule, a mapping or a function; write .*{'sqrt': 256}"),
+        (256, "it is not a rule, a mapping or a function; write .*{'sqrt': 256}"),
+        ({}, "not exactly one of 'linear', 'sqrt' and 'function'"),
+        ({"sqrt": 8, "linear": 8}, "not exactly one of 'linear', 'sqrt' and 'function'"),
+        ({"squared": 8}, "not exactly one of 'linear', 'sqrt' and 'function'"),
+        ({"sqrt": "8"}, "use '8' as the reference of a learning rate rule"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_rule_says_what_to_write(written: RuleLike, message: str) -> None:
+    with pytest.raises(BatchSizeError, match=message):
+        as_rule(written)

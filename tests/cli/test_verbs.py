@@ -123,9 +123,9 @@ def test_plan_batch_for_batch(stated: Path, stretto: Stretto) -> None:
     }  # fmt: skip
 
 
-def test_plan_draws(stated: Path, stretto: Stretto) -> None:
+def test_plan_draws_and_prints_its_table_as_well(stated: Path, stretto: Stretto) -> None:
     said = stretto("plan", stated, "--plot", "plan.svg", "--unit", "tok")
-    assert (said.code, said.out) == (0, "")
+    assert (said.code, said.out) == (0, stretto("plan", stated).out)
     assert said.err == "drew plan.svg\n"
     assert Path("plan.svg").read_text().startswith("<?xml")
 

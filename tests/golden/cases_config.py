@@ -125,6 +125,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-evaluate-twice", key("evaluate", [{}, {}])),
     ("config-loggers", key("log", {"loggers": ["tensorbord"]})),
     ("config-rule", key("learning_rate_rule", {"linear": 8, "sqrt": 8})),
+    ("config-rule-word", key("learning_rate_rule", "sqrt")),
     ("config-scale", key("scale_schedule", 0)),
     ("config-group", key("optimizer", {"target": "a:b", "groups": {"g": {"parameters": "("}}})),
     # batch sizes and schedules

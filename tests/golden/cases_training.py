@@ -177,6 +177,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("optim-group", lambda: Hyperparameters(sgd(), {"lr@head": Linear(1, 0)}, RUN)),
     ("optim-not-a-mapping", lambda: Hyperparameters(sgd(), Linear(1, 0), RUN)),  # type: ignore[arg-type]
     ("optim-rule", lambda: Hyperparameters(sgd(), {}, RUN, rule="linear")),  # type: ignore[arg-type]
+    ("optim-rule-number", lambda: Hyperparameters(sgd(), {}, RUN, rule=256)),  # type: ignore[arg-type]
+    ("optim-rule-key", lambda: Hyperparameters(sgd(), {}, RUN, rule={"root": 256})),
     (
         "optim-rule-size",
         lambda: Hyperparameters(sgd(), {}, RUN, rule=LinearRule(8)).apply(

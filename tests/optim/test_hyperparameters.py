@@ -98,6 +98,10 @@ def test_a_rule_alone_is_enough() -> None:
     assert settings.values() == {"lr": 2.0}
 
 
+def test_a_rule_may_be_written_as_in_a_run_file() -> None:
+    assert Hyperparameters(adamw(), {}, HORIZON, rule={"sqrt": 8}).rule == SquareRootRule(8)
+
+
 def test_a_rule_needs_the_size() -> None:
     settings = Hyperparameters(adamw(), {}, HORIZON, rule=LinearRule(8))
     with pytest.raises(ScheduleError, match="the batch size was not given"):

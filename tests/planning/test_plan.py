@@ -119,6 +119,17 @@ def test_rows_are_the_batches_of_the_run() -> None:
     )
     schedule = Cosine().bind(planned.horizon)
     rule = SquareRootRule(40)
+    assert (
+        planned.stages
+        == plan(
+            HORIZON,
+            LinearRamp(3, 40, "1ep"),
+            world_size=3,
+            micro_batch_size=5,
+            schedules={"lr": Cosine()},
+            rule={"sqrt": 40},
+        ).stages
+    )
     rows = list(planned.batches())
     assert len(rows) == planned.num_batches
     for row in rows:

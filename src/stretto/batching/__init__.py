@@ -27,7 +27,9 @@ from stretto.batching.rules import (
     LearningRateRule,
     LinearRule,
     NoRule,
+    RuleLike,
     SquareRootRule,
+    as_rule,
 )
 from stretto.batching.seesaw import IncreaseInsteadOfDecay, Seesaw
 from stretto.batching.split import Split, split
@@ -61,6 +63,7 @@ __all__ = [
     "PolicyLike",
     "PolicyState",
     "PowerOfTwo",
+    "RuleLike",
     "Seesaw",
     "Signals",
     "SizeFunction",
@@ -71,6 +74,7 @@ __all__ = [
     "StepsLike",
     "TimedPolicy",
     "as_policy",
+    "as_rule",
     "awaits_maximum",
     "check_pairs",
     "couplings_in",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, TypeAlias, final
 
 from stretto.batching.functions import name_of
 from stretto.batching.policy import checked_size
@@ -161,3 +161,51 @@ class FunctionRule(LearningRateRule):
 
 def _is_factor(factor: float) -> bool:
     return math.isfinite(factor) and factor >= 0
+
+
+RuleLike: TypeAlias = LearningRateRule | Mapping[str, Any] | Callable[[int], float]
+"""A rule, what a run file says for one (`{"sqrt": 256}`), or a function `size -> factor`."""
+
+_RULES: Mapping[str, Callable[[Any], LearningRateRule]] = {
+    "linear": LinearRule,
+    "sqrt": SquareRootRule,
+    "function": FunctionRule,
+}
+
+
+def as_rule(rule: RuleLike) -> LearningRateRule:
+    """Return the learning rate rule that `rule` says, in the words of a run file or as a function.
+
+    >>> as_rule({"sqrt": 256}), as_rule({"linear": 256})
+    (SquareRootRule(reference=256), LinearRule(reference=256))
+
+    Raises:
+        BatchSizeError: it says none, or none of its words exists.
+    """
+    value: object = rule
+    if isinstance(value, LearningRateRule):
+        return value
+    if isinstance(value, Mapping):
+        if len(value) == 1 and next(iter(value)) in _RULES:
+            [(name, argument)] = value.items()
+            return _RULES[name](argument)
+        why = "it is not exactly one of 'linear', 'sqrt' and 'function'"
+    elif callable(value):
+        return FunctionRule(value)
+    elif isinstance(value, str) and value in ("linear", "sqrt"):
+        raise BatchSizeError(
+            cannot(
+                f"use {value!r} as a learning rate rule",
+                why="it does not say which batch size the learning rate was chosen for",
+                instead=f"write for example {{{value!r}: 256}}",
+            )
+        )
+    else:
+        why = "it is not a rule, a mapping or a function"
+    raise BatchSizeError(
+        cannot(
+            f"use {shown(value)} as a learning rate rule",
+            why=why,
+            instead="write {'linear': 256}, {'sqrt': 256} or a function size -> factor",
+        )
+    )

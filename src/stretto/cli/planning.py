@@ -65,7 +65,7 @@ def plan(
         _print_batches(planned, as_json=as_json)
     elif as_json:
         typer.echo(json.dumps(planned.to_json(), indent=2))
-    elif plot is None:
+    else:
         typer.echo(planned.table())
 
 

@@ -151,6 +151,26 @@ def read_run_length(value: object) -> Time:
     return time
 
 
+def read_duration(value: object) -> Time | Literal["rest"]:
+    """Return how long a period is: a time longer than nothing, or `rest`.
+
+    Raises:
+        ConfigError: it is -1, which means the rest elsewhere.
+        TimeError: it is not a time, or not positive.
+    """
+    if value == "rest":
+        return "rest"
+    if value in (-1, "-1"):
+        raise ConfigError(
+            cannot(
+                f"use {shown(value)} as a duration",
+                why="it is not a time",
+                instead="write 'rest' for what is left of the run",
+            )
+        )
+    return read_length(value)
+
+
 def check_duration(duration: Time | Literal["rest"] | None) -> Time | Literal["rest"]:
     """Return the duration of a period, which must have one.
 
@@ -232,6 +252,16 @@ TimeText: TypeAlias = Annotated[Time, *_time(read_time, ["2ep", "10%", "2Btok"])
 """Any time."""
 Length: TypeAlias = Annotated[Time, *_time(read_length, ["1ep", "10%", "512sp"])]
 """A time that is longer than nothing."""
+Duration: TypeAlias = Annotated[
+    Time | Literal["rest"],
+    GetPydanticSchema(lambda _, __: core_schema.no_info_plain_validator_function(read_duration)),
+    PlainSerializer(str, return_type=str),
+    WithJsonSchema(
+        {"anyOf": [{"const": "rest"}, {"type": "string", "pattern": TIME_PATTERN}]}
+        | {"examples": ["10%", "rest"]}
+    ),
+]
+"""How long a period is: a time, or `rest`."""
 RunLength: TypeAlias = Annotated[Time, *_time(read_run_length, ["2ep", "2Btok", "36h"])]
 """The length of a run."""
 

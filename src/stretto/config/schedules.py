@@ -9,14 +9,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, cast
 
 from pydantic import ConfigDict, Field, Tag, create_model, model_validator
 
 from stretto.config.building import CHECKING, Building
 from stretto.config.fields import (
     Count,
-    Length,
+    Duration,
     Number,
     Section,
     Target,
@@ -102,7 +102,7 @@ def _arguments(kind: type[Schedule]) -> type[Arguments]:
 class Curve(Section):
     """A factor that multiplies a hyper-parameter, as a function of time."""
 
-    duration: Literal["rest"] | Length | None = None
+    duration: Duration | None = None
     """In `periods`: how long this one is, or `rest`."""
 
     def schedule(self, building: Building, path: Path) -> Schedule:

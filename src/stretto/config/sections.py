@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
 from pydantic import AfterValidator, ConfigDict, Field, Tag, model_validator
 
-from stretto.batching import FunctionRule, LearningRateRule, LinearRule, SquareRootRule
+from stretto.batching import LearningRateRule, as_rule
 from stretto.config.building import Building
 from stretto.config.fields import (
     Count,
@@ -81,6 +81,11 @@ class Rule(Section):
     function: Target | None = None
     """As a function of yours says: `function(size) -> factor`."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_words(cls, values: Any) -> Any:
+        return as_rule(cast(Any, values)) if isinstance(values, str) else values
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]
@@ -96,12 +101,9 @@ class Rule(Section):
 
     def build(self, building: Building, path: Path) -> LearningRateRule:
         """Return the rule."""
-        if self.linear is not None:
-            return LinearRule(self.linear)
-        if self.sqrt is not None:
-            return SquareRootRule(self.sqrt)
-        assert self.function is not None, "the validator lets exactly one through"
-        return FunctionRule(building.function(self.function, (*path, "function")))
+        if self.function is not None:
+            return as_rule(building.function(self.function, (*path, "function")))
+        return as_rule({"sqrt": self.sqrt} if self.linear is None else {"linear": self.linear})
 
 
 class LoadingSection(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, Tag, model_validator
 
 from stretto.batching import (
     AtLeast,
@@ -28,12 +28,14 @@ from stretto.config.fields import (
     TIME_PATTERN,
     Count,
     CountOrAuto,
+    Duration,
     Length,
     Number,
     Section,
     Target,
     TargetText,
     read_time,
+    shape_of,
 )
 from stretto.config.source import Path
 from stretto.errors import BatchSizeError, cannot
@@ -79,7 +81,7 @@ class Sizes(Section):
 
     ways: ClassVar[tuple[str, ...]] = WAYS
 
-    duration: Literal["rest"] | Length | None = None
+    duration: Duration | None = None
     """In `periods`: how long this one is, or `rest`."""
     at_most: Count | None = None
     """Never more than this."""
@@ -224,7 +226,13 @@ class OneSize(WrittenSizes):
 class SteppedSizes(WrittenSizes):
     """A size from each of some times on."""
 
-    steps: StepsText | StepsMapping
+    steps: Annotated[
+        Annotated[StepsText, Tag("<text>")] | Annotated[StepsMapping, Tag("<steps>")],
+        shape_of(
+            lambda value: {str: "<text>", dict: "<steps>"}.get(type(value)),
+            "write '0tok:768 250Btok:1536', or a mapping {0tok: 768, 250Btok: 1536}",
+        ),
+    ]
     """Text such as `0tok:768 250Btok:1536`, or a mapping from times to sizes."""
 
     def _written(self) -> BatchSizePolicy:

@@ -10,7 +10,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stretto.batching import LearningRateRule, NoRule, check_pairs
+from stretto.batching import LearningRateRule, NoRule, RuleLike, as_rule, check_pairs
 from stretto.errors import ScheduleError, cannot, shown
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
 from stretto.timing import Horizon, Timestamp
@@ -52,12 +52,14 @@ class Hyperparameters:
             group that has `name="embeddings"`, `"lr@1"` only for the second group, and multiplies
             what `"lr"` says for all.
         horizon: the run.
-        rule: how learning rates answer to the batch size; None: not at all.
+        rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, a
+            function `size -> factor`; None: not at all.
 
     Raises:
         ScheduleError: there is no such hyper-parameter or group, a schedule does not fit the run,
-            or the rule is none.
-        BatchSizeError: there is a rule, and a schedule that goes by the batch size already.
+            or they are not given by name.
+        BatchSizeError: the rule cannot be read; or there is a rule, and a schedule that goes by
+            the batch size already.
         ConversionError: a time needs a fact that is not known.
     """
 
@@ -69,16 +71,16 @@ class Hyperparameters:
         schedules: Mapping[str, Any],
         horizon: Horizon,
         *,
-        rule: LearningRateRule | None = None,
+        rule: RuleLike | None = None,
     ) -> None:
-        _check_kinds(schedules, rule)
-        self._rule = NoRule() if rule is None else rule
+        _check_kinds(schedules)
+        self._rule = NoRule() if rule is None else as_rule(rule)
         # Its groups are looked up each time: loading a state puts new ones in their place.
         self._optimizer = optimizer
         groups = optimizer.param_groups
         _part_tensors(groups)
         factors = {name: _one(value) for name, value in schedules.items()}
-        check_pairs(factors, rule=rule)
+        check_pairs(factors, rule=self._rule)
         for name in factors:
             _check(name, groups)
         if "lr" in groups[0]:
@@ -163,21 +165,13 @@ def _one(value: Any) -> Schedule:
     return as_schedule(value)
 
 
-def _check_kinds(schedules: Any, rule: Any) -> None:
+def _check_kinds(schedules: Any) -> None:
     if not isinstance(schedules, Mapping):
         raise ScheduleError(
             cannot(
                 f"read {shown(schedules)} as schedules",
                 why="it does not say what each is for",
                 instead="write {'lr': ...}",
-            )
-        )
-    if rule is not None and not isinstance(rule, LearningRateRule):
-        raise ScheduleError(
-            cannot(
-                f"follow the batch size by {shown(rule)}",
-                why="it is not a learning rate rule",
-                instead="write LinearRule(256), or FunctionRule(lambda size: ...)",
             )
         )
 

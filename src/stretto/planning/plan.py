@@ -11,10 +11,11 @@ from typing import NamedTuple, cast, final
 from stretto.batching import (
     BatchSizePolicy,
     BoundPolicy,
-    LearningRateRule,
     NoRule,
     PolicyLike,
+    RuleLike,
     as_policy,
+    as_rule,
     check_pairs,
 )
 from stretto.batching.policy import as_float, checked_size, checked_world_size
@@ -190,7 +191,7 @@ def plan(
     even: bool = False,
     schedules: Mapping[str, ScheduleLike] | None = None,
     base: Mapping[str, float] | None = None,
-    rule: LearningRateRule | None = None,
+    rule: RuleLike | None = None,
     triggers: Mapping[str, Trigger | TimeLike] | None = None,
     tracks_tokens: bool = True,
     resume_at: Timestamp | None = None,
@@ -217,7 +218,7 @@ def plan(
         even: refuse sizes that are not multiples of `world_size * micro_batch_size`.
         schedules: a schedule for each hyper-parameter: `lr`, `weight_decay`, `lr@group`, ...
         base: what the schedules' factors multiply; 1 where it is left out.
-        rule: how learning rates follow the batch size.
+        rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, ...
         triggers: names and times of what happens now and then: `{"evaluate": "10%"}`.
         tracks_tokens: whether the data can count the tokens of a batch.
         resume_at: where a run goes on from; stages that are over there are not checked.
@@ -235,6 +236,7 @@ def plan(
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
     read = {name: as_schedule(schedule) for name, schedule in (schedules or {}).items()}
     policy = as_policy(policy)
+    rule = None if rule is None else as_rule(rule)
     check_pairs(read, policy=policy, rule=rule)
     bound_policy = policy.bind(horizon.with_batch_sizes(None))
     if not tracks_tokens:

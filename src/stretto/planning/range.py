@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import final
 
-from stretto.batching import BatchSizePolicy, LearningRateRule, PolicyLike, as_policy, check_pairs
+from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike, as_policy, as_rule, check_pairs
 from stretto.errors import PlanError, cannot
 from stretto.planning.clock import unplannable
 from stretto.planning.plan import Plan, plan
@@ -94,7 +94,7 @@ def plan_range(
     micro_batch_size: int | None = None,
     schedules: Mapping[str, ScheduleLike] | None = None,
     base: Mapping[str, float] | None = None,
-    rule: LearningRateRule | None = None,
+    rule: RuleLike | None = None,
     triggers: Mapping[str, Trigger | TimeLike] | None = None,
     tracks_tokens: bool = True,
 ) -> PlanRange:
@@ -127,6 +127,7 @@ def plan_range(
     """
     policy = as_policy(policy)
     read = {name: as_schedule(schedule) for name, schedule in (schedules or {}).items()}
+    rule = None if rule is None else as_rule(rule)
     check_pairs(read, policy=policy, rule=rule)
     bounds = decided_between(horizon, policy)
     if bounds is None:

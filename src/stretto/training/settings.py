@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, final
 
 from torch import Tensor, nn
 
-from stretto.batching import LearningRateRule, checked_size
+from stretto.batching import RuleLike, as_rule, checked_size
 from stretto.data import DataSpec
 from stretto.data.spec import is_one_shot
 from stretto.errors import TrainingError, cannot, shown
@@ -59,10 +59,12 @@ class Stepping:
     Raises:
         TrainingError: a value is not one of those that exist, or `clip_norm` is not a positive
             number, or `measure_noise` no number of steps.
+        BatchSizeError: the learning rate rule cannot be read.
     """
 
-    learning_rate_rule: LearningRateRule | None = None
-    """How the learning rate answers to the batch size; None: not at all."""
+    learning_rate_rule: RuleLike | None = None
+    """How the learning rate follows the batch size: `{"sqrt": 256}`, `LinearRule(256)`, a function
+    `size -> factor`; None: not at all."""
     loss_weight: Literal["samples", "tokens"] | Callable[[Any], int] = "samples"
     """What the loss is a mean over: samples, target tokens, or what a function counts."""
     loss_reduction: Literal["mean", "sum"] = "mean"
@@ -87,6 +89,8 @@ class Stepping:
     """Where to compute; None: this rank's CUDA device if there is one, else the CPU."""
 
     def __post_init__(self) -> None:
+        if self.learning_rate_rule is not None:
+            object.__setattr__(self, "learning_rate_rule", as_rule(self.learning_rate_rule))
         if not callable(self.loss_weight):
             _one_of("loss_weight", self.loss_weight, ("samples", "tokens"))
         _one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))

@@ -154,7 +154,7 @@ class Trainer:
         )
         self.plan, self._refusal = self._planned()
         given = self.hyperparameters.schedules
-        for line in growth_alone(self.loader.policy, given, stepping.learning_rate_rule):
+        for line in growth_alone(self.loader.policy, given, self.hyperparameters.rule):
             warnings.warn(line, UserWarning, stacklevel=2)
         self.fitting: Answer | None = None
         """How the micro-batch size was found; None where it was given."""
