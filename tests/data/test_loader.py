@@ -410,6 +410,7 @@ def test_a_least_size_that_the_ranks_cannot_share_is_refused_before_the_first_st
 def test_a_run_that_goes_on_is_refused_where_the_next_batch_cannot_be_shared() -> None:
     one = StepLoader(numbers(100), NoiseScale(2, 64), max_duration="1ep")
     next(one)
+    one.finish()
     state = one.state_dict()
     few: dict[str, Any] = {"max_duration": "1ep", "rank": 0, "world_size": 4}
     many = StepLoader(numbers(100), NoiseScale(2, 64), **few)
@@ -430,6 +431,7 @@ def test_a_stage_that_is_over_may_have_been_smaller_than_the_world() -> None:
     for step in one:
         if step.timestamp.sample >= 48:
             break
+    one.finish()
     many = StepLoader(numbers(100), "0sp:2 50%:8", max_duration="1ep", rank=0, world_size=4)
     many.load_state_dict(one.state_dict())
     assert next(many).size == 8

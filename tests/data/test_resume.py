@@ -31,7 +31,7 @@ from stretto.batching import (
     Signals,
     Steps,
 )
-from stretto.data import StepLoader
+from stretto.data import Step, StepLoader
 from stretto.errors import CheckpointError, DataError
 from stretto.ordering import SampleOrder
 from stretto.testing.data import assert_resumes, cycled, policies, read
@@ -95,6 +95,7 @@ def test_a_period_that_has_not_begun_may_become_another() -> None:
     for step in before:
         if step.timestamp.batch == 9:
             break
+    before.finish()
     after = periodic(("20sp", 4), ("9ba", 8), ("rest", LinearRamp(20, 30, "50%")))
     after.load_state_dict(before.state_dict())
     assert [next(after).batch_size for _ in range(5)] == [8, 8, 8, 8, 20]
@@ -197,6 +198,7 @@ def test_a_policy_of_ones_own_may_keep_what_it_likes(wrapped: Any) -> None:
     )
     sizes = [step.size for step in whole]
     seen = [next(first).size for _ in range(3)]
+    first.finish()
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert seen + [step.size for step in second] == sizes
 
@@ -213,6 +215,7 @@ def test_an_error_of_the_data_is_not_one_of_the_record() -> None:
 
     loader = StepLoader(Broken(breaks=False), 4, max_duration="20sp")
     next(loader)
+    loader.finish()
     record, other = loader.state_dict(), StepLoader(Broken(breaks=True), 4, max_duration="20sp")
     with pytest.raises(ValueError, match="bad header"):
         other.load_state_dict(record)
@@ -343,11 +346,13 @@ def test_the_sources_own_state_saves_reading_again() -> None:
     for step in first:
         if step.timestamp.sample == 63:
             break
+    first.finish()
     source = StatefulBatches([5] * 20)
     loader = StepLoader(source, 7, max_duration="1ep")
     loader.load_state_dict(first.state_dict())
     assert values(next(loader).micro_batches[0].batch) == [70, 71, 72, 73, 74]
     assert source.reads == 2  # the chunks of 70 and of 75; the 14 before were left out
+    loader.finish()
     assert loader.state_dict()["source"]["skip"] == 2
 
 
@@ -373,6 +378,7 @@ def test_data_that_have_become_shorter_are_found_out() -> None:
     first = StepLoader(Batches([5] * 4), 7, max_duration="1ep")
     next(first)
     next(first)
+    first.finish()
     second = StepLoader(Batches([5]), 7, max_duration="1ep")
     with pytest.raises(DataError, match="sample 14 of the epoch: the data end after 5"):
         second.load_state_dict(first.state_dict())
@@ -385,6 +391,7 @@ def test_a_state_that_json_does_not_keep_is_refused() -> None:
 
     loader = StepLoader(Odd([3, 3]), 4, max_duration="1ep")
     next(loader)
+    loader.finish()
     with pytest.raises(DataError, match="its state holds a object"):
         loader.state_dict()
 
@@ -424,6 +431,7 @@ def test_the_state_of_a_policy_goes_to_a_policy_of_its_kind_alone() -> None:
     for step in first:
         if step.timestamp.epoch == 2:
             break
+    first.finish()
     state = first.state_dict()
     same = make(IncreaseFunction(grow, 5, max_batch_size=90))
     same.load_state_dict(state)
@@ -431,3 +439,63 @@ def test_the_state_of_a_policy_goes_to_a_policy_of_its_kind_alone() -> None:
     other = make(AtMost(Fixed(8), 4))
     other.load_state_dict(state)
     assert next(other).batch_size == 4
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "drop", "carry"])
+@pytest.mark.parametrize("kind", [list, Batches, StatefulBatches])
+def test_a_step_in_hand_is_trained_anew_after_a_resume(kind: Any, last_batch: LastBatch) -> None:
+    """A record agrees with the clock: an open step is not counted, and reading it moves nothing."""
+
+    def make() -> StepLoader:
+        data = [*range(11)] if kind is list else kind([4, 2, 5])
+        sizes = cycled([3, 2], planned=False)
+        return StepLoader(data, sizes, max_duration="2ep", last_batch=last_batch, seed=1)
+
+    def contents(step: Step) -> list[list[int]]:
+        return [values(micro.batch) for micro in step]
+
+    first, whole = make(), list(map(contents, make()))
+    for number, step in enumerate(first):
+        before = first.timer.timestamp
+        record = first.state_dict()
+        assert first.state_dict() == record, "looking changes nothing"
+        assert first.timer.timestamp == before == step.timestamp
+        resumed = make()
+        resumed.load_state_dict(json.loads(json.dumps(record)))
+        assert resumed.timer.sample == step.timestamp.sample
+        assert list(map(contents, resumed)) == whole[number:]
+    assert contents(step) == whole[-1]
+
+
+@pytest.mark.parametrize("kind", [Batches, StatefulBatches])
+def test_no_sample_is_lost_where_the_data_fail_inside_a_step(kind: Any) -> None:
+    class Failing(kind):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for number, batch in enumerate(super().__iter__()):
+                if number == 2:
+                    raise OSError("the disk is gone")
+                yield batch
+
+    loader = StepLoader(Failing([2, 5, 3]), 4, max_duration="1ep")
+    next(loader)
+    with pytest.raises(OSError, match="disk"):
+        next(loader)
+    resumed = StepLoader(kind([2, 5, 3]), 4, max_duration="1ep")
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert [values(micro.batch) for step in resumed for micro in step] == [
+        [4, 5, 6],
+        [7],
+        [8, 9],
+    ]
+
+
+@pytest.mark.parametrize("data", [[*range(9)], iter([torch.arange(4), torch.arange(4, 9)])])
+def test_a_step_that_is_taken_back_comes_again(data: Any) -> None:
+    loader = StepLoader(data, 3, max_duration="1ep", shuffle=False)
+    seen: list[int] = []
+    for number, step in enumerate(loader):
+        if number == 1:
+            loader.take_back()
+            continue
+        seen += [value for micro in step for value in values(micro.batch)]
+    assert seen == [*range(9)]

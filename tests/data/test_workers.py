@@ -126,6 +126,7 @@ def test_other_workers_and_micro_batches_may_go_on() -> None:
             loader.load_state_dict(state)
         reader = read(loader, values)
         taken += [(one.sample, one.size, one.samples) for one in islice(reader, 2)]
+        loader.finish()
         state = loader.state_dict()
     assert taken == whole[: len(taken)]
 

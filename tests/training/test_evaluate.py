@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.training.conftest import squared_error
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from stretto.errors import BatchSizeError, TrainingError
 from stretto.training import Callback, Evaluation, Loading, Stepping
@@ -142,3 +142,18 @@ def test_what_does_not_fit_is_measured_in_pieces(problem: Make) -> None:
     assert [size for size in sizes if size > 4] == [20, 10, 5]
     with pytest.raises(TrainingError, match="memory runs out with one sample"):
         run.trainer(evaluate=Evaluation(run.data, loss=lambda m, b: torch.empty(2**60))).evaluate()
+
+
+def test_batches_are_measured_in_the_way_that_the_refusal_of_an_iterator_names(
+    problem: Make,
+) -> None:
+    run = problem()
+    inputs, targets = run.data.tensors
+    batches = [(inputs[:10], targets[:10]), (inputs[10:], targets[10:])]
+    with pytest.raises(TrainingError, match=r"DataLoader\(batches, batch_size=None\)"):
+        Evaluation(iter(batches))
+    trainer = run.trainer(evaluate=Evaluation(DataLoader(batches, batch_size=None), batch_size=7))  # type: ignore[arg-type]
+    with torch.no_grad():
+        expected = nn.functional.mse_loss(run.model(inputs), targets).item()
+    for _ in range(2):
+        assert trainer.evaluate() == {"validation/loss": pytest.approx(expected, rel=1e-6)}

@@ -24,6 +24,18 @@ class Chunk(NamedTuple):
     """The source's own state from before it was read; None where it has none."""
 
 
+class Position(NamedTuple):
+    """A place in the source, between two samples."""
+
+    epoch: int
+    state: Any
+    """The source's own state from before the chunk that holds the next sample, or None."""
+    offset: int
+    """Samples of that chunk that come before it."""
+    passed: int
+    """Samples of the epoch that come before it."""
+
+
 class Range(NamedTuple):
     """Some samples of a chunk."""
 
@@ -51,10 +63,11 @@ class ChunkSource:
         self._has_state = hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
         self._iterator: Iterator[Any] | None = None
         self._chunk: Chunk | None = None
-        self._offset = 0
+        self._offset = self._passed = 0
         self._was_read = False
         self._failed = False
         self.epoch = 0
+        self._kept = Position(0, None, 0, 0)
 
     @property
     def is_at_end(self) -> bool:
@@ -72,6 +85,7 @@ class ChunkSource:
             stop = min(self._chunk.num_samples, self._offset + count)
             ranges.append(Range(self._chunk, self._offset, stop))
             count -= stop - self._offset
+            self._passed += stop - self._offset
             self._offset = stop
             if stop == self._chunk.num_samples:
                 self._chunk, self._offset = self._read(), 0
@@ -97,24 +111,35 @@ class ChunkSource:
             # Some sources set their state only when they are read: the first chunk has the state
             # that was loaded, or is reached by counting.
             self._chunk, self._offset = self._read(first=True, state=own), 0
+        self._passed = 0
         if self._chunk is None and state is None:
             raise _empty(self._batches)
         self._skip(skip)
 
     def next_epoch(self) -> None:
         """End the epoch; the next one starts when its first samples are taken."""
-        self._iterator, self._chunk, self._offset = None, None, 0
+        self._iterator, self._chunk, self._offset, self._passed = None, None, 0, 0
         self.epoch += 1
 
-    def state_dict(self, sample_in_epoch: int) -> dict[str, Any]:
-        """Return where the source stands, as JSON: its own state where it has one, and a skip.
+    def keep(self) -> None:
+        """Make the present place the one that `state_dict` returns: what was taken is counted."""
+        state = None if self._chunk is None else self._chunk.state
+        self._kept = Position(self.epoch, state, self._offset, self._passed)
 
-        The state is the one from before the chunk that holds the first unread sample. Without a
-        state of its own everything up to there is skipped by counting.
+    def state_dict(self, epoch: int) -> dict[str, Any]:
+        """Return the place of the last `keep`, as JSON: the source's own state and a skip.
+
+        The state is the one from before the chunk that holds the first sample that is not counted.
+        Without a state of its own everything up to there is skipped by counting.
+
+        Args:
+            epoch: that of the clock; where it is a later one, the rest of the epoch was dropped.
         """
-        own = None if self._chunk is None else to_json(self._chunk.state)
-        skip = sample_in_epoch if own is None else self._offset
-        return {"epoch": self.epoch, "state": own, "skip": skip}
+        kept = self._kept
+        if kept.epoch != epoch:
+            return {"epoch": epoch, "state": None, "skip": 0}
+        own = to_json(kept.state)
+        return {"epoch": epoch, "state": own, "skip": kept.passed if own is None else kept.offset}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Return to where `state_dict` was called."""
@@ -122,6 +147,7 @@ class ChunkSource:
         self.epoch = state["epoch"]
         if state["skip"] or state["state"] is not None:
             self.start_epoch(state["epoch"], state=state["state"], skip=state["skip"])
+        self.keep()
 
     def _read(self, *, first: bool = False, state: Any = None) -> Chunk | None:
         assert self._iterator is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, BatchSizePolicy, PolicyLike, Signals, as_policy
@@ -233,6 +234,7 @@ class StepLoader(Iterator[Step]):
         else:
             timer.update(samples=draw.size, tokens=tokens, seconds=seconds)
         self._decisions.finish(plan, signals, draw.size)
+        self._source.keep()
         return timer.timestamp
 
     def told(self) -> Mapping[str, float]:
@@ -253,9 +255,14 @@ class StepLoader(Iterator[Step]):
         >>> next(loader).timestamp.sample
         0
         """
-        if self._pending is not None:
-            self._pending = None
+        if self._pending is None:
+            return
+        (_, draw), self._pending = self._pending, None
+        if self._draws is None or self.spec.is_map_style:
             self.close()
+        else:  # an iterable does not give its samples twice
+            again = draw._replace(plan=draw.plan._replace(skipped=0))
+            self._draws = chain((again,), self._draws)
 
     def example_batch(self, count: int) -> Any:
         """Return a batch of `count` samples, or all there are, from all over a map-style data set.
@@ -304,12 +311,18 @@ class StepLoader(Iterator[Step]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON: clock, policy, order, and the source's own state.
 
-        The step in hand is finished first: its samples have been seen. Wall times aside, the
-        record is the same on every rank, and another number of ranks, workers or micro-batches may
-        go on from it.
+        It agrees with the clock and changes nothing: a step that is not finished yet comes again
+        after a resume. Call `finish()` first if the step's weights have been updated. Wall times
+        aside, the record is the same on every rank, and another number of ranks, workers or
+        micro-batches may go on from it.
+
+        >>> loader = StepLoader([1, 2, 3, 4], 2, max_duration="1ep", shuffle=False)
+        >>> step = next(loader)
+        >>> loader.state_dict()["clock"]["sample"], loader.finish().sample
+        (0, 2)
+        >>> loader.state_dict()["clock"]["sample"]
+        2
         """
-        if self._pending is not None:
-            self.finish()
         return {
             "version": saved.VERSION,
             "clock": self.timer.state_dict(),

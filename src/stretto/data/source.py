@@ -63,11 +63,16 @@ class Source:
         with kept_generators():
             return self.map_source.fetch([i * num_samples // count for i in range(count)])
 
+    def keep(self) -> None:
+        """Count what was read so far as seen."""
+        if self.chunks is not None:
+            self.chunks.keep()
+
     def state_dict(self, timestamp: Timestamp) -> dict[str, Any] | None:
         """Return where an iterable stands; a map-style data set needs only the clock."""
         if self.chunks is None:
             return None
-        return self.chunks.state_dict(timestamp.sample_in_epoch)
+        return self.chunks.state_dict(timestamp.epoch)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Return to where `state_dict` was called."""

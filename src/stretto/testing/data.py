@@ -96,17 +96,22 @@ def reading_of(step: Step, values: Callable[[Any], list[Any]]) -> Reading:
 def assert_resumes(
     make_loader: Callable[[], StepLoader], values: Callable[[Any], list[Any]]
 ) -> None:
-    """Save before every step, restore in a new loader, and compare all that follows.
+    """Save before, in and after every step, restore in a new loader, and compare what follows.
 
     >>> assert_resumes(lambda: StepLoader(list("abcde"), 2, max_duration="2ep"), list)
     """
     loader = make_loader()
-    states, readings = [json.dumps(loader.state_dict())], []
+    states, readings = [(0, json.dumps(loader.state_dict()))], []
     for reading in read(loader, values):
+        number, before = states[-1]
+        in_hand = json.dumps(loader.state_dict())
+        if _without_job(json.loads(in_hand)) != _without_job(json.loads(before)):
+            states.append((number, in_hand))  # what `drop` leaves out has been passed over
         readings.append(reading)
-        states.append(json.dumps(loader.state_dict()))
+        loader.finish()
+        states.append((number + 1, json.dumps(loader.state_dict())))
     end = _without_job(loader.state_dict())
-    for number, state in enumerate(states):
+    for number, state in states:
         resumed = make_loader()
         resumed.load_state_dict(json.loads(state))
         assert _without_job(resumed.state_dict()) == _without_job(json.loads(state))

@@ -133,6 +133,8 @@ class Evaluation:
     """
 
     data: Any
+    """A data set, a `DataLoader`, or an iterable of batches that can be read many times. A list is
+    one of samples; for a list of batches pass `DataLoader(batches, batch_size=None)`."""
     every: TimeLike | Trigger = "1ep"
     metrics: Mapping[str, LossFunction] = field(default_factory=dict)
     batch_size: int | None = None
@@ -148,7 +150,8 @@ class Evaluation:
                 cannot(
                     f"evaluate on data of type {type(data).__name__}",
                     why="it can be iterated over only once, and every evaluation reads all of it",
-                    instead="pass a data set, a DataLoader, or a list of batches",
+                    instead="pass a data set, or of batches DataLoader(batches, batch_size=None), "
+                    "where batches is a list or an object whose __iter__ starts anew",
                 )
             )
         if "loss" in self.metrics:
