@@ -17,7 +17,7 @@ from torch.utils.data import (
 
 from stretto.data.containers import count_samples, take_samples
 from stretto.data.step import MicroBatch
-from stretto.data.tokens import count_tokens
+from stretto.data.tokens import count_tokens, longest_sequence
 from stretto.errors import DataError, cannot, shown
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
@@ -66,8 +66,8 @@ class DataSpec:
     split_batch: Callable[[Any, slice], Any] | None = None
     """Returns the samples of a batch that a slice selects; None: `take_samples`."""
     tokens_vary: bool = False
-    """Whether sequences are cut on their way, so that only the batches themselves tell how many
-    tokens they have; what is stated of an epoch or a sample does not hold then."""
+    """Whether sequences are cut on their way, so that the tokens of each batch are counted; then
+    `num_tokens` is ignored and `tokens_per_sample` is the most that a sample has."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "num_tokens", "tokens_per_sample"):
@@ -119,10 +119,7 @@ class DataSpec:
     @property
     def known_tokens_per_sample(self) -> int | None:
         """Tokens in each sample where all have equally many, or None."""
-        if self.tokens_vary:
-            return None
-        each = self.tokens_per_sample
-        return each if each is not None else self._own("tokens_per_sample")
+        return None if self.tokens_vary else self._stated_tokens_per_sample
 
     def count_samples(self, batch: Any) -> int:
         """Return the number of samples in a batch."""
@@ -130,9 +127,24 @@ class DataSpec:
         return count_samples(batch) if count is None else count(batch)
 
     def count_tokens(self, batch: Any) -> int | None:
-        """Return the number of tokens in a batch; None where it does not tell."""
+        """Return the number of tokens in a batch; None where it does not tell.
+
+        A batch that names no tokens has `tokens_per_sample` of them for each sample. Cut sequences
+        have as many as are left: the length of the longest second dimension.
+
+        >>> import torch
+        >>> spec = DataSpec(range(9), tokens_per_sample=4, tokens_vary=True)
+        >>> spec.count_tokens(torch.zeros(2, 4)), spec.count_tokens(torch.zeros(2, 3))
+        (8, 6)
+        """
         count = self.get_num_tokens_in_batch
-        return count_tokens(batch) if count is None else count(batch)
+        found = count_tokens(batch) if count is None else count(batch)
+        if found is not None:
+            return found
+        each = self._stated_tokens_per_sample
+        if each is None:
+            return None
+        return self.count_samples(batch) * min(each, longest_sequence(batch) or each)
 
     def take_samples(self, batch: Any, part: slice, num_samples: int) -> Any:
         """Return the samples of a batch of `num_samples` that `part` selects."""
@@ -154,6 +166,12 @@ class DataSpec:
         batch = self.take_samples(micro.batch, part, micro.num_samples)
         tokens = self.count_tokens(batch) if micro.num_tokens else 0
         return MicroBatch(batch, size, tokens or 0, micro.weight * size / micro.num_samples)
+
+    @property
+    def _stated_tokens_per_sample(self) -> int | None:
+        """Tokens in each sample before any sequence is cut, or None."""
+        each = self.tokens_per_sample
+        return each if each is not None else self._own("tokens_per_sample")
 
     def _own(self, name: str) -> int | None:
         data = self.data.dataset if isinstance(self.data, DataLoader) else self.data

@@ -65,6 +65,19 @@ def count_target_tokens(batch: Any) -> int:
     )
 
 
+def longest_sequence(batch: Any) -> int | None:
+    """Return the largest second dimension of the tensors in a batch; None if there is none.
+
+    >>> longest_sequence((torch.zeros(2, 3), torch.zeros(2, 5), torch.zeros(2)))
+    5
+    """
+    if isinstance(batch, Tensor):
+        return batch.size(1) if batch.dim() > 1 else None
+    container = opened(batch)
+    lengths = map(longest_sequence, container.items if container else ())
+    return max((length for length in lengths if length is not None), default=None)
+
+
 def _targets(part: Mapping[str, Any]) -> int:
     labels, inputs = part["labels"], part.get("input_ids")
     is_decoder_separate = "decoder_input_ids" in part or "decoder_attention_mask" in part

@@ -9,6 +9,7 @@ from torch import nn
 
 from stretto.data import DataSpec
 from stretto.errors import StrettoError, TrainingError
+from stretto.examples.text import PythonDocs
 from stretto.training import Callback, Trainer
 from stretto.training.algorithms import (
     LayerFreezing,
@@ -157,19 +158,48 @@ def test_sequences_grow_in_tokens_and_the_clock_counts_what_is_left() -> None:
     assert clock.seen == [5 * sum(lengths.seen[: i + 1]) for i in range(8)]
 
 
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "packaged text"])
+def test_the_tokens_of_cut_batches_without_names_are_counted(kind: str) -> None:
+    """A batch that names no tokens has those that were stated, less what was cut off."""
+    data: Any = torch.randint(0, 9, (40, 16))
+    if kind == "tuple":
+        data = torch.utils.data.TensorDataset(data, data, torch.zeros(40))
+    spec = DataSpec(data, tokens_per_sample=16)
+    if kind == "packaged text":
+        spec = DataSpec(torch.utils.data.Subset(PythonDocs(16), range(40)), tokens_per_sample=16)
+    model = nn.Embedding(256, 2)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        mean: torch.Tensor = model(batch if kind == "tensor" else batch[0]).mean()
+        return mean
+
+    warmup = SequenceLengthWarmup(4, 16, over="200tok", multiple_of=4)
+    lengths = Watch(lambda _: warmup.length)
+    clock = Watch(lambda trainer: trainer.timer.token)
+    Trainer(
+        model,
+        spec,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=loss,
+        max_duration="500tok",
+        batch_size=5,
+        micro_batch_size=3,
+        callbacks=[warmup, lengths, clock],
+    ).fit()
+    assert (lengths.seen[0], lengths.seen[-1]) == (4, 16)
+    assert clock.seen == [5 * sum(lengths.seen[: i + 1]) for i in range(len(lengths.seen))]
+    assert 500 <= clock.seen[-1] < 500 + 5 * 16
+
+
 def test_stated_tokens_do_not_hold_where_sequences_are_cut(problem: Callable[..., Any]) -> None:
-    """Nothing may count the tokens that were cut off, and nothing may be timed in them."""
+    """What is counted is what is left, and without a statement there is nothing to count."""
     run = problem()
-    spec = DataSpec(run.data, tokens_per_sample=5)
-    warmup = SequenceLengthWarmup(5, 5, over="1ep")
-    trainer = run.trainer(callbacks=[warmup])
-    assert trainer.horizon.tokens_per_sample is None
-    run.data = spec
-    trainer = run.trainer(callbacks=[warmup])
-    trainer.fit()
-    assert trainer.timer.token == 0
+    warmup = SequenceLengthWarmup(3, 3, over="1ep")
     with pytest.raises(StrettoError, match="tok"):
         run.trainer(callbacks=[warmup], max_duration="100tok")
+    run.data = DataSpec(run.data, tokens_per_sample=5)
+    trainer = run.trainer(callbacks=[warmup])
+    assert trainer.horizon.tokens_per_sample is None
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ class SequenceLengthWarmup(Callback):
 
     At progress x the length is `start + x * (end - start)`, rounded down to a multiple of
     `multiple_of` but never below `start` (Li et al. 2021, arXiv 2108.06084, section 4, with its
-    linear pacing). What is cut off is not trained on; the clock counts the tokens that are left.
+    linear pacing). What is cut off is not trained on; the clock counts the tokens that are left
+    (see `DataSpec.count_tokens`).
 
     >>> SequenceLengthWarmup(start=32, end=128, over="1Mtok")
     SequenceLengthWarmup(start=32, end=128, over='1000000tok', multiple_of=8)
