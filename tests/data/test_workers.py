@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import random
 import weakref
 from itertools import islice
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,20 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
-from stretto.batching import SizeFunction
-from stretto.data import StepLoader, sample_seed
+from stretto.batching import (
+    BatchSizePolicy,
+    BoundPolicy,
+    LinearRamp,
+    PolicyState,
+    Signals,
+    SizeFunction,
+)
+from stretto.data import DataSpec, StepLoader, sample_seed
+from stretto.data.bundle import Bundle
 from stretto.errors import DataError
 from stretto.ordering import SampleOrder, share
 from stretto.testing.data import assert_resumes, cycled, read
+from stretto.timing import Horizon, Timestamp, TimeUnit
 
 
 class Numbers(Dataset[int]):
@@ -214,3 +225,136 @@ def test_a_length_that_lies_is_found_out_in_a_worker() -> None:
     loader = StepLoader(Lies(6), 4, max_duration="1ep", num_workers=1, shuffle=False)
     with pytest.raises(DataError, match="list index out of range"):
         list(loader)
+
+
+class Texts(Dataset[dict[str, Any]]):
+    """Sequences of one to seven tokens, each a number of its own."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"ids": torch.arange(10 * index, 10 * index + 1 + index % 7), "name": str(index)}
+
+
+def pack(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row of all tokens, and where each sequence begins and ends, as flash attention has it."""
+    lengths = [0, *(len(sample["ids"]) for sample in samples)]
+    return {
+        "input_ids": torch.cat([sample["ids"] for sample in samples])[None],
+        "cu_seqlens": torch.tensor(lengths).cumsum(0),
+        "names": " ".join(sample["name"] for sample in samples),
+    }
+
+
+def packed_loader(batch_size: Any, num_workers: int, **settings: Any) -> StepLoader:
+    spec = DataSpec(Texts(), get_num_samples_in_batch=lambda batch: len(batch["cu_seqlens"]) - 1)
+    given: dict[str, Any] = {"max_duration": "2ep", "micro_batch_size": 5} | settings
+    return StepLoader(spec, batch_size, collate_fn=pack, num_workers=num_workers, **given)
+
+
+def packed_steps(loader: StepLoader, most: int | None = None) -> list[Any]:
+    """All that a run does, or its first steps, with a loss in two of three batches."""
+    seen: list[Any] = []
+    for step in islice(loader, most):
+        batches = [
+            (micro.batch["input_ids"].tolist(), micro.batch["cu_seqlens"].tolist(),
+             micro.batch["names"], micro.num_samples, micro.num_tokens)
+            for micro in step
+        ]  # fmt: skip
+        seen.append((step.timestamp.sample, step.timestamp.token, step.size, batches))
+        loss = 1.0 if step.timestamp.batch % 3 else None
+        loader.finish(step, tokens=step.num_tokens, seconds=0.0, signals=Signals(loss=loss))
+    return seen
+
+
+class Falling(BatchSizePolicy):
+    """Grows by a sample in each batch whose loss is known, up to 12."""
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        return BoundFalling()
+
+
+class BoundFalling(BoundPolicy):
+    is_static = False
+    units: frozenset[TimeUnit] = frozenset()
+
+    def start(self) -> PolicyState:
+        return {"size": 3}
+
+    def decide(
+        self, timestamp: Timestamp, state: PolicyState, signals: Signals
+    ) -> tuple[int, PolicyState]:
+        size = min(12, int(state["size"]) + (signals.loss is not None))  # type: ignore[arg-type]
+        return size, {"size": size}
+
+
+ADAPTIVE = [LinearRamp(3, 14, "150tok"), Falling()]
+
+
+@pytest.mark.parametrize("batch_size", ADAPTIVE, ids=["ramp in tokens", "adaptive"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_packed_batches_of_sizes_decided_at_the_step_are_the_same_with_any_workers(
+    batch_size: BatchSizePolicy, rank: int
+) -> None:
+    def run(num_workers: int, **settings: Any) -> list[Any]:
+        return packed_steps(
+            packed_loader(batch_size, num_workers, rank=rank, world_size=2, **settings)
+        )
+
+    without = run(0)
+    assert len({size for _, _, size, _ in without}) > 5
+    assert run(2, chunk_size=7) == without
+    assert run(1, last_batch="drop") == run(0, last_batch="drop")
+
+
+@pytest.mark.parametrize("batch_size", ADAPTIVE, ids=["ramp in tokens", "adaptive"])
+def test_a_packed_run_with_workers_is_cut_and_resumed(batch_size: BatchSizePolicy) -> None:
+    def make(num_workers: int) -> StepLoader:
+        return packed_loader(batch_size, num_workers, chunk_size=8)
+
+    whole = packed_steps(make(0))
+    for cut, before, after in ((2, 1, 2), (9, 2, 0), (5, 0, 1)):
+        first = make(before)
+        assert packed_steps(first, most=cut) == whole[:cut]
+        resumed = make(after)
+        resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert packed_steps(resumed) == whole[cut:]
+
+
+def test_a_collate_function_gets_whole_micro_batches_unless_they_can_be_split() -> None:
+    """Padding is to the longest of a micro-batch, not of what a worker fetches at once."""
+
+    def pad(samples: list[dict[str, Any]]) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence([one["ids"] for one in samples], batch_first=True)
+
+    def widths(num_workers: int, **spec: Any) -> list[int]:
+        loader = StepLoader(
+            DataSpec(Texts(), **spec), cycled([2, 3], planned=False), max_duration="1ep",
+            collate_fn=pad, num_workers=num_workers, shuffle=False,
+        )  # fmt: skip
+        return [micro.batch.shape[1] for step in loader for micro in step]
+
+    assert widths(1) == widths(0)
+    assert set(widths(1, split_batch=lambda batch, part: batch[part])) == {7}
+
+
+def test_samples_travel_from_workers_as_they_are() -> None:
+    sample: dict[str, Any] = {
+        "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+        "flags": torch.tensor([[True], [False]]),
+        "none": torch.empty(0, 3),
+        "scalar": torch.tensor(7),
+        "array": np.arange(3),
+        "text": ("a", b"b", None),
+        "grown": torch.nn.Parameter(torch.ones(2)),
+    }
+    bundle = Bundle.of([sample, {"x": torch.arange(4)[::2]}])
+    first, second = ForkingPickler.loads(ForkingPickler.dumps(bundle)).samples()
+    assert second["x"].tolist() == [0, 2]
+    assert list(first) == list(sample)
+    assert (first["text"], first["array"].tolist()) == (sample["text"], [0, 1, 2])
+    for name in ("half", "flags", "none", "scalar", "grown"):
+        assert torch.equal(first[name], sample[name]), name
+        assert type(first[name]) is type(sample[name])
+        assert first[name].dtype is sample[name].dtype

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.batching import BatchSizePolicy, NoiseScale, NormTest, Plateau, PowerOfTwo
+from stretto.batching import (
+    BatchSizePolicy,
+    LinearRamp,
+    NoiseScale,
+    NormTest,
+    Plateau,
+    PowerOfTwo,
+)
+from stretto.data import DataSpec
 from stretto.timing import Every
 from stretto.training import Callback, Checkpointing, Evaluation, Loading
 
@@ -71,6 +79,45 @@ def test_a_resumed_run_decides_as_the_whole_one(name: str, problem: Make, tmp_pa
         resumed.fit()
         assert after.seen == sizes.seen
         assert torch.equal(second.weights(), whole.weights())
+
+
+@pytest.mark.parametrize("batch_size", ["noise scale", "ramp in tokens"])
+def test_a_packing_run_is_the_same_with_any_workers(batch_size: str, problem: Make) -> None:
+    """Rows of several sequences cannot be cut, so each micro-batch is collated by itself."""
+
+    def pack(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+        lengths = [1 + int(inputs.abs().sum()) for inputs, _ in samples]
+        rows = [inputs.expand(n, -1) for (inputs, _), n in zip(samples, lengths, strict=True)]
+        return {
+            "row": torch.cat(rows)[None],
+            "lengths": lengths,
+            "targets": [targets for _, targets in samples],
+        }
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        parts = model(batch["row"])[0].split(batch["lengths"])
+        means = torch.stack([part.mean(0) for part in parts])
+        return nn.functional.mse_loss(means, torch.stack(batch["targets"]))
+
+    policies = {
+        "noise scale": NoiseScale(4, 12, c=0.5, minimum=2, window=6, confidence=0.2),
+        "ramp in tokens": LinearRamp(4, 12, "200tok"),
+    }
+    runs = []
+    for workers in (0, 2):
+        run, sizes = problem(), Sizes()
+        run.data = DataSpec(
+            run.data,
+            get_num_samples_in_batch=lambda batch: len(batch["lengths"]),
+            get_num_tokens_in_batch=lambda batch: sum(batch["lengths"]),
+        )
+        run.trainer(
+            batch_size=policies[batch_size], micro_batch_size=2, loss=loss, callbacks=[sizes],
+            loading=Loading(collate_fn=pack, num_workers=workers), max_duration="2.2ep",
+        ).fit()  # fmt: skip
+        runs.append((sizes.seen, run.weights().tolist()))
+    assert len({size for _, size in runs[0][0]}) > 2
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.slow

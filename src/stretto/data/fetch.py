@@ -8,6 +8,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
+from stretto.data.bundle import Bundle
 from stretto.data.indices import IndexStream
 from stretto.data.randomness import kept_generators, sample_seed, seed_generators
 from stretto.data.spec import Collate
@@ -35,18 +36,23 @@ class Fetch:
         self, dataset: Any, collate_fn: Collate | None = None, *, keyed_seed: int | None = None
     ) -> None:
         self.dataset = dataset
-        self._collate: Collate = default_collate if collate_fn is None else collate_fn
+        self.collate: Collate = default_collate if collate_fn is None else collate_fn
         self._keyed_seed = keyed_seed
         self._num_samples = len(dataset)
-        is_default = collate_fn is None or collate_fn is default_collate
+        self.is_default = collate_fn is None or collate_fn is default_collate
+        """Whether batches are made by the data set itself or by torch's default."""
         own = getattr(dataset, "get_batch", None)
-        is_whole = keyed_seed is None and is_default
+        is_whole = keyed_seed is None and self.is_default
         self.tensors: tuple[Tensor, ...] | None = None
         self._get_batch: Callable[[list[int]], Any] | None = None
         if is_whole and type(dataset) is TensorDataset:
             self.tensors = dataset.tensors
         elif is_whole and callable(own):
             self._get_batch = own
+
+    def uncollated(self) -> Fetch:
+        """Return what fetches bundles of the samples themselves."""
+        return Fetch(self.dataset, Bundle.of, keyed_seed=self._keyed_seed)
 
     def read(self, stream: IndexStream, place: int, count: int) -> Any:
         """Return the batch of `count` samples at `place` of a stream."""
@@ -75,14 +81,14 @@ class Fetch:
 
     def _batch(self, indices: list[int]) -> Any:
         if self._keyed_seed is not None:
-            return self._collate(self._keyed(indices, self._keyed_seed))
+            return self.collate(self._keyed(indices, self._keyed_seed))
         if self.tensors is not None:
             return [tensor[indices] for tensor in self.tensors]
         if self._get_batch is not None:
             return self._get_batch(indices)
         own = getattr(self.dataset, "__getitems__", None)
         samples = own(indices) if own else [self.dataset[index] for index in indices]
-        return self._collate(samples)
+        return self.collate(samples)
 
     def _keyed(self, indices: list[int], seed: int) -> list[Any]:
         samples = []

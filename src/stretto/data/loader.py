@@ -62,7 +62,7 @@ class StepLoader(Iterator[Step]):
         collate_fn: makes a batch of a list of samples; None: torch's default.
         keyed_randomness: whether the chance inside each sample follows from (seed, epoch, sample)
             alone, so that it is the same for any workers, ranks and batch sizes.
-        chunk_size: samples that a worker collates at once where sizes are decided during the run.
+        chunk_size: samples that a worker fetches at once where sizes are decided during the run.
         clock: a monotonic clock in nanoseconds.
 
     Raises:

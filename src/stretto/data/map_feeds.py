@@ -1,10 +1,10 @@
-"""Feeds for map-style data sets: fetched at the step, planned ahead, or in fixed chunks ahead."""
+"""Feeds for map-style data sets: fetched at the step, or ahead by workers in one of three ways."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from stretto.data.containers import may_hold
@@ -44,11 +44,14 @@ class MapSource:
         """Return the place of a position in this rank's stream."""
         return stream_start(position, self.part.rank, self.part.world_size)
 
-    def fetched_ahead(self, elements: Iterator[Element]) -> Iterator[Any]:
-        """Yield the batches of `elements`, which workers fetch ahead."""
-        batches = start_workers(
-            self.fetch, elements, self.workers, seed=self.order.seed, rank=self.part.rank
-        )
+    def fetched_ahead(
+        self, elements: Iterator[Element], *, uncollated: bool = False
+    ) -> Iterator[Any]:
+        """Yield the batches of `elements`, or bundles of samples, which workers fetch ahead."""
+        fetch, workers = self.fetch, self.workers
+        if uncollated:
+            fetch, workers = fetch.uncollated(), replace(workers, pin_memory=False)
+        batches = start_workers(fetch, elements, workers, seed=self.order.seed, rank=self.part.rank)
         try:
             yield from batches
         except IndexError as error:
@@ -147,11 +150,34 @@ class PlannedFeed(Feed):
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """The places of a rank's stream in chunks of one size, which depend on no batch size.
+
+    So a resumed run cuts at the same places, and chance in a worker is the same.
+    """
+
+    size: int
+    last: int | None
+    """The place at which the run ends, where it is known."""
+
+    def elements(self, stream: IndexStream, number: int) -> Iterator[Element]:
+        """Yield the chunks from one of them on, as a worker fetches them."""
+        while self.length(number) > 0:
+            place = number * self.size
+            yield place, stream.take(place, self.length(number))
+            number += 1
+
+    def length(self, number: int) -> int:
+        """Return how many samples a chunk has."""
+        return self.size if self.last is None else min(self.size, self.last - number * self.size)
+
+
+@final
 class ChunkFeed(Feed):
     """Workers collate fixed chunks ahead, which are cut into views at the step.
 
-    For sizes that are decided during the run: the chunks don't depend on them. They lie on a grid
-    over the rank's stream, so that a resumed run cuts at the same places, and are never joined.
+    For sizes that are decided during the run, and batches that can be cut. Chunks are never joined.
 
     Args:
         source: the data.
@@ -162,7 +188,7 @@ class ChunkFeed(Feed):
     def __init__(self, source: MapSource, *, chunk_size: int, end: int | None) -> None:
         self._source = source
         self._chunk_size = chunk_size
-        self._last = None if end is None else source.place(end)
+        self._grid = _Grid(chunk_size, None if end is None else source.place(end))
 
     def draws(self, plans: Iterator[StepPlan]) -> Iterator[Draw]:
         """Yield this rank's part of each batch."""
@@ -177,10 +203,10 @@ class ChunkFeed(Feed):
             while place < end:
                 if batches is None:
                     number = place // size - 1
-                    batches = source.fetched_ahead(self._elements(stream, number + 1))
+                    batches = source.fetched_ahead(self._grid.elements(stream, number + 1))
                 while number < place // size:
                     number, chunk = number + 1, next(batches)
-                    length = self._length(number)
+                    length = self._grid.length(number)
                     source.check(chunk, length)
                 stop = min(end, (number + 1) * size)
                 pieces += self._views(chunk, length, place - number * size, stop - number * size)
@@ -190,16 +216,6 @@ class ChunkFeed(Feed):
                 dummy = self._dummy(stream, start, chunk, length)
                 pieces += [dummy] * missing
             yield Draw(plan, pieces, plan.size)
-
-    def _elements(self, stream: IndexStream, number: int) -> Iterator[Element]:
-        while self._length(number) > 0:
-            place = number * self._chunk_size
-            yield place, stream.take(place, self._length(number))
-            number += 1
-
-    def _length(self, number: int) -> int:
-        size = self._chunk_size
-        return size if self._last is None else min(size, self._last - number * size)
 
     def _views(self, chunk: Any, length: int, start: int, stop: int) -> Iterator[Piece]:
         for count in evenly(stop - start, self._source.part.micro_batch_size):
@@ -228,6 +244,57 @@ class ChunkFeed(Feed):
         if chunk is None:  # this rank has not had a sample yet
             return self._source.fetch([stream.at(start)]), 0
         return first_sample(self._source.spec, chunk, length)
+
+
+@final
+class SampleFeed(Feed):
+    """Workers bring samples ahead; each micro-batch is collated here, at the step.
+
+    For sizes that are decided during the run, and a collate function whose batches nobody says can
+    be cut: a packed batch cannot, and a padded one would be as wide as its chunk.
+
+    Args:
+        source: the data.
+        chunk_size: samples that a worker brings at once.
+        end: the position at which the run ends, where it is known.
+    """
+
+    def __init__(self, source: MapSource, *, chunk_size: int, end: int | None) -> None:
+        self._source = source
+        self._grid = _Grid(chunk_size, None if end is None else source.place(end))
+
+    def draws(self, plans: Iterator[StepPlan]) -> Iterator[Draw]:
+        """Yield this rank's part of each batch."""
+        source = self._source
+        stream, shares, pins = source.stream(), Shares(source.part), source.workers.pins
+        bundles: Iterator[Any] | None = None
+        samples: deque[Any] = deque()
+        for plan in plans:
+            start = plan.timestamp.sample
+            if bundles is None:
+                number = source.place(start) // self._grid.size
+                next_place = number * self._grid.size  # of the first of the samples at hand
+                elements = self._grid.elements(stream, number)
+                bundles = source.fetched_ahead(elements, uncollated=True)
+            passed, next_place = source.place(start) - next_place, source.place(start)
+            _taken(passed, samples, bundles)
+            pieces: list[Piece] = []
+            for count in shares.sizes(plan.size, start):
+                if count:
+                    batch = source.fetch.collate(_taken(count, samples, bundles))
+                    next_place += count
+                else:
+                    batch = source.fetch([stream.at(start)])
+                source.check(batch, count or 1)
+                pieces.append((pinned(batch) if pins else batch, count))
+            yield Draw(plan, pieces, plan.size)
+
+
+def _taken(count: int, samples: deque[Any], bundles: Iterator[Any]) -> list[Any]:
+    """Take the next samples off those at hand, with more bundles where they are too few."""
+    while len(samples) < count:
+        samples.extend(next(bundles).samples())
+    return [samples.popleft() for _ in range(count)]
 
 
 def evenly(count: int, most: int | None) -> tuple[int, ...]:

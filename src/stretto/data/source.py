@@ -12,7 +12,13 @@ from stretto.data.chunks import ChunkSource
 from stretto.data.feed import Feed, Part
 from stretto.data.fetch import Fetch
 from stretto.data.iterable_feed import IterableFeed
-from stretto.data.map_feeds import ChunkFeed, DirectFeed, MapSource, PlannedFeed
+from stretto.data.map_feeds import (
+    ChunkFeed,
+    DirectFeed,
+    MapSource,
+    PlannedFeed,
+    SampleFeed,
+)
 from stretto.data.randomness import kept_generators
 from stretto.data.spec import DataSpec, is_one_shot
 from stretto.data.workers import Workers, batched
@@ -100,8 +106,10 @@ def make_source(reading: Reading, horizon: Horizon, *, is_planned: bool) -> Sour
         return Source(DirectFeed(source), source, None)
     if is_planned:
         return Source(PlannedFeed(source), source, None, looks_ahead=True)
-    feed = ChunkFeed(source, chunk_size=chunk_size, end=horizon.end_sample)
-    return Source(feed, source, None)
+    # Nobody can tell from a batch whether views of it are what its parts would have been.
+    cuts = source.fetch.is_default or spec.split_batch is not None
+    kind = ChunkFeed if cuts else SampleFeed
+    return Source(kind(source, chunk_size=chunk_size, end=horizon.end_sample), source, None)
 
 
 def is_shuffled(spec: DataSpec, *, asked: bool | None) -> bool:

@@ -147,11 +147,19 @@ class DataSpec:
         return self.count_samples(batch) * min(each, longest_sequence(batch) or each)
 
     def take_samples(self, batch: Any, part: slice, num_samples: int) -> Any:
-        """Return the samples of a batch of `num_samples` that `part` selects."""
+        """Return the samples of a batch of `num_samples` that `part` selects.
+
+        Raises:
+            DataError: the batch cannot be cut; for example, it is packed.
+        """
         if self.split_batch is not None:
             return self.split_batch(batch, part)
         if part.step in (None, 1) and part.start == 0 and part.stop >= num_samples:
             return batch
+        if self.get_num_samples_in_batch is not None:
+            rows = count_samples(batch)
+            if rows != num_samples:
+                raise _packed(num_samples, rows)
         return take_samples(batch, part, num_samples)
 
     def cut(self, micro: MicroBatch, part: slice) -> MicroBatch:
@@ -177,6 +185,17 @@ class DataSpec:
         data = self.data.dataset if isinstance(self.data, DataLoader) else self.data
         value = getattr(data, name, None)
         return value if type(value) is int and value > 0 else None
+
+
+def _packed(num_samples: int, rows: int) -> DataError:
+    return DataError(
+        cannot(
+            f"cut a batch of {num_samples} samples",
+            why=f"its first tensor has {rows} as its first dimension, so it is packed",
+            instead="pass DataSpec(data, split_batch=...), or let each micro-batch be collated by "
+            "a map-style data set's collate_fn",
+        )
+    )
 
 
 def is_map_style(data: Any) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 
 from stretto.checkpoint.sharding import is_spread
 from stretto.data import DataSpec, MicroBatch, Step
+from stretto.errors import DataError
 from stretto.noise import MicroGradients, NoiseSums
 from stretto.noise.norms import total
 from stretto.training.ranks import Ranks
@@ -112,7 +113,8 @@ class NoiseMeter(ABC):
 class MicroBatchMeter(NoiseMeter):
     """Compares the gradients of the micro-batches of a step.
 
-    A step that would be one pass, on a single rank or a fully sharded model, is cut into two.
+    A step that would be one pass, on a single rank or a fully sharded model, is cut into two; if
+    its batch is packed, it is not measured.
     """
 
     def __init__(self, run: Measured) -> None:
@@ -171,14 +173,18 @@ class MicroBatchMeter(NoiseMeter):
 
     def _halves(self, micro: MicroBatch, *, several: bool) -> list[MicroBatch]:
         count = micro.num_samples
-        if count < 2 or not micro.weight:
-            # All ranks run the same number of passes. Of ranks with a sample each, neighbours have
-            # it in different ones, or a single group would have them all.
-            nothing = MicroBatch(micro.batch, 0, 0, 0.0)
-            pair = [nothing, micro] if self._ranks.rank % 2 else [micro, nothing]
-            return pair if several else [micro]
-        cut = (count + 1) // 2
-        return [self._spec.cut(micro, slice(0, cut)), self._spec.cut(micro, slice(cut, count))]
+        if count > 1 and micro.weight:
+            cut = (count + 1) // 2
+            try:
+                parts = slice(0, cut), slice(cut, count)
+                return [self._spec.cut(micro, part) for part in parts]
+            except DataError:
+                pass  # packed: such a step says nothing, as one of a single sample
+        # All ranks run the same number of passes. Of ranks with a sample each, neighbours have
+        # it in different ones, or a single group would have them all.
+        nothing = MicroBatch(micro.batch, 0, 0, 0.0)
+        pair = [nothing, micro] if self._ranks.rank % 2 else [micro, nothing]
+        return pair if several else [micro]
 
 
 def _copies_of_parts(parameters: Sequence[nn.Parameter]) -> int:
