@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import socket
+import sys
+import time
 import weakref
+from collections.abc import Iterator
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -13,7 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    get_worker_info,
+)
 
 from stretto.batching import (
     BatchSizePolicy,
@@ -358,3 +368,48 @@ def test_samples_travel_from_workers_as_they_are() -> None:
         assert torch.equal(first[name], sample[name]), name
         assert type(first[name]) is type(sample[name])
         assert first[name].dtype is sample[name].dtype
+
+
+class Slow(Numbers):
+    """Says that a worker has it, and then takes longer than a test may."""
+
+    def __init__(self, started: socket.socket) -> None:
+        super().__init__(8)
+        self.started = started
+
+    def __getitem__(self, index: int) -> int:
+        self.started.send(b"!")
+        time.sleep(60)
+        return index
+
+
+class SlowStream(IterableDataset[int]):
+    def __init__(self, started: socket.socket) -> None:
+        self.samples = Slow(started)
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.samples[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends a process with its parent")
+@pytest.mark.parametrize("kind", ["map", "stream", "loader"])
+def test_workers_of_a_killed_rank_let_go_of_its_sockets_at_once(kind: str) -> None:
+    """While they have them, no other rank sees that this one is gone."""
+    ours, theirs = socket.socketpair()
+
+    def rank() -> None:
+        ours.close()
+        data: Any = Slow(theirs) if kind == "map" else SlowStream(theirs)
+        if kind == "loader":
+            data = DataLoader(data, batch_size=2, num_workers=1)
+        next(StepLoader(data, 2, max_duration="1ba", num_workers=None if kind == "loader" else 1))
+
+    process = multiprocessing.get_context("fork").Process(target=rank)
+    process.start()
+    theirs.close()
+    with ours:
+        ours.settimeout(20)
+        assert ours.recv(1) == b"!"
+        process.kill()
+        process.join()
+        assert ours.recv(1) == b""  # the end

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +22,8 @@ from stretto.errors import DataError, cannot, shown
 
 Element: TypeAlias = tuple[int, list[int]]
 """What a worker fetches at once: the place in the rank's stream where it begins, and indices."""
+
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 @final
@@ -102,7 +109,7 @@ def start_workers(
         num_workers=workers.num_workers or 0,
         prefetch_factor=workers.prefetch_factor,
         pin_memory=workers.pins,
-        worker_init_fn=_WorkerStart(fetch.dataset, workers.worker_init_fn),
+        worker_init_fn=_WorkerStart(workers.worker_init_fn, fetch.dataset),
         timeout=workers.timeout,
         multiprocessing_context=workers.multiprocessing_context,
         generator=generator,
@@ -134,7 +141,11 @@ def batched(spec: DataSpec, workers: Workers, chunk_size: int) -> Iterable[Any]:
             num_workers=workers.num_workers or 0,
             prefetch_factor=workers.prefetch_factor,
             collate_fn=workers.collate_fn,
+            worker_init_fn=_WorkerStart(),
         )
+    if type(data) is DataLoader and data.num_workers:
+        data = copy.copy(data)  # the user's own stays as it is
+        data.worker_init_fn = _WorkerStart(data.worker_init_fn)
     if not isinstance(data, DataLoader):
         given = {"num_workers": workers.num_workers or None, "collate_fn": workers.collate_fn}
         for name, value in given.items():
@@ -182,15 +193,27 @@ class _Seeded:
 
 @final
 class _WorkerStart:
-    """Shows the user's function in a worker the user's own data set, not what is around it."""
+    """What a worker does first: it ties its end to that of its rank, and calls the user's function.
 
-    def __init__(self, dataset: Any, function: Callable[[int], None] | None) -> None:
-        self._dataset = dataset
+    A forked worker has the sockets of its rank: while it lives, the other ranks do not see that
+    their peer was killed. Torch's workers look for their parent every 5 seconds; Linux can end them
+    at once. There "parent" means the thread that started them, so only the main one will do.
+    """
+
+    def __init__(
+        self, function: Callable[[int], None] | None = None, dataset: Any | None = None
+    ) -> None:
         self._function = function
+        self._dataset = dataset
+        self._is_main_thread = threading.current_thread() is threading.main_thread()
 
     def __call__(self, worker: int) -> None:
-        # The record is frozen; that it names our wrapper is nothing for users.
-        object.__setattr__(get_worker_info(), "dataset", self._dataset)
+        if sys.platform == "linux" and self._is_main_thread:
+            ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        if self._dataset is not None:
+            # The user's function sees the user's own data set, not what is around it. The record
+            # is frozen; that it names our wrapper is nothing for users.
+            object.__setattr__(get_worker_info(), "dataset", self._dataset)
         if self._function is not None:
             self._function(worker)
 
