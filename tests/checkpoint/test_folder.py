@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import shutil
+import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +18,7 @@ from stretto.checkpoint import (
     describe,
     keep,
     latest_good,
+    open_checkpoint,
     read_checkpoint,
     write_checkpoint,
 )
@@ -138,14 +145,14 @@ def test_the_newest_good_one_is_found_and_bad_ones_are_set_aside(tmp_path: Path)
     assert latest_good(tmp_path) == paths[0]  # and says nothing any more
 
 
-def test_where_all_are_bad_there_is_none(tmp_path: Path) -> None:
+def test_each_one_that_is_set_aside_has_a_name_of_its_own(tmp_path: Path) -> None:
     assert latest_good(tmp_path / "none") is None
-    for number in (1, 2):
-        damage(*write_some(tmp_path, 1))
-        with pytest.warns(RuntimeWarning, match="there is no good one"):
-            assert latest_good(tmp_path) is None
-        assert len(names(tmp_path)) == number
-    assert names(tmp_path) == ["1.bad", "1.bad2"]
+    (one,) = write_some(tmp_path, 1)
+    for _ in range(2):
+        damage(*write_some(tmp_path, 2))
+        with pytest.warns(RuntimeWarning, match="is used instead"):
+            assert latest_good(tmp_path) == one
+    assert names(tmp_path) == ["1", "2.bad", "2.bad2"]
 
 
 def test_one_that_cannot_be_renamed_is_passed_over(
@@ -193,3 +200,173 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="make room or choose another folder"):
         write_checkpoint(tmp_path / "file" / "a", TENSORS, RECORDS)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+PASSING = [errno.ESTALE, errno.EIO, errno.ENOMEM, errno.ETIMEDOUT, errno.EACCES, errno.EMFILE]
+
+
+class Flaky:
+    """Stands in for a function of `os`: fails for files of one name, a number of times."""
+
+    def __init__(self, function: Any, name: str, code: int, times: int = 999) -> None:
+        self._function = function
+        self._name = name
+        self._code = code
+        self.left = times
+
+    def __call__(self, path: Any, *arguments: Any, **options: Any) -> Any:
+        if self.left and str(path).endswith(self._name):
+            self.left -= 1
+            raise OSError(self._code, os.strerror(self._code), str(path))
+        return self._function(path, *arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        ("open", "manifest.json"),
+        ("open", "model.safetensors"),
+        ("stat", "manifest.json"),
+        ("stat", "checkpoint-000000000002"),
+        ("listdir", "checkpoints"),
+    ],
+)
+@pytest.mark.parametrize("code", PASSING, ids=errno.errorcode.get)
+def test_an_error_of_the_system_sets_nothing_aside_and_names_the_file(
+    function: str, name: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkpoints"
+    write_some(folder, 1, 2)
+    flaky = Flaky(getattr(os, function), name, code)
+    monkeypatch.setattr(os, function, flaky)
+    slept: list[float] = []
+    with pytest.raises(CheckpointError, match=os.strerror(code)) as caught:
+        latest_good(folder, sleep=slept.append)
+    monkeypatch.undo()
+    assert name in str(caught.value)
+    assert "try again" in str(caught.value)
+    assert 0 < sum(slept) < 2
+    assert names(folder) == ["1", "2"]
+
+
+@pytest.mark.parametrize("code", PASSING, ids=errno.errorcode.get)
+def test_an_error_of_the_system_that_passes_is_not_noticed(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = write_some(tmp_path, 1, 2)
+    flaky = Flaky(os.open, "state.json", code, times=2)
+    monkeypatch.setattr(os, "open", flaky)
+    assert latest_good(tmp_path, sleep=lambda _: None) == paths[1]
+    assert flaky.left == 0
+    flaky.left = 2
+    assert open_checkpoint(paths[1], sleep=lambda _: None).records == {"path": paths[1].name}
+
+
+def test_an_error_in_the_middle_of_a_file_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_some(tmp_path, 1)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("hashlib.file_digest", fail)
+    with pytest.raises(CheckpointError, match=r"\.(safetensors|json): Input/output error"):
+        latest_good(tmp_path, sleep=lambda _: None)
+    assert names(tmp_path) == ["1"]
+
+
+def test_too_little_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library maps a file into memory, and says MemoryError where that fails."""
+    write_some(tmp_path, 1, 2)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError("Cannot allocate memory (os error 12)")
+
+    monkeypatch.setattr("stretto.checkpoint.reading.safe_open", refuse)
+    with pytest.raises(CheckpointError, match=r"not enough memory.*; free some"):
+        latest_good(tmp_path, sleep=lambda _: None)
+    assert names(tmp_path) == ["1", "2"]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_folder_that_holds_damaged_ones_alone_is_an_error_again_and_again(
+    number: int, tmp_path: Path
+) -> None:
+    """A job that is started again after the error would begin anew at the second time."""
+    paths = write_some(tmp_path, *range(1, number + 1))
+    for path in paths:
+        damage(path)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="delete them to begin anew") as caught:
+            latest_good(tmp_path)
+        for path in paths:
+            assert f"{path.name}: model.safetensors is not what was written" in str(caught.value)
+        assert len(names(tmp_path)) == number
+
+
+def test_one_that_was_set_aside_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
+    paths = write_some(tmp_path, 1, 2)
+    damage(paths[1])
+    with pytest.warns(RuntimeWarning, match="is used instead"):
+        assert latest_good(tmp_path) == paths[0]
+    shutil.rmtree(paths[0])
+    with pytest.raises(CheckpointError, match=r"2\.bad"):
+        latest_good(tmp_path)
+
+
+def bind_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one, contextlib.chdir(path.parent):
+        one.bind(path.name)
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "folder": Path.mkdir,
+    "pipe": os.mkfifo,
+    "file": Path.touch,
+    "socket": bind_socket,
+    "dangling link": lambda path: path.symlink_to("nowhere"),
+    "link": lambda path: path.symlink_to("checkpoint-000000000001"),
+}
+"""What may lie where a checkpoint should."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_checkpoint_but_is_called_like_one_is_set_aside(
+    kind: str, tmp_path: Path
+) -> None:
+    (one,) = write_some(tmp_path, 1)
+    KINDS[kind](checkpoint_path(tmp_path, 2))
+    with pytest.warns(RuntimeWarning, match=r"renamed to checkpoint-000000000002\.bad"):
+        assert latest_good(tmp_path) == one
+    assert names(tmp_path) == ["1", "2.bad"]
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_one_whose_manifest_is_missing_or_no_file_is_set_aside(
+    kind: str | None, tmp_path: Path
+) -> None:
+    one, two = write_some(tmp_path, 1, 2)
+    (two / "manifest.json").unlink()
+    if kind is not None:
+        KINDS[kind](two / "manifest.json")
+    said = "manifest.json is missing" if kind is None else "manifest"
+    with pytest.warns(RuntimeWarning, match=said):
+        assert latest_good(tmp_path) == one
+    assert names(tmp_path) == ["1", "2.bad"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_lies_where_a_checkpoint_is_written_is_kept(kind: str, tmp_path: Path) -> None:
+    path = checkpoint_path(tmp_path, 2)
+    KINDS[kind](path)
+    write_some(tmp_path, 2)
+    assert names(tmp_path) == ["2", "2.bad"]
+    assert describe(path).is_whole
+
+
+def test_older_ones_that_are_not_whole_do_not_count_among_those_that_stay(tmp_path: Path) -> None:
+    paths = write_some(tmp_path, 1, 2, 3, 4)
+    (paths[2] / "manifest.json").unlink()
+    keep(tmp_path, 2)
+    assert names(tmp_path) == ["2", "3", "4"]

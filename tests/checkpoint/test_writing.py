@@ -109,7 +109,7 @@ def test_what_stands_in_the_way_of_an_unfinished_one_is_removed(tmp_path: Path) 
     (tmp_path / "b.tmp").write_text("")
     (tmp_path / "b").write_text("")
     write_checkpoint(tmp_path / "b", {}, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "elsewhere"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "b.bad", "elsewhere"]
 
 
 def test_a_thread_writes_while_the_run_goes_on(tmp_path: Path) -> None:

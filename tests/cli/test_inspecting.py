@@ -32,6 +32,17 @@ def test_says_what_is_wrong_with_one(stretto: Stretto) -> None:
     assert "model.safetensors" in said.out
 
 
+def test_one_without_a_manifest_is_told(stretto: Stretto) -> None:
+    stretto("train", "run.yaml", "--folder", "a")
+    Path("a/checkpoints/checkpoint-000000000040/manifest.json").unlink()
+    Path("a/checkpoints/checkpoint-000000000060").touch()
+    said = stretto("inspect", "a")
+    assert said.code == 1
+    assert "checkpoint-000000000040: damaged: manifest.json is missing" in said.out
+    assert "checkpoint-000000000060: damaged: it is not a folder" in said.out
+    assert "checkpoint-000000000080: whole" in said.out
+
+
 def test_what_is_no_checkpoint_is_told(stretto: Stretto) -> None:
     said = stretto("inspect", "nothing")
     assert said.code == 2

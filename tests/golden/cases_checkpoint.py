@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from stretto.checkpoint import (
@@ -15,6 +16,7 @@ from stretto.checkpoint import (
     begin_checkpoint,
     encode_records,
     finish_checkpoint,
+    latest_good,
     open_checkpoint,
     write_checkpoint,
     write_part,
@@ -43,6 +45,22 @@ def read(name: str, change: Callable[[bytes], bytes]) -> None:
 def without(name: str) -> None:
     (written() / name).unlink()
     open_checkpoint(PATH)
+
+
+def all_damaged() -> None:
+    (written() / "manifest.json").unlink()
+    latest_good(Path())
+
+
+def unreadable() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stretto.checkpoint.folder.open_or_damage", stale)
+        written()
+        latest_good(Path(), sleep=lambda seconds: None)
+
+
+def stale(path: Path) -> None:
+    raise OSError(116, "Stale file handle", str(path / "state.json"))
 
 
 def linked() -> None:
@@ -89,6 +107,9 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("checkpoint-file-missing", lambda: without("state.json")),
     ("checkpoint-file-linked", linked),
+    ("checkpoint-no-manifest", lambda: without("manifest.json")),
+    ("checkpoint-all-damaged", all_damaged),
+    ("checkpoint-unreadable", unreadable),
     ("checkpoint-file-cut", lambda: read("model.safetensors", lambda text: text[:-1])),
     (
         "checkpoint-file-flipped",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -185,17 +187,69 @@ def test_in_the_folder_of_another_run_nothing_is_renamed(problem: Make, tmp_path
         f.write(" ")
     before = names(tmp_path / "a")
     other = problem().trainer(folder=tmp_path / "b", **settings)
-    with locked(tmp_path / "a"), pytest.warns(RuntimeWarning, match="an older one is looked for"):
+    with locked(tmp_path / "a"), pytest.warns(RuntimeWarning, match="000060 is used instead"):
         found = other.resume(tmp_path / "a")
     assert found is not None
     assert found.name == "checkpoint-000000000060"
     assert names(tmp_path / "a") == before
     (found / "manifest.json").unlink()
-    with (
-        pytest.warns(RuntimeWarning, match="an older one is looked for"),
-        pytest.raises(CheckpointError, match="it holds none; name another folder"),
-    ):
+    with pytest.raises(CheckpointError, match=r"all that are there are damaged.*name another"):
         other.resume(tmp_path / "a")
+    assert names(tmp_path / "a") == before
+
+
+def test_a_read_error_does_not_throw_the_run_away(
+    problem: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"folder": tmp_path, "checkpoint": Checkpointing("1ep")}
+    problem().trainer(**settings).fit()
+    before, ledger = names(tmp_path), (tmp_path / "ledger.csv").read_text()
+    trainer, opened = problem().trainer(**settings), os.open
+
+    def stale(path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path).endswith("state.json"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", stale)
+    for asked in ("auto", "latest", tmp_path, tmp_path / "checkpoints" / before[0]):
+        with pytest.raises(CheckpointError, match=r"state.json: Stale file handle; try again"):
+            trainer.resume(asked)
+    other = problem().trainer(folder=tmp_path / "b")
+    with pytest.raises(CheckpointError, match=r"state.json: Stale file handle"):
+        other.resume(tmp_path)
+    monkeypatch.undo()
+    assert names(tmp_path) == before
+    assert (tmp_path / "ledger.csv").read_text() == ledger
+    assert trainer.resume("auto") == tmp_path / "checkpoints" / before[-1]
+
+
+def test_auto_does_not_begin_anew_where_all_are_damaged(problem: Make, tmp_path: Path) -> None:
+    settings = {"folder": tmp_path, "checkpoint": Checkpointing("1ep")}
+    problem().trainer(**settings).fit()
+    for name in names(tmp_path):
+        (tmp_path / "checkpoints" / name / "manifest.json").unlink()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="all that are there are damaged"):
+            problem().trainer(**settings).resume("auto")
+
+
+def test_a_run_that_goes_back_writes_over_nothing_that_is_called_like_a_checkpoint(
+    problem: Make, tmp_path: Path
+) -> None:
+    settings = {"folder": tmp_path, "checkpoint": Checkpointing("1ep")}
+    problem().trainer(**settings).fit()
+    (tmp_path / "checkpoints" / "checkpoint-000000000120" / "manifest.json").unlink()
+    os.mkfifo(tmp_path / "checkpoints" / "checkpoint-000000000999")
+    back = problem().trainer(**settings)
+    back.resume(tmp_path / "checkpoints" / "checkpoint-000000000060")
+    back.fit()
+    assert names(tmp_path) == [
+        "checkpoint-000000000060",
+        "checkpoint-000000000120",
+        "checkpoint-000000000120.old1",
+        "checkpoint-000000000999.old1",
+    ]
 
 
 def test_the_folder_in_which_one_is_can_be_named(

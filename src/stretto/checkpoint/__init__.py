@@ -2,10 +2,13 @@
 
 from stretto.checkpoint.description import Description, TensorGroup, describe
 from stretto.checkpoint.folder import (
+    candidates,
     checkpoint_path,
     checkpoints,
+    find_newest,
     keep,
     latest_good,
+    position,
 )
 from stretto.checkpoint.optimizer import pack_optimizer, unpack_optimizer
 from stretto.checkpoint.reading import (
@@ -46,10 +49,12 @@ __all__ = [
     "Tensors",
     "abandon_checkpoint",
     "begin_checkpoint",
+    "candidates",
     "checkpoint_path",
     "checkpoints",
     "describe",
     "encode_records",
+    "find_newest",
     "finish_checkpoint",
     "is_sharded",
     "is_spread",
@@ -57,6 +62,7 @@ __all__ = [
     "latest_good",
     "open_checkpoint",
     "pack_optimizer",
+    "position",
     "read_checkpoint",
     "shard_like",
     "to_shard",

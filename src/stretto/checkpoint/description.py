@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -120,6 +121,8 @@ def _described(
 ) -> Description:
     place = find(path)
     files = {name: entry.size for name, entry in manifest.files.items()} if manifest else {}
+    if os.path.lexists(place / MANIFEST):
+        files = {MANIFEST: (place / MANIFEST).lstat().st_size, **files}
     return Description(
         path=str(path),
         damage=damage,
@@ -128,7 +131,7 @@ def _described(
         position=_position(reader.records) if reader else {},
         groups=tuple(_group(reader, name) for name in reader.groups) if reader else (),
         num_parameters=_num_parameters(reader) if reader else 0,
-        files={MANIFEST: (place / MANIFEST).lstat().st_size, **files},
+        files=files,
     )
 
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import os
-import re
+import stat
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from stretto.checkpoint.manifest import (
+    CHECKPOINT,
     MANIFEST,
     Damage,
     check_member,
     read_manifest,
     reading,
 )
-from stretto.checkpoint.reading import find, open_or_damage
-from stretto.checkpoint.writing import ASIDE, UNFINISHED, delete_checkpoint, remove
-from stretto.errors import CheckpointError
-
-_NAME = re.compile(r"checkpoint-\d{12,}")
+from stretto.checkpoint.reading import find, open_or_damage, patiently
+from stretto.checkpoint.writing import (
+    ASIDE,
+    BAD,
+    UNFINISHED,
+    delete_checkpoint,
+    remove,
+    set_bad_aside,
+)
+from stretto.errors import CheckpointError, cannot
 
 
 def checkpoint_path(folder: Path, sample: int) -> Path:
@@ -38,40 +45,97 @@ def checkpoints(folder: Path) -> list[Path]:
     >>> checkpoints(Path("runs/none"))
     []
     """
-    if not folder.is_dir():
+    with reading(folder):
+        return [path for path in candidates(folder) if _is_finished(find(path))]
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Return everything in `folder` that is called like a checkpoint, whatever it is, oldest first.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    try:
+        names = {path.name.removesuffix(ASIDE) for path in folder.iterdir()}
+    except FileNotFoundError:
         return []
-    names = {path.name.removesuffix(ASIDE) for path in folder.iterdir() if not path.is_symlink()}
-    found = (folder / name for name in names if _NAME.fullmatch(name))
-    whole = (path for path in found if (find(path) / MANIFEST).is_file())
-    return sorted(whole, key=lambda path: _position(path.name))
+    return sorted((folder / name for name in names if CHECKPOINT.fullmatch(name)), key=position)
 
 
-def latest_good(folder: Path) -> Path | None:
+def position(path: Path) -> int:
+    """Return the position of the run that a checkpoint is named after.
+
+    >>> position(Path("runs/a/checkpoints/checkpoint-000000004096"))
+    4096
+    """
+    return int(path.name.partition("-")[2])
+
+
+class Newest(NamedTuple):
+    """What was found in a folder of checkpoints."""
+
+    good: Path | None
+    """The newest one whose every byte is as it was written."""
+    bad: list[tuple[Path, str]]
+    """Those newer than it, the newest first, and what is wrong with each."""
+
+
+def find_newest(folder: Path, *, sleep: Callable[[float], None] = time.sleep) -> Newest:
+    """Return the newest good checkpoint in `folder`, and nothing is changed there.
+
+    Raises:
+        CheckpointError: all are damaged; or a newer one is of a newer format or cannot be read.
+    """
+    bad: list[tuple[Path, str]] = []
+    with reading(folder):
+        found = patiently(lambda: candidates(folder), sleep)
+    for path in reversed(found):
+        why = _damage(path, sleep)
+        if why is None:
+            return Newest(path, bad)
+        bad.append((path, why))
+    told = [f"{path.name}: {why}" for path, why in bad]
+    with reading(folder):
+        told += [path.name for path in sorted(folder.glob(f"checkpoint-*{BAD}*"))]
+    if told:
+        raise CheckpointError(
+            cannot(
+                f"resume from a checkpoint in {folder}",
+                why=f"all that are there are damaged ({'; '.join(told)})",
+                instead="restore one from a copy or name another checkpoint; delete them to begin "
+                "anew",
+            )
+        )
+    return Newest(None, [])
+
+
+def latest_good(folder: Path, *, sleep: Callable[[float], None] = time.sleep) -> Path | None:
     """Return the newest checkpoint in `folder` whose every byte is as it was written.
 
-    Each newer one is renamed to end in `.bad`, with a `RuntimeWarning` that says what is wrong with
-    it. Only who holds the folder may call this.
+    Each newer one that is damaged is renamed to end in `.bad`, with a `RuntimeWarning` that says
+    what is wrong with it. One that the system cannot read now is not damaged: after a second try
+    that is an error. Only who holds the folder may call this.
 
     >>> latest_good(Path("runs/none"))
 
+    Args:
+        folder: where they lie.
+        sleep: waits some seconds before a file that could not be read is tried again.
+
     Returns:
-        Its path, or None if there is none.
+        Its path, or None if there has never been one.
 
     Raises:
-        CheckpointError: a newer one is of a newer format, or must not be read.
+        CheckpointError: all are damaged; or a newer one is of a newer format or cannot be read.
     """
-    bad: list[tuple[Path, str]] = []
-    good = None
-    for path in reversed(checkpoints(folder)):
-        why = _damage(path)
-        if why is None:
-            good = path
-            break
-        bad.append((path, why))
+    good, bad = find_newest(folder, sleep=sleep)
+    if good is None:
+        return None
     for path, why in bad:
-        used = f"{good.name} is used instead" if good is not None else "there is no good one"
-        warnings.warn(f"{_set_aside(path)}: {why}; {used}", RuntimeWarning, stacklevel=2)
-    if good is not None and (aside := find(good)) != good:
+        warnings.warn(
+            f"{_set_aside(path)}: {why}; {good.name} is used instead", RuntimeWarning, stacklevel=2
+        )
+    if (aside := find(good)) != good:
         aside.rename(good)
     return good
 
@@ -88,7 +152,10 @@ def keep(folder: Path, newest: int = 3, also: Iterable[Path] = ()) -> None:
 
     >>> keep(Path("runs/none"))
     """
-    found = checkpoints(folder)
+    try:
+        found = checkpoints(folder)
+    except CheckpointError:
+        return  # which ones there are will be seen next time
     if not found or not _is_there(found[-1]):
         return
     for path in folder.glob("checkpoint-*"):
@@ -100,15 +167,26 @@ def keep(folder: Path, newest: int = 3, also: Iterable[Path] = ()) -> None:
             _try(delete_checkpoint, path)
 
 
-def _damage(path: Path) -> str | None:
-    """Why a checkpoint cannot be used; None if it can."""
+def _is_finished(place: Path) -> bool:
+    """Whether a folder has a manifest, which is written last."""
+    try:
+        files = [place.lstat(), (place / MANIFEST).lstat()]
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return stat.S_ISDIR(files[0].st_mode) and stat.S_ISREG(files[1].st_mode)
+
+
+def _damage(path: Path, sleep: Callable[[float], None]) -> str | None:
+    """What is wrong with a checkpoint that could be read; None if nothing is."""
+
+    def verify() -> None:
+        if find(path).is_symlink():
+            raise Damage("it is a link, and only folders are looked into")
+        open_or_damage(path)
+
     with reading(path):
         try:
-            open_or_damage(path)
-        except PermissionError:
-            raise
-        except OSError as error:
-            return error.strerror or str(error)
+            patiently(verify, sleep)
         except Damage as damage:
             return str(damage)
     return None
@@ -116,13 +194,8 @@ def _damage(path: Path) -> str | None:
 
 def _set_aside(path: Path) -> str:
     """Rename a bad checkpoint, and return what was done."""
-    target = path.with_name(f"{path.name}.bad")
-    number = 1
-    while os.path.lexists(target):
-        number += 1
-        target = path.with_name(f"{path.name}.bad{number}")
     try:
-        find(path).rename(target)
+        target = set_bad_aside(find(path))
     except OSError as error:
         return f"{path} is damaged and cannot be renamed ({error.strerror})"
     return f"{path} is damaged and was renamed to {target.name}"
@@ -141,17 +214,11 @@ def _is_there(path: Path) -> bool:
 
 def _is_left_over(path: Path, newest: Path) -> bool:
     """Whether a killed process was writing, replacing or deleting this one."""
-    name, ending = path.stem, path.suffix
-    if ending not in (UNFINISHED, ASIDE) or not _NAME.fullmatch(name):
+    finished, ending = path.with_suffix(""), path.suffix
+    if ending not in (UNFINISHED, ASIDE) or not CHECKPOINT.fullmatch(finished.name):
         return False
     # What is being written now is newer than the newest.
-    return _position(name) <= _position(newest.name) and (
-        ending == UNFINISHED or (path.parent / name).exists()
-    )
-
-
-def _position(name: str) -> int:
-    return int(name.partition("-")[2])
+    return position(finished) <= position(newest) and (ending == UNFINISHED or finished.exists())
 
 
 def _try(act: Callable[[Path], None], path: Path) -> None:

@@ -27,6 +27,8 @@ LONGEST_MANIFEST = 16 << 20
 LONGEST_RECORDS = 128 << 20
 """Bytes; parsed it takes at most about twenty times as much."""
 
+CHECKPOINT = re.compile(r"checkpoint-\d{12,}")
+"""What the folders of checkpoints are called in the folder of a run."""
 _MEMBER = re.compile(r"state\.json|(?P<group>[A-Za-z0-9_]+)(-(\d{5})-of-(\d{5}))?\.safetensors")
 _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -55,17 +57,20 @@ class Manifest(NamedTuple):
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn whatever goes wrong while a checkpoint is read into the error that users see."""
+    instead = "resume from another checkpoint"
     try:
         yield
     except Damage as damage:
         why = str(damage)
+    except MemoryError:
+        why, instead = "there is not enough memory", "free some and try again"
     except OSError as error:
-        why = error.strerror or str(error)
+        name = Path(os.fsdecode(error.filename)).name if error.filename else path.name
+        why = f"{name}: {error.strerror or error}" if name != path.name else str(error.strerror)
+        instead = "try again, or resume from another checkpoint by its path"
     else:
         return
-    raise CheckpointError(
-        cannot(f"read {path}", why=why, instead="resume from another checkpoint")
-    ) from None
+    raise CheckpointError(cannot(f"read {path}", why=why, instead=instead)) from None
 
 
 def group_of(file: str) -> str | None:
@@ -90,7 +95,9 @@ def read_manifest(path: Path) -> Manifest:
         Damage: it is not one of ours.
         CheckpointError: no checkpoint is there, or one of a newer format.
     """
-    if not _exists(path / MANIFEST):
+    if not _is_there(path / MANIFEST):
+        if CHECKPOINT.match(path.name) and _is_there(path):
+            raise Damage(f"{MANIFEST} is missing" if path.is_dir() else "it is not a folder")
         raise CheckpointError(
             cannot(
                 f"read {path}",
@@ -132,7 +139,7 @@ def check_member(path: Path, name: str, entry: Entry, *, content: bool = True) -
         Damage: it is not.
     """
     descriptor = _open(path, name)
-    with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123  a descriptor, not a path
+    with _naming(path / name), open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123
         if os.fstat(descriptor).st_size != entry.size:
             raise Damage(f"{name} is not as long as it was written")
         if content and hashlib.file_digest(file, "sha256").hexdigest() != entry.digest:
@@ -146,7 +153,7 @@ def read_member(path: Path, name: str, limit: int) -> bytes:
         Damage: it is missing, no regular file, or longer.
     """
     descriptor = _open(path, name)
-    with open(descriptor, "rb") as file:  # noqa: PTH123  a descriptor, not a path
+    with _naming(path / name), open(descriptor, "rb") as file:  # noqa: PTH123  no path
         size = os.fstat(descriptor).st_size  # so much is allocated at once
         if size > limit:
             raise Damage(f"{name} is longer than {limit} bytes")
@@ -216,15 +223,30 @@ def _seal(text: str) -> str:
     return f'{text[:-2]},\n "digest": "{digest}"\n}}\n'
 
 
-def _exists(path: Path) -> bool:
-    return os.path.lexists(path)
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Let errors of the system name the file, which those of a descriptor do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(file)
+        raise
+
+
+def _is_there(path: Path) -> bool:
+    """Whether anything is there; raises what `os.path.lexists` takes for no."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    return True
 
 
 def _open(path: Path, name: str) -> int:
     """Open a regular file that lies in the folder itself; nothing else is ever opened."""
     try:
         mode = (path / name).lstat().st_mode
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise Damage(f"{name} is missing") from None
     if not stat.S_ISREG(mode):
         raise Damage(f"{name} is not a plain file")

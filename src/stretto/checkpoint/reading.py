@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +30,10 @@ from stretto.checkpoint.manifest import (
 from stretto.checkpoint.tensor_file import DTYPES
 from stretto.checkpoint.writing import ASIDE
 from stretto.errors import CheckpointError, cannot, shown
+
+PAUSES = (0.1, 0.4)
+"""Seconds to wait before a file that could not be read is tried again."""
+_T = TypeVar("_T")
 
 
 class Checkpoint(NamedTuple):
@@ -211,13 +216,16 @@ class CheckpointReader:
         }
 
 
-def open_checkpoint(path: Path, *, verify: bool = True) -> CheckpointReader:
+def open_checkpoint(
+    path: Path, *, verify: bool = True, sleep: Callable[[float], None] = time.sleep
+) -> CheckpointReader:
     """Open the checkpoint at `path`; nothing of its tensors is kept in memory.
 
     Args:
         path: its folder.
         verify: read every file once and compare it with the manifest. Sizes, shapes and the
             manifest itself are checked in any case.
+        sleep: waits some seconds before a file that the system could not read is tried again.
 
     >>> import tempfile
     >>> from stretto.checkpoint import checkpoint_path, write_checkpoint
@@ -227,10 +235,26 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> CheckpointReader:
     {'epoch': 1}
 
     Raises:
-        CheckpointError: it is not a checkpoint, is of a newer format, or is damaged.
+        CheckpointError: it is not a checkpoint, is of a newer format, is damaged, or cannot be
+            read.
     """
     with reading(path):
-        return open_or_damage(path, verify=verify)
+        return patiently(lambda: open_or_damage(path, verify=verify), sleep)
+
+
+def patiently(work: Callable[[], _T], sleep: Callable[[float], None]) -> _T:
+    """Return `work()`, tried again where the system fails: network file systems recover.
+
+    Raises:
+        OSError: it failed each time.
+        MemoryError: likewise.
+    """
+    for pause in PAUSES:
+        try:
+            return work()
+        except (OSError, MemoryError):
+            sleep(pause)
+    return work()
 
 
 def open_or_damage(path: Path, *, verify: bool = True) -> CheckpointReader:
@@ -239,6 +263,7 @@ def open_or_damage(path: Path, *, verify: bool = True) -> CheckpointReader:
     Raises:
         Damage: it is damaged.
         OSError: it cannot be read.
+        MemoryError: there is too little memory to read it.
         CheckpointError: it is not a checkpoint, or is of a newer format.
     """
     path = find(path)
@@ -280,7 +305,6 @@ def _library(file: str) -> Iterator[None]:
         ArithmeticError,
         AttributeError,
         LookupError,
-        MemoryError,
         RuntimeError,
         TypeError,
         ValueError,

@@ -36,6 +36,8 @@ UNFINISHED = ".tmp"
 """Ending of a folder that is being written, or deleted."""
 ASIDE = ".replaced"
 """Ending of a checkpoint whose place another one is about to take."""
+BAD = ".bad"
+"""Ending of what was found where a checkpoint should be, and cannot be used as one."""
 _GROUP = re.compile(r"[A-Za-z0-9_]+")
 
 
@@ -216,6 +218,8 @@ def synchronize(folder: Path) -> None:
 
 def _put_in_place(folder: Path, path: Path) -> None:
     aside = path.with_name(path.name + ASIDE)
+    if os.path.lexists(path) and (path.is_symlink() or not (path / MANIFEST).is_file()):
+        set_bad_aside(path)  # nothing that this module has written
     is_replaced = os.path.lexists(path)
     if is_replaced:
         # A folder cannot take the place of another in one step. In between, readers find the one
@@ -242,16 +246,30 @@ def _write(file: Path, text: str) -> Written:
     return Written(len(content), hashlib.sha256(content).hexdigest())
 
 
+def set_bad_aside(path: Path) -> Path:
+    """Rename what cannot be used, to end in `.bad` or `.bad2` and so on; return its new path.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    target = path.with_name(path.name.removesuffix(ASIDE) + BAD)
+    number = 1
+    while os.path.lexists(target):
+        number += 1
+        target = target.with_suffix(f"{BAD}{number}")
+    return path.rename(target)
+
+
 def remove(path: Path) -> None:
-    """Remove a file or folder, if it is there.
+    """Remove whatever is there, if anything is.
 
     Raises:
         OSError: it cannot be removed.
     """
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    elif os.path.lexists(path):
+        path.unlink()
 
 
 def _unfinished(path: Path) -> Path:

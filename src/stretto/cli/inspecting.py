@@ -7,7 +7,8 @@ from pathlib import Path
 
 import typer
 
-from stretto.checkpoint import checkpoints, describe
+from stretto.checkpoint import candidates, describe
+from stretto.checkpoint.manifest import reading
 from stretto.errors import CheckpointError, cannot
 from stretto.training.resuming import FOLDER
 
@@ -15,7 +16,8 @@ from stretto.training.resuming import FOLDER
 def inspect(path: Path, *, as_json: bool) -> None:
     """Print what a checkpoint is, or those of a run; exit with 1 where one is not whole."""
     path = path if path.name else path.resolve()  # '.'
-    paths = checkpoints(path / FOLDER) if (path / FOLDER).is_dir() else [path]
+    with reading(path):
+        paths = candidates(path / FOLDER) if (path / FOLDER).is_dir() else [path]
     if not paths:
         raise CheckpointError(
             cannot(

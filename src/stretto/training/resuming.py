@@ -8,11 +8,14 @@ from pathlib import Path
 
 from stretto.checkpoint import (
     CheckpointReader,
-    checkpoint_path,
-    checkpoints,
+    candidates,
+    find_newest,
     latest_good,
     open_checkpoint,
+    position,
 )
+from stretto.checkpoint.manifest import reading
+from stretto.checkpoint.reading import find
 from stretto.errors import CheckpointError, TrainingError, cannot
 from stretto.training.lock import locked, set_aside, unwritable
 from stretto.training.ranks import Ranks
@@ -36,7 +39,8 @@ def find_checkpoint(asked: str | Path, run_folder: Path | None, ranks: Ranks) ->
         None where `"auto"` finds nothing.
 
     Raises:
-        CheckpointError: there is none, or the one that was named is damaged.
+        CheckpointError: there is none; the one that was named is damaged, or all there are; or
+            one cannot be read.
         TrainingError: the newest is asked for and the run has no folder; or another live run
             writes to the folder.
     """
@@ -61,27 +65,29 @@ def set_newer_aside(run_folder: Path, sample: int) -> list[Path]:
     Returns:
         Their new paths, which end in `.old`.
     """
-    moved = []
-    own = checkpoint_path(run_folder / FOLDER, sample)
-    for path in checkpoints(run_folder / FOLDER):
-        if path.name > own.name:
-            try:
-                moved.append(set_aside(path))
-            except OSError as error:
-                raise unwritable(path.parent, error) from error
-    return moved
+    folder = run_folder / FOLDER
+    try:
+        return [set_aside(find(path)) for path in candidates(folder) if position(path) > sample]
+    except OSError as error:
+        raise unwritable(folder, error) from error
 
 
 def _held(run_folder: Path | None) -> AbstractContextManager[None]:
     """Nobody else writes there while checkpoints are looked at and, if damaged, renamed."""
-    return locked(run_folder) if run_folder is not None and run_folder.is_dir() else nullcontext()
+    try:
+        has_folder = run_folder is not None and run_folder.is_dir()
+    except OSError as error:
+        raise unwritable(Path(str(run_folder)), error) from error
+    return locked(run_folder) if run_folder is not None and has_folder else nullcontext()
 
 
 def _find(asked: str | Path, run_folder: Path | None) -> Path | None:
     if str(asked) not in ("auto", "latest"):
         path = Path(asked)
         path = path if path.name else path.resolve()  # '.'
-        if (path / FOLDER).is_dir():
+        with reading(path):
+            is_run = (path / FOLDER).is_dir()
+        if is_run:
             is_own = run_folder is not None and path.resolve() == run_folder.resolve()
             return _newest(path) if is_own else newest_of(path)
         open_checkpoint(path)  # every byte of it
@@ -112,14 +118,14 @@ def newest_of(run_folder: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    for path in reversed(checkpoints(run_folder / FOLDER)):
-        try:
-            open_checkpoint(path)
-        except CheckpointError as error:
-            warnings.warn(f"{error}; an older one is looked for", RuntimeWarning, stacklevel=2)
-        else:
-            return path
-    raise _none(run_folder, "name another")
+    good, bad = find_newest(run_folder / FOLDER)
+    if good is None:
+        raise _none(run_folder, "name another")
+    for path, why in bad:
+        warnings.warn(
+            f"{path} is damaged: {why}; {good.name} is used instead", RuntimeWarning, stacklevel=2
+        )
+    return good
 
 
 def _none(run_folder: Path, instead: str) -> CheckpointError:
