@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
+from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -499,3 +502,82 @@ def test_a_step_that_is_taken_back_comes_again(data: Any) -> None:
             continue
         seen += [value for micro in step for value in values(micro.batch)]
     assert seen == [*range(9)]
+
+
+class Rows:
+    """Stands for an examples iterable of the package `datasets`: rows in order, and a place."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.start, self.place = count, 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        start, self.start = self.start, 0
+        for self.place in range(start + 1, self.count + 1):
+            yield self.place - 1
+
+
+class BufferShuffledExamplesIterable:
+    """As the one in `datasets`: its place is that of what it reads from, its buffer is not kept."""
+
+    def __init__(self, ex_iterable: Rows, buffer_size: int) -> None:
+        self.ex_iterable, self.buffer_size = ex_iterable, buffer_size
+
+    def __iter__(self) -> Iterator[int]:
+        generator, buffer = random.Random(0), list[int]()
+        for row in self.ex_iterable:
+            buffer.append(row)
+            if len(buffer) == self.buffer_size:
+                generator.shuffle(buffer)
+                yield from (buffer.pop() for _ in range(self.buffer_size // 2))
+        yield from buffer
+
+
+class Streaming:
+    """As an `IterableDataset` of `datasets` that was shuffled, batched and mapped."""
+
+    def __init__(self, count: int) -> None:
+        self._rows = Rows(count)
+        mapped = SimpleNamespace(ex_iterables=[BufferShuffledExamplesIterable(self._rows, 8)])
+        self._ex_iterable = SimpleNamespace(ex_iterable=mapped)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        rows = iter(self._ex_iterable.ex_iterable.ex_iterables[0])
+        while batch := [*islice(rows, 3)]:
+            yield torch.tensor(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self._rows.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rows.start = state["place"]
+
+
+class Loaded:
+    """As a `StatefulDataLoader` over such data."""
+
+    def __init__(self, count: int) -> None:
+        self.dataset = Streaming(count)
+        self.state_dict, self.load_state_dict = (
+            self.dataset.state_dict,
+            self.dataset.load_state_dict,
+        )
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.dataset)
+
+
+class Wrapped(Loaded):
+    """As a class of the user's around such data."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.rows = self.__dict__.pop("dataset")
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize("kind", [Streaming, Loaded, Wrapped])
+def test_no_sample_of_a_shuffle_buffer_is_lost(kind: type[Any]) -> None:
+    """The buffer's content is in no state, so such data are read again from the epoch's start."""
+    assert_resumes(lambda: StepLoader(kind(40), 5, max_duration="2ep"), values)

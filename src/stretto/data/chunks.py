@@ -60,7 +60,7 @@ class ChunkSource:
         self._batches = batches
         self._seed = seed
         self._is_one_shot = is_one_shot(batches)
-        self._has_state = hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
+        self._has_state = has_whole_state(batches)
         self._iterator: Iterator[Any] | None = None
         self._chunk: Chunk | None = None
         self._offset = self._passed = 0
@@ -176,6 +176,33 @@ class ChunkSource:
                 passed = sum(one.stop - one.start for one in ranges)
                 left -= passed
                 advance(passed)
+
+
+def has_whole_state(source: Any) -> bool:
+    """Return whether a source has a state of its own that no sample is missing from.
+
+    The state of a streaming data set of Hugging Face's `datasets` leaves out the content of a
+    shuffle buffer (documented at its `IterableDataset.state_dict`): after a resume those samples
+    never come. Such a source counts as one without a state.
+    """
+    if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
+        return False
+    # What a class of the user's or a loader reads from, and the chain of steps of `datasets`.
+    left, seen = [source, *getattr(source, "__dict__", {}).values()], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if type(one).__name__ == "BufferShuffledExamplesIterable":
+            return False
+        inside = getattr(one, "__dict__", {})
+        left += [
+            inside[name] for name in ("dataset", "_ex_iterable", "ex_iterable") if name in inside
+        ]
+        several = inside.get("ex_iterables")
+        left += several if isinstance(several, (list, tuple)) else ()
+    return True
 
 
 def _tell_epoch(batches: Any, epoch: int) -> None:
