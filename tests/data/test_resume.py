@@ -512,8 +512,9 @@ class Rows:
 
     def __iter__(self) -> Iterator[int]:
         start, self.start = self.start, 0
-        for self.place in range(start + 1, self.count + 1):
-            yield self.place - 1
+        for row in range(start, self.count):
+            self.place = row + 1
+            yield row
 
 
 class BufferShuffledExamplesIterable:
