@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stretto.config.files import parse_run_file
-from stretto.config.plans import base_values, build_plan
+from stretto.config.plans import build_plan
 from stretto.config.run import RunConfig
 from stretto.errors import ConfigError, PlanError
 from stretto.timing import Time
@@ -81,28 +81,6 @@ def test_scale_schedule_stretches_every_time_but_fractions() -> None:
     assert plan.values_at(24)["lr"] == 1.0
     assert plan.values_at(26)["lr"] == pytest.approx(0.1)
     assert plan.values_at(26)["momentum"] == pytest.approx(0.1)
-
-
-def test_values_are_those_of_the_optimizer() -> None:
-    optimizer = {
-        "target": "torch.optim:SGD",
-        "lr": 0.1,
-        "groups": {"head": {"parameters": "head", "lr": 0.4}},
-    }
-    chosen = config(
-        optimizer=optimizer, schedules={"lr": 0.5, "lr@head": 0.5, "momentum": 2.0, "lr@x": 1.0}
-    )
-    assert base_values(chosen) == {"lr": 0.1, "lr@head": 0.4, "momentum": 0.0, "lr@x": 0.1}
-    values = build_plan(chosen).values_at(0)
-    assert values["lr"] == pytest.approx(0.05)
-    assert values["lr@head"] == pytest.approx(0.1), "the group's factor times that for all"
-
-
-def test_defaults_of_the_optimizer_are_looked_up() -> None:
-    adam = config(optimizer={"target": "torch.optim:AdamW"}, schedules={"betas": 1.0})
-    assert base_values(adam) == {"lr": 1e-3, "betas": 0.9}
-    stated = config(optimizer={"target": "no.such:Adam", "lr": 1, "betas": [0.8, 0.9]})
-    assert base_values(stated) == {"lr": 1.0}
 
 
 def test_the_learning_rate_rule_and_the_number_of_ranks() -> None:

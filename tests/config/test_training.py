@@ -174,7 +174,10 @@ def test_loggers() -> None:
         ({"model": {"target": "my_project:NoLoss"}}, "there is no 'loss', and NoLoss has no"),
         ({"model": {"target": "my_project:Points"}}, "it is a Points and not a torch.nn.Module"),
         ({"optimizer": {"target": "my_project:plain_points"}}, "it raised|it is a Points and not"),
-        ({"optimizer": {"target": "torch.optim:SGD", "lr": -1}}, "it raised ValueError: Invalid"),
+        (
+            {"optimizer": {"target": "torch.optim:Adam", "lr": 1, "eps": -1}},
+            "it raised ValueError: Inv",
+        ),
         ({"optimizer": {"target": "torch.optim:SGD", "lrr": 1}}, "did you mean 'lr'?"),
         (
             {"optimizer": {"target": "torch.optim:SGD", "groups": {"g": {"parameters": "zzz"}}}},

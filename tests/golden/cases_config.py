@@ -170,6 +170,16 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-call-missing", lambda: call_target(target("textwrap:dedent"))),
     ("config-call-raised", lambda: call_target(target("fractions:Fraction", numerator="x"))),
     ("config-bind-number", lambda: bound_target(target("math:pi"))),
+    # the optimizer of a plan
+    ("config-plan-rate", planned("optimizer: {target: 'torch.optim:SGD', lr: 0.1}\n",
+                                 "optimizer.lr=abc")),
+    ("config-plan-name", planned("optimizer: {target: 'torch.optim:SGD', lr: 0.1}\n"
+                                 "schedules: {beta: {linear: {}}}\n")),
+    ("config-plan-group", planned("optimizer: {target: 'torch.optim:SGD', lr: 0.1}\n"
+                                  "schedules: {lr@head: {linear: {}}}\n")),
+    ("config-plan-metric", planned("evaluate: {}\n",
+                                   "batch_size={plateau: test/loss, start: 8, maximum: 64}")),
+    ("config-plan-monitor", planned("checkpoint: {monitor: validation/loss}\n")),
     # training
     ("config-train-model", trained(model=None)),
     ("config-train-loss", trained(loss=None)),

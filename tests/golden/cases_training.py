@@ -174,6 +174,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("training-depth", lambda: StochasticDepth(["blocks.0"], rate=1.0)),
     ("training-depth-block", lambda: trainer(callbacks=[StochasticDepth(["blocks.0"])]).fit()),
     ("optim-name", lambda: Hyperparameters(sgd(), {"learning_rate": Linear(1, 0)}, RUN)),
+    ("optim-index", lambda: Hyperparameters(sgd(), {"lr.1": Linear(1, 0)}, RUN)),
     ("optim-group", lambda: Hyperparameters(sgd(), {"lr@head": Linear(1, 0)}, RUN)),
     ("optim-not-a-mapping", lambda: Hyperparameters(sgd(), Linear(1, 0), RUN)),  # type: ignore[arg-type]
     ("optim-rule", lambda: Hyperparameters(sgd(), {}, RUN, rule="linear")),  # type: ignore[arg-type]

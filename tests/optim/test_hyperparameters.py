@@ -9,7 +9,7 @@ from torch import nn
 from stretto.batching import LinearRule, SquareRootRule
 from stretto.errors import ConversionError, ScheduleError
 from stretto.optim import Hyperparameters
-from stretto.schedules import Constant, Cosine, Linear
+from stretto.schedules import Constant, Cosine, Linear, Periods
 from stretto.timing import Horizon, Timestamp
 
 HORIZON = Horizon("10ba")
@@ -120,9 +120,130 @@ def test_the_base_survives_a_loaded_state() -> None:
     assert settings.base == {"lr": 0.5}
 
 
+RAMP = {"lr": Linear(0, 1), "weight_decay": Linear(0, 1), "betas.0": Linear(0, 1)}
+
+
+def built_again(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    return Hyperparameters(optimizer, RAMP, HORIZON).base
+
+
+def test_after_a_warm_up_from_0_the_base_is_what_the_optimizer_was_built_with() -> None:
+    optimizer = adamw()
+    for batch in (0, 3, 0):
+        settings = Hyperparameters(optimizer, RAMP, HORIZON)
+        settings.apply(at(batch))
+        assert settings.base == {"lr": 0.5, "weight_decay": 0.1, "betas.0": 0.8}
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
+    settings = Hyperparameters(optimizer, RAMP, HORIZON)
+    settings.apply(at(10))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+    assert optimizer.param_groups[1]["betas"] == (0.8, 0.9)
+
+
+def test_what_is_no_longer_scheduled_is_what_it_was_built_with() -> None:
+    optimizer = adamw()
+    Hyperparameters(optimizer, RAMP, HORIZON).apply(at(0))
+    Hyperparameters(optimizer, {}, HORIZON)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.5, 0.1, (0.8, 0.9))
+
+
+def test_a_tensor_learning_rate_keeps_its_base_too() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.1))
+    tensor = optimizer.param_groups[0]["lr"]
+    for batch in (0, 3, 7):
+        settings = Hyperparameters(optimizer, {"lr": Linear(0, 1)}, HORIZON)
+        assert settings.base == {"lr": pytest.approx(0.1)}
+        settings.apply(at(batch))
+    assert optimizer.param_groups[0]["lr"] is tensor
+
+
+def test_a_value_that_you_set_in_between_is_the_new_base() -> None:
+    optimizer = adamw()
+    Hyperparameters(optimizer, RAMP, HORIZON).apply(at(3))
+    optimizer.param_groups[0]["lr"] = 0.01
+    assert built_again(optimizer) == {"lr": 0.01, "weight_decay": 0.1, "betas.0": 0.8}
+    assert optimizer.param_groups[1]["lr"] == 0.25
+
+
+def test_a_loaded_state_is_no_base_be_it_from_before_or_from_another_run() -> None:
+    optimizer, other = adamw(), adamw(lr=7.0)
+    before = optimizer.state_dict()
+    Hyperparameters(optimizer, RAMP, HORIZON).apply(at(3))
+    for state in (optimizer.state_dict(), before, other.state_dict()):
+        optimizer.load_state_dict(state)
+        assert built_again(optimizer) == {"lr": 0.5, "weight_decay": 0.1, "betas.0": 0.8}
+
+
+def test_the_base_is_no_part_of_the_optimizers_state() -> None:
+    optimizer = adamw()
+    keys = set(optimizer.param_groups[0])
+    Hyperparameters(optimizer, RAMP, HORIZON).apply(at(3))
+    assert set(optimizer.state_dict()["param_groups"][0]) == keys
+
+
+def test_one_beta_can_be_scheduled_alone() -> None:
+    optimizer = adamw()
+    settings = Hyperparameters(optimizer, {"betas.1": Constant(0.5), "betas": 0.5}, HORIZON)
+    settings.apply(at(0))
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.4, 0.225)] * 2
+    assert settings.values() == {"lr": 0.5, "betas.1": 0.225, "betas": 0.4}
+
+
+def test_one_beta_of_one_group_can_be_scheduled_alone() -> None:
+    optimizer = adamw()
+    Hyperparameters(optimizer, {"betas.0@head": Constant(0.5)}, HORIZON).apply(at(0))
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.9), (0.4, 0.9)]
+
+
+def test_betas_that_are_tensors_are_written_in_place() -> None:
+    betas = (torch.tensor(0.5), torch.tensor(0.75))
+    optimizer = torch.optim.AdamW(
+        [nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.1), betas=betas, capturable=True
+    )
+    Hyperparameters(optimizer, {"betas.0": Constant(0.5)}, HORIZON).apply(at(0))
+    assert optimizer.param_groups[0]["betas"][0] is betas[0]
+    assert [one.item() for one in betas] == [0.25, 0.75]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_momentum_is_the_first_beta_of_adam_as_in_torchs_one_cycle() -> None:
+    def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
+        return torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=1.0, total_steps=10, base_momentum=0.85, max_momentum=0.95
+        )
+
+    theirs = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], betas=(0.8, 0.9))
+    scheduler = one_cycle(theirs)
+    ours = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], betas=(0.95, 0.9))
+    low = 0.85 / 0.95
+    cycle = Periods(
+        [
+            ("2ba", Cosine(1, low)),
+            ("rest", Cosine(low, 1, over="7ba")),
+        ]
+    )
+    settings = Hyperparameters(ours, {"momentum": cycle}, HORIZON)
+    for batch in range(10):
+        settings.apply(at(batch))
+        expected = theirs.param_groups[0]["betas"]
+        assert ours.param_groups[0]["betas"] == pytest.approx(expected, rel=1e-12)
+        if batch < 9:
+            scheduler.step()
+
+
+def test_momentum_is_momentum_where_there_is_one() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5, momentum=0.9)
+    Hyperparameters(optimizer, {"momentum": Constant(0.5)}, HORIZON).apply(at(0))
+    assert optimizer.param_groups[0]["momentum"] == 0.45
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("betas.2", r"has 2 values of 'betas'; write 'betas.1'"),
+        ("lr.0", r"has a single value of 'lr'; write 'lr'"),
+        ("betas[0]", r"not the name of a hyper-parameter; .* 'betas.0'"),
         ("learning_rate", r"cannot schedule 'learning_rate': .*; write 'lr'"),
         ("weight_decy", r"write 'weight_decay'"),
         ("amsgrad", r"no such number"),

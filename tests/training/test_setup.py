@@ -50,6 +50,39 @@ def test_a_resumed_run_says_what_it_does_otherwise(problem: Make, tmp_path: Path
     assert "micro_batch_size: None -> 4" in other.changes
 
 
+def test_a_second_run_with_the_same_optimizer_is_set_up_as_the_first(
+    problem: Make, tmp_path: Path
+) -> None:
+    """A run that ended in its warm-up leaves a learning rate near 0 behind."""
+    run, settings = problem(), {"schedules": {"lr": Linear(0, 1), "momentum": Linear(1, 0)}}
+    kept = {"folder": tmp_path, "checkpoint": Checkpointing("2ba")}
+    run.trainer(max_duration="2ba", **kept, **settings).fit()
+    rates: list[float] = []
+
+    class Watch(Callback):
+        def on_batch_end(self, trainer: Any, step: Any) -> None:
+            rates.append(trainer.optimizer.param_groups[0]["lr"])
+
+    second = run.trainer(max_duration="4ba", callbacks=[Watch()], **settings)
+    second.fit()
+    assert rates == pytest.approx([0.0, 0.025, 0.05, 0.075])
+    third = run.trainer(max_duration="2ba", **kept, **settings)
+    third.resume()
+    assert third.changes == ()
+
+
+def test_a_new_learning_rate_counts_from_the_resume_on(problem: Make, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing("2ba")}
+    problem().trainer(max_duration="2ba", schedules={"lr": Linear(0, 1)}, **settings).fit()
+    run = problem()
+    run.optimizer.param_groups[0]["lr"] = 0.5
+    second = run.trainer(max_duration="4ba", schedules={"lr": Linear(0, 1)}, **settings)
+    second.resume()
+    assert "optimizer.lr: 0.1 -> 0.5" in second.changes
+    second.fit()
+    assert run.optimizer.param_groups[0]["lr"] == 0.375
+
+
 def test_a_noise_of_another_kind_is_told(problem: Make, tmp_path: Path) -> None:
     """What was averaged before and what comes now are not the same quantity."""
     settings: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing("2ba")}

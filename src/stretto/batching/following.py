@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import cast, final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, cast, final
 
 from stretto.batching.policy import BoundPolicy, checked_size
-from stretto.errors import BatchSizeError, cannot, shown
+from stretto.errors import BatchSizeError, TrainingError, cannot, shown
 from stretto.timing import TimeUnit
+
+LOSS, NOISE = "loss", "noise"
+"""What every step can measure; any other signal is a metric of an evaluation."""
 
 
 class FollowingPolicy(BoundPolicy):
@@ -118,3 +122,66 @@ def rounded_size(size: float, least: int, most: int) -> int:
     (46, 256)
     """
     return round(min(max(size, least), most))
+
+
+class Measures(Protocol):
+    """An evaluation, as far as the names of what it measures go."""
+
+    @property
+    def name(self) -> str:
+        """What its metrics' names begin with."""
+        ...
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """What it measures beside the loss, by name."""
+        ...
+
+
+def metrics_of(evaluations: Iterable[Measures]) -> list[str]:
+    """Return the names of all that evaluations measure, such as `validation/loss`."""
+    return [f"{one.name}/{name}" for one in evaluations for name in (LOSS, *one.metrics)]
+
+
+def followed_metric(reads: frozenset[str], measured: Sequence[str]) -> str | None:
+    """Return the metric among what a policy reads; None if there is none.
+
+    >>> followed_metric(frozenset({"loss", "test/loss"}), ["test/loss", "test/accuracy"])
+    'test/loss'
+
+    Raises:
+        TrainingError: no evaluation measures it, or there is more than one.
+    """
+    metrics = sorted(reads - {LOSS, NOISE})
+    if len(metrics) > 1:
+        raise TrainingError(
+            cannot(
+                f"follow {' and '.join(map(repr, metrics))} with the batch size",
+                why="a policy reads one metric",
+                instead=f"follow {metrics[0]!r} alone",
+            )
+        )
+    for name in metrics:
+        _check_measured(f"follow {name!r} with the batch size", name, measured)
+    return metrics[0] if metrics else None
+
+
+def check_monitored(monitor: str, measured: Sequence[str]) -> None:
+    """Refuse a metric to keep the best checkpoint by that no evaluation measures.
+
+    Raises:
+        TrainingError: it is not measured.
+    """
+    _check_measured(f"monitor {monitor!r}", monitor, measured)
+
+
+def _check_measured(what: str, name: str, measured: Sequence[str]) -> None:
+    if name not in measured:
+        write = f"write one of {', '.join(map(repr, measured))}"
+        raise TrainingError(
+            cannot(
+                what,
+                why="no evaluation measures it",
+                instead=write if measured else "pass evaluate=...",
+            )
+        )

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from stretto.batching import NO_SIGNALS, LearningRateRule, SquareRootRule
 from stretto.checkpoint import CheckpointReader, open_checkpoint, unpack_optimizer
+from stretto.config.hyperparameters import base_values
 from stretto.config.parts import (
     known_sizes,
     make_callbacks,
@@ -26,7 +27,7 @@ from stretto.config.parts import (
     make_stepping,
     wrong_kind,
 )
-from stretto.config.plans import Run, base_values, build_run
+from stretto.config.plans import Run, build_run
 from stretto.config.run import RunConfig
 from stretto.config.source import NO_SOURCE, Source
 from stretto.config.targets import call_target

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +10,15 @@ from itertools import islice
 from typing import Any, final
 
 from stretto.batching import BatchSizePolicy, LearningRateRule, couplings_in
+from stretto.batching.following import check_monitored, followed_metric, metrics_of
 from stretto.config.batch_sizes import build_sizes
 from stretto.config.building import Building
 from stretto.config.fields import Target
+from stretto.config.hyperparameters import base_values, check_optimizer, effective
 from stretto.config.run import RunConfig
 from stretto.config.schedules import build_schedule
 from stretto.config.source import NO_SOURCE, Path, Source, in_file_words
-from stretto.config.targets import call_target, import_target
+from stretto.config.targets import call_target
 from stretto.errors import ConfigError, PlanError, cannot
 from stretto.planning import (
     Plan,
@@ -30,7 +31,7 @@ from stretto.planning import (
     resolve_horizon,
 )
 from stretto.planning.sizes import stretches
-from stretto.schedules import Constant, Product, Schedule
+from stretto.schedules import Schedule
 from stretto.timing import Every, Horizon, Time, Trigger
 
 MAX_STAGES = 100_000
@@ -88,8 +89,7 @@ def plan_of(
         ConfigError: a piece does not fit the run.
         PlanError: only the run itself can tell its batch sizes.
     """
-    check_pieces(run, source)
-    check_rates(config, run, source)
+    check_run(config, run, source)
     with _placed(source):
         return plan(run.horizon, run.policy, **_arguments(config, run, source, world_size))
 
@@ -105,8 +105,7 @@ def range_of(
         ConfigError: a piece does not fit the run.
         PlanError: the ranks cannot share the least size.
     """
-    check_pieces(run, source)
-    check_rates(config, run, source)
+    check_run(config, run, source)
     if decided_between(run.horizon, run.policy) is None:
         return None
     with _placed(source):
@@ -118,7 +117,7 @@ def _arguments(config: RunConfig, run: Run, source: Source, world_size: int) -> 
     return {
         "world_size": world_size,
         "micro_batch_size": planned_micro_batch_size(config),
-        "schedules": effective(config, run),
+        "schedules": effective(run.schedules, config, source),
         "base": base_values(config, source=source),
         "rule": run.rule,
         "triggers": run.triggers,
@@ -144,6 +143,23 @@ def scales_rate(config: RunConfig) -> bool:
 def _is_ada_scale(target: Target) -> bool:
     module, _, name = target.target.partition(":")  # a plan imports no callbacks
     return name == "AdaScale" and module.partition(".")[0] == "stretto"
+
+
+def check_run(config: RunConfig, run: Run, source: Source) -> None:
+    """Refuse what cannot be, as far as it can be told before anything is built.
+
+    Raises:
+        ConfigError: a piece does not fit the run, or the file contradicts itself.
+    """
+    check_pieces(run, source)
+    check_rates(config, run, source)
+    check_optimizer(config, source)
+    measured = metrics_of(config.evaluations)
+    with source.at("batch_size"):
+        followed_metric(run.policy.bind(run.horizon).reads, measured)
+    if config.checkpoint is not None and config.checkpoint.monitor is not None:
+        with source.at("checkpoint", "monitor"):
+            check_monitored(config.checkpoint.monitor, measured)
 
 
 def check_rates(config: RunConfig, run: Run, source: Source) -> None:
@@ -227,21 +243,6 @@ def planned_micro_batch_size(config: RunConfig) -> int | None:
     return None if config.micro_batch_size == "auto" else config.micro_batch_size
 
 
-def effective(config: RunConfig, run: Run) -> dict[str, Schedule]:
-    """Return what each value follows: `lr@group` is multiplied by `lr`, as in an optimizer.
-
-    An optimizer has a learning rate also where nothing moves it.
-    """
-    schedules = dict(run.schedules)
-    if config.optimizer is not None or run.rule is not None:
-        schedules = {"lr": Constant(), **schedules}
-    return {
-        name: Product(schedules[key], schedule) if group and key in schedules else schedule
-        for name, schedule in schedules.items()
-        for key, _, group in [name.partition("@")]
-    }
-
-
 def data_sizes(config: RunConfig, *, source: Source = NO_SOURCE) -> dict[str, int | None]:
     """Return the sizes of the data: those that the file states, else those of the data itself.
 
@@ -277,36 +278,6 @@ def make_data(config: RunConfig, *, source: Source = NO_SOURCE) -> Any:
         ConfigError: they cannot be made.
     """
     return call_target(config.data, source=source, path=("data",))
-
-
-def base_values(config: RunConfig, *, source: Source = NO_SOURCE) -> dict[str, float]:
-    """Return what the schedules multiply: the optimizer's own values, stated or its defaults.
-
-    Raises:
-        ConfigError: the optimizer must be asked for a default and cannot be imported.
-    """
-    optimizer = config.optimizer
-    if optimizer is None:
-        return {}
-    found = {}
-    for key in dict.fromkeys(("lr", *config.schedules)):
-        name, _, group = key.partition("@")
-        options = optimizer.groups[group].options if group in optimizer.groups else {}
-        value = options.get(name, optimizer.arguments.get(name))
-        if value is None:
-            value = _default(optimizer, name, source)
-        if isinstance(value, list) and value:
-            value = value[0]  # betas: the first stands for them, as in a run's ledger
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            found[key] = float(value)
-    return found
-
-
-def _default(optimizer: Target, name: str, source: Source) -> object:
-    function = import_target(optimizer.target, where=source.where(("optimizer", "target")))
-    parameter = inspect.signature(function).parameters.get(name)
-    value = None if parameter is None else parameter.default
-    return value[0] if isinstance(value, tuple) and value else value
 
 
 def _intervals(config: RunConfig) -> dict[str, tuple[Path, Time]]:

@@ -32,20 +32,13 @@ from stretto.config.sections import (
 )
 from stretto.config.source import NO_SOURCE, Source
 from stretto.errors import ConfigError, cannot
+from stretto.schedules.names import parse_name
 from stretto.timing import LastBatch
 
 
-def _schedule_key(name: str) -> str:
-    hyperparameter, at, group = name.partition("@")
-    if not hyperparameter.isidentifier() or (at and not group):
-        raise ConfigError(
-            cannot(
-                f"schedule {name!r}",
-                why="it is not the name of a hyper-parameter",
-                instead="write for example 'lr', 'weight_decay' or 'lr@group'",
-            )
-        )
-    return name
+def _schedule_key(text: str) -> str:
+    parse_name(text)
+    return text
 
 
 def _top_level(value: Any) -> Any:
@@ -96,7 +89,8 @@ class RunConfig(Section):
         ],
         BeforeValidator(_without_nulls),
     ] = Field(default_factory=dict)
-    """What multiplies each hyper-parameter, by its name: `lr`, `weight_decay`, `lr@group`."""
+    """What multiplies each hyper-parameter, by its name: `lr`, `weight_decay`, `betas.0`,
+    `lr@group`."""
     batch_size: Annotated[BatchSize, AfterValidator(_top_level), Field(examples=[64])]
     """Samples of one optimizer step, over all ranks."""
     micro_batch_size: CountOrAuto | None = None

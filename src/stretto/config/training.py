@@ -25,13 +25,12 @@ from stretto.config.parts import (
     make_stepping,
     wrong_kind,
 )
-from stretto.config.plans import Run, build_run, check_pieces, check_rates
+from stretto.config.plans import Run, build_run, check_run
 from stretto.config.run import RunConfig
 from stretto.config.source import NO_SOURCE, Source
 from stretto.config.targets import call_target
 from stretto.errors import ConfigError, cannot
 from stretto.training import Callback, Logging, Trainer
-from stretto.training.measuring import followed_metric
 from stretto.training.sharding import shard_blocks
 
 _NO_LIMIT = 2**31
@@ -61,8 +60,7 @@ def build_trainer(
     world_size = _world_size(config, source)
     spec = make_spec(config, source=source)
     run = build_run(config, known_sizes(spec), source=source, world_size=world_size)
-    check_pieces(_with_some_maximum(run), source)
-    check_rates(config, run, source)
+    check_run(config, _with_some_maximum(run), source)
     seed_everything(config.seed)
     assert config.model is not None, "checked above"
     model = call_target(config.model, source=source, path=("model",))
@@ -72,9 +70,6 @@ def build_trainer(
         model = shard_blocks(model, device=config.stepping.device)
     optimizer = make_optimizer(config, model, source)
     evaluations = [make_evaluation(config, one, run, source) for one in config.evaluations]
-    if not awaits_maximum(run.policy):
-        with source.at("batch_size"):
-            followed_metric(run.policy.bind(run.horizon.with_batch_sizes(None)).reads, evaluations)
     trainer = Trainer(
         model,
         spec,

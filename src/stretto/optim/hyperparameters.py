@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -12,29 +11,61 @@ from torch.optim import Optimizer
 
 from stretto.batching import LearningRateRule, NoRule, RuleLike, as_rule, check_pairs
 from stretto.errors import ScheduleError, cannot, shown
+from stretto.optim.base_values import BaseValue, Place, plain, take_back, write
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
+from stretto.schedules.names import find_name, parse_name
 from stretto.timing import Horizon, Timestamp
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """One value in one parameter group: its base, times a factor, times the rule's."""
+    """One value in one parameter group: its base, times its factors, times the rule's."""
 
     number: int
     key: str
-    base: Any
-    factor: BoundSchedule
+    base: BaseValue
+    factors: tuple[BoundSchedule, ...]
+    """One; of what has several values (`betas`), one for each."""
     follows_rule: bool
+
+    def at(self, timestamp: Timestamp, rule: float) -> Any:
+        """Return the value at a time."""
+        value = self.base.value
+        if isinstance(value, tuple):
+            pairs = zip(value, self.factors, strict=True)
+            return tuple(one * factor(timestamp) for one, factor in pairs)
+        factor = self.factors[0](timestamp)
+        return value * factor * rule if self.follows_rule else value * factor
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """Where the value of a name stands, and what it follows."""
+
+    number: int
+    key: str
+    index: int | None
+    schedule: Schedule
+
+    def read(self, optimizer: Optimizer) -> float:
+        """Return the value in force."""
+        value = optimizer.param_groups[self.number][self.key]
+        return float(value if self.index is None else value[self.index])
 
 
 @final
 class Hyperparameters:
     """Sets an optimizer's hyper-parameters for a time: base value times the schedules' factors.
 
-    The base is what the optimizer was built with; it is read once, here, so build this before an
-    optimizer's saved state is loaded. Nothing is multiplied in place and nothing is remembered:
-    a value is a function of the time and the batch size.
+    The base is what the optimizer was built with. It is read here, so build this before an
+    optimizer's saved state is loaded. Nothing is multiplied in place: a value is a function of the
+    time and the batch size.
+
+    Building it again for the same optimizer (a retry, another run) starts from the same base: what
+    schedules have written is taken back first, in every group and for every key. A value that you
+    set yourself in between is the new base.
 
     >>> import torch
     >>> from stretto.schedules import Linear
@@ -47,10 +78,12 @@ class Hyperparameters:
     Args:
         optimizer: its parameter groups are written to.
         schedules: by name, a schedule (or a number, or a callable of the timer) or several that
-            multiply. A name is a key of the parameter groups (`"lr"`, `"weight_decay"`,
-            `"momentum"`, `"betas"`, which sets each of them); `"lr@embeddings"` is only for the
-            group that has `name="embeddings"`, `"lr@1"` only for the second group, and multiplies
-            what `"lr"` says for all.
+            multiply. A name is a key of the parameter groups: `"lr"`, `"weight_decay"`,
+            `"momentum"`. `"betas"` multiplies each of the betas, `"betas.0"` only the first;
+            `"momentum"` is that first one where an optimizer has betas and no momentum (Adam), as
+            in torch's `OneCycleLR`. `"lr@embeddings"` is only for the group that has
+            `name="embeddings"`, `"lr@1"` only for the second group, and multiplies what `"lr"`
+            says for all.
         horizon: the run.
         rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, a
             function `size -> factor`; None: not at all.
@@ -63,7 +96,7 @@ class Hyperparameters:
         ConversionError: a time needs a fact that is not known.
     """
 
-    __slots__ = ("_base", "_columns", "_only", "_optimizer", "_rule", "_schedules", "_settings")
+    __slots__ = ("_base", "_columns", "_only", "_optimizer", "_rule", "_settings")
 
     def __init__(
         self,
@@ -87,26 +120,21 @@ class Hyperparameters:
             # Set even where nothing moves it: else a resumed run would keep the rate it was saved
             # with, whatever its optimizer is now built with and its plan says.
             factors = {"lr": as_schedule(1.0), **factors}
+        record = take_back(optimizer)
         self._settings = [
-            _setting(number, group[key], key, factor.bind(horizon))
+            setting
             for number, group in enumerate(groups)
-            for key, factor in _of_group(factors, number, group).items()
+            for setting in _settings(factors, number, group, horizon, record)
         ]
-        self._columns = _columns(factors, groups)
-        self._schedules = {
-            name: _of_group(factors, number, groups[number])[key]
-            for name, (number, key) in self._columns.items()
-        }
-        self._base = {
-            name: _number(groups[number][key]) for name, (number, key) in self._columns.items()
-        }
+        self._columns = {name: _column(name, factors, groups) for name in factors}
+        self._base = {name: column.read(optimizer) for name, column in self._columns.items()}
         alone = self._settings[0] if len(self._settings) == 1 else None
         self._only = alone if alone is not None and _is_plain(alone, groups, self._rule) else None
 
     @property
     def schedules(self) -> dict[str, Schedule]:
         """What the learning rate and all that is scheduled follow, multiplied: for a plan."""
-        return dict(self._schedules)
+        return {name: column.schedule for name, column in self._columns.items()}
 
     @property
     def base(self) -> dict[str, float]:
@@ -130,23 +158,22 @@ class Hyperparameters:
         """
         only = self._only
         if only is not None:
-            groups = self._optimizer.param_groups
-            groups[only.number][only.key] = only.base * only.factor(timestamp)
+            value = only.base.value * only.factors[0](timestamp)
+            self._optimizer.param_groups[only.number][only.key] = only.base.written = value
             return
         rule = 1.0
         if not isinstance(self._rule, NoRule):
             rule = self._rule(_given(batch_size))
         for setting in self._settings:
-            group = self._optimizer.param_groups[setting.number]
-            _set(group, setting, setting.factor(timestamp), rule if setting.follows_rule else 1.0)
+            setting.base.written = value = setting.at(timestamp, rule)
+            write(self._optimizer.param_groups[setting.number], setting.key, value)
 
     def values(self) -> dict[str, float]:
         """Return the values in force: the learning rate, and whatever else is scheduled.
 
         A name without a group shows the first group's value; of `betas`, the first.
         """
-        groups = self._optimizer.param_groups
-        return {name: _number(groups[number][key]) for name, (number, key) in self._columns.items()}
+        return {name: column.read(self._optimizer) for name, column in self._columns.items()}
 
 
 def _part_tensors(groups: Sequence[dict[str, Any]]) -> None:
@@ -176,38 +203,18 @@ def _check_kinds(schedules: Any) -> None:
         )
 
 
-def _check(name: str, groups: Sequence[Mapping[str, Any]]) -> None:
+def _check(text: str, groups: Sequence[Mapping[str, Any]]) -> None:
     """Refuse a name that no parameter group has."""
-    key, _, group = name.partition("@")
-    keys = [
-        key for key in groups[0] if key not in ("params", "name") and _is_settable(groups[0], key)
-    ]
-    if key not in keys:
-        close = difflib.get_close_matches(key, keys, 1, 0.4)
-        close = ["lr"] if key.lower() in ("learning_rate", "learningrate") else close
-        raise ScheduleError(
-            cannot(
-                f"schedule {name!r}",
-                why=f"the optimizer has no such number (it has {', '.join(keys)})",
-                instead=f"write {close[0]!r}" if close else "write one of those",
-            )
-        )
+    name = find_name(text, groups[0])
     names = [_name(number, other) for number, other in enumerate(groups)]
-    if group and group not in names:
+    if name.group is not None and name.group not in names:
         raise ScheduleError(
             cannot(
-                f"schedule {name!r}",
+                f"schedule {text!r}",
                 why=f"the optimizer has no such parameter group (it has {', '.join(names)})",
-                instead=f"write '{key}@{names[0]}', or give the group that name",
+                instead=f"write '{name.key}@{names[0]}', or give the group that name",
             )
         )
-
-
-def _is_settable(group: Mapping[str, Any], key: str) -> bool:
-    value = group[key]
-    if isinstance(value, tuple):
-        return all(isinstance(item, (int, float, Tensor)) for item in value)
-    return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
 
 
 def _name(number: int, group: Mapping[str, Any]) -> str:
@@ -216,34 +223,38 @@ def _name(number: int, group: Mapping[str, Any]) -> str:
 
 def _of_group(
     factors: Mapping[str, Schedule], number: int, group: Mapping[str, Any]
-) -> dict[str, Schedule]:
-    """What each key of one group follows: the schedule for all, times the group's own."""
-    found: dict[str, list[Schedule]] = {}
-    for name, factor in factors.items():
-        key, _, wanted = name.partition("@")
-        if not wanted or wanted == _name(number, group):
-            found.setdefault(key, []).append(factor)
-    return {key: each[0] if len(each) == 1 else Product(*each) for key, each in found.items()}
+) -> dict[str, dict[int | None, list[Schedule]]]:
+    """What each key of one group follows, by index: that for all, and the group's own."""
+    found: dict[str, dict[int | None, list[Schedule]]] = {}
+    for text, factor in factors.items():
+        name = parse_name(text).of(group)
+        if name.group in (None, _name(number, group)):
+            value = group[name.key]
+            indices = range(len(value)) if isinstance(value, tuple) else (None,)
+            for index in indices:
+                each = found.setdefault(name.key, {}).setdefault(index, [])
+                if name.index in (None, index):
+                    each.append(factor)
+    return found
 
 
-def _setting(number: int, base: Any, key: str, factor: BoundSchedule) -> _Setting:
-    if isinstance(base, Tensor):
-        base = float(base)
-    elif isinstance(base, tuple):
-        base = tuple(float(item) for item in base)
-    return _Setting(number, key, base, factor, key == "lr")
+def _product(schedules: Sequence[Schedule]) -> Schedule:
+    if not schedules:
+        return as_schedule(1.0)
+    return schedules[0] if len(schedules) == 1 else Product(*schedules)
 
 
-def _set(group: dict[str, Any], setting: _Setting, factor: float, rule: float) -> None:
-    if isinstance(setting.base, tuple):
-        group[setting.key] = tuple(base * factor for base in setting.base)
-        return
-    value = setting.base * factor * rule
-    current = group[setting.key]
-    if isinstance(current, Tensor):
-        current.fill_(value)  # a compiled or captured step reads this very tensor
-    else:
-        group[setting.key] = value
+def _settings(
+    factors: Mapping[str, Schedule],
+    number: int,
+    group: Mapping[str, Any],
+    horizon: Horizon,
+    record: dict[Place, BaseValue],
+) -> Iterator[_Setting]:
+    for key, followed in _of_group(factors, number, group).items():
+        bound = tuple(_product(each).bind(horizon) for each in followed.values())
+        base = record.setdefault((number, key), BaseValue(plain(group[key])))
+        yield _Setting(number, key, base, bound, key == "lr")
 
 
 def _is_plain(
@@ -254,22 +265,17 @@ def _is_plain(
     return isinstance(current, (int, float)) and isinstance(rule, NoRule)
 
 
-def _columns(
-    factors: Mapping[str, Schedule], groups: Sequence[Mapping[str, Any]]
-) -> dict[str, tuple[int, str]]:
-    """Where the value of each name stands: the number of a group and a key in it."""
+def _column(
+    text: str, factors: Mapping[str, Schedule], groups: Sequence[Mapping[str, Any]]
+) -> _Column:
     numbers = {_name(number, group): number for number, group in enumerate(groups)}
-    columns = {"lr": (0, "lr")} if "lr" in groups[0] else {}
-    for name in factors:
-        key, _, group = name.partition("@")
-        columns[name] = (numbers[group] if group else 0, key)
-    return columns
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, tuple):
-        value = value[0]
-    return float(value)
+    wanted = parse_name(text).group
+    number = 0 if wanted is None else numbers[wanted]
+    name = parse_name(text).of(groups[number])
+    followed = _of_group(factors, number, groups[number])[name.key]
+    # The first of several values stands for them all.
+    index = next(iter(followed)) if name.index is None else name.index
+    return _Column(number, name.key, index, _product(followed[index]))
 
 
 def _given(batch_size: int | None) -> int:

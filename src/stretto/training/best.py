@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from stretto.batching.following import check_monitored, metrics_of
 from stretto.checkpoint import checkpoint_path
-from stretto.errors import TrainingError, cannot
 from stretto.training.settings import Checkpointing, Evaluation
 
 
@@ -33,9 +33,7 @@ class Best:
         # Of the best one whose checkpoint is whole.
         self._kept: int | None = None
         if self._monitor is not None:
-            names = [f"{one.name}/{name}" for one in evaluations for name in ("loss", *one.metrics)]
-            if self._monitor not in names:
-                raise _not_measured(self._monitor, names)
+            check_monitored(self._monitor, metrics_of(evaluations))
 
     def is_beaten(self, metrics: Mapping[str, float], sample: int) -> bool:
         """Take the metrics of an evaluation at position `sample`; return whether they are best."""
@@ -77,10 +75,3 @@ class Best:
     def start_over(self) -> None:
         """Forget what was best."""
         self.value, self.sample, self._kept = math.inf * self._sign, None, None
-
-
-def _not_measured(monitor: str, names: Sequence[str]) -> TrainingError:
-    instead = f"write one of {', '.join(map(repr, names))}" if names else "pass evaluate=..."
-    return TrainingError(
-        cannot(f"monitor {monitor!r}", why="no evaluation measures it", instead=instead)
-    )

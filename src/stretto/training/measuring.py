@@ -8,6 +8,7 @@ from typing import Literal, final
 import torch
 
 from stretto.batching import NO_SIGNALS, Signals
+from stretto.batching.following import LOSS, NOISE, followed_metric, metrics_of
 from stretto.data import Step, StepLoader
 from stretto.errors import TrainingError, cannot
 from stretto.noise import NoiseSums
@@ -15,8 +16,6 @@ from stretto.training.callback import Callback, Events
 from stretto.training.noise_meter import NOTHING
 from stretto.training.settings import Evaluation, Stepping
 from stretto.training.stepper import Gradient, Stepper
-
-_LOSS, _NOISE = "loss", "noise"
 
 
 @final
@@ -45,12 +44,12 @@ class Measurements:
         evaluations: Sequence[Evaluation],
     ) -> None:
         self._stepper = stepper
-        self._reads_loss = _LOSS in loader.reads
-        if _NOISE in loader.reads or events.listeners("on_noise"):
+        self._reads_loss = LOSS in loader.reads
+        if NOISE in loader.reads or events.listeners("on_noise"):
             every = _steps_between(stepping.measure_noise)
             stepper.measure_noise(loader.spec, stepping, every=every)
         self._is_idle = not self._reads_loss and stepper.meter is None
-        self._metric = followed_metric(loader.reads, evaluations)
+        self._metric = followed_metric(loader.reads, metrics_of(evaluations))
 
     def own(self, gradient: Gradient) -> tuple[float, ...]:
         """Return what this rank has measured; the sums over ranks are what `signals` takes.
@@ -102,7 +101,7 @@ def keeps_gradients_apart(
     listens = any(
         issubclass(one, Callback) and one.on_noise is not Callback.on_noise for one in callbacks
     )
-    return noise_from == "micro_batches" and (_NOISE in reads or listens)
+    return noise_from == "micro_batches" and (NOISE in reads or listens)
 
 
 def _steps_between(measure_noise: Literal["auto"] | int | None) -> int:
@@ -116,34 +115,3 @@ def _steps_between(measure_noise: Literal["auto"] | int | None) -> int:
             )
         )
     return 1 if measure_noise == "auto" else measure_noise
-
-
-def followed_metric(reads: frozenset[str], evaluations: Sequence[Evaluation]) -> str | None:
-    """Return the metric among what a policy reads; None if there is none.
-
-    Raises:
-        TrainingError: no evaluation measures it, or there is more than one.
-    """
-    metrics = sorted(reads - {_LOSS, _NOISE})
-    measured = [f"{one.name}/{name}" for one in evaluations for name in ("loss", *one.metrics)]
-    if len(metrics) > 1:
-        raise TrainingError(
-            cannot(
-                f"follow {' and '.join(map(repr, metrics))} with the batch size",
-                why="a policy reads one metric",
-                instead=f"follow {metrics[0]!r} alone",
-            )
-        )
-    missing = next((name for name in metrics if name not in measured), None)
-    if missing is not None:
-        instead = (
-            f"write one of {', '.join(map(repr, measured))}" if measured else "pass evaluate=..."
-        )
-        raise TrainingError(
-            cannot(
-                f"follow {missing!r} with the batch size",
-                why="no evaluation measures it",
-                instead=instead,
-            )
-        )
-    return metrics[0] if metrics else None

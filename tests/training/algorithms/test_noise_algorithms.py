@@ -322,6 +322,13 @@ def test_ada_scale_multiplies_the_learning_rate_afresh_in_each_step() -> None:
     assert ada.gained == pytest.approx(sum(rates) / 0.1)
 
 
+def test_the_gain_is_no_part_of_the_base_of_another_run() -> None:
+    trainer = known(AdaScale(10))
+    trainer.fit()
+    other = known(model=trainer.model, optimizer=trainer.optimizer)
+    assert other.hyperparameters.base == {"lr": 0.1}
+
+
 def test_a_step_that_is_left_out_gains_nothing(problem: Make) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return nn.functional.mse_loss(model(batch[0]), batch[1]) * next(factors)

@@ -88,6 +88,10 @@ class AdaScale(Callback):
         if trainer.skipped_steps == self._left_out:
             self.gained += self.gain
 
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Take the gain out of the learning rates, so that none is mistaken for a base value."""
+        trainer.hyperparameters.apply(trainer.timer.timestamp)
+
     def log_values(self, trainer: Trainer) -> Mapping[str, float]:
         """Return the gain, and the sum of all."""
         del trainer
