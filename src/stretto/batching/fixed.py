@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn, TypeAlias, final
@@ -48,10 +49,12 @@ class Fixed(BatchSizePolicy):
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class Steps(BatchSizePolicy):
-    """A size from each of some times on, the first of them 0; text as Megatron writes it.
+    """A size from each of some times on, the first of them 0.
 
-    The times may be of different units: each is read on its own counter of the clock, so
-    batches mix with samples and epochs exactly.
+    Text is written as in Megatron's `--step-batch-size-schedule`, with units: spaces or commas
+    between the steps. Times of one unit may come in any order. Times of different units come in
+    ascending order: each is read on its own counter of the clock, so batches mix with samples and
+    epochs exactly.
 
     >>> Steps("0tok:768 250Btok:1536")
     Steps('0tok:768 250000000000tok:1536')
@@ -84,7 +87,7 @@ class Steps(BatchSizePolicy):
         return BoundStairs.on(horizon, times, sizes, what=f"the steps {str(self)!r}")
 
     def scaled(self, ratio: Number) -> Steps:
-        """Return the steps with their times stretched."""
+        """Return the steps with their times stretched, and rounded up to whole counts."""
         return Steps({stretched(time, ratio): size for time, size in self.steps})
 
     def times(self) -> tuple[Time, ...]:
@@ -100,7 +103,7 @@ class Steps(BatchSizePolicy):
 
 def _pairs(steps: object) -> list[tuple[Time, int]]:
     if isinstance(steps, str):
-        return [_step(text, steps) for text in steps.split()]
+        return [_step(text, steps) for text in steps.replace(",", " ").split()]
     if not isinstance(steps, Mapping):
         _refuse(steps, "they are neither text nor a mapping", "'0ep:32 2ep:64'")
     pairs = []
@@ -119,13 +122,28 @@ def _step(text: str, whole: str) -> tuple[Time, int]:
     # 18 digits are more samples than any run has, and bound the work on a hostile text.
     if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
         _refuse(whole, f"{shown(size)} is not a number of samples", "'0tok:768 250Btok:1536'")
-    # Megatron's own text counts samples from a bare 0; a time here always has a unit.
-    if time == "0":
-        _refuse(whole, "the 0 has no unit", f"'0sp:{size}' or '0tok:{size}'")
+    if _BARE.fullmatch(time):
+        # Megatron counts tokens, or samples where it has no sequence length.
+        tokens, samples = (_with_unit(whole, unit) for unit in ("tok", "sp"))
+        _refuse(whole, f"{shown(time)} has no unit", f"{tokens} for tokens or {samples} for samples")
     return Time(time), checked_size(int(digits))
 
 
+_BARE = re.compile(r"[0-9][0-9_]{0,30}(\.[0-9]{1,30})?[KMBTkbt]?")
+"""A threshold as Megatron writes it; but `5m` is five minutes."""
+
+
+def _with_unit(steps: str, unit: str) -> str:
+    """Write steps again with a unit for each threshold that has none."""
+    words = []
+    for text in steps.replace(",", " ").split():
+        time, _, size = text.rpartition(":")
+        words.append(f"{time.upper()}{unit}:{size}" if _BARE.fullmatch(time) else text)
+    return shown(" ".join(words))
+
+
 def _checked(pairs: list[tuple[Time, int]]) -> tuple[tuple[Time, int], ...]:
+    pairs = _sorted(pairs)
     shown = " ".join(f"{time}:{size}" for time, size in pairs)
     if not pairs:
         _refuse(shown, "there are none", "'0ep:32 2ep:64'")
@@ -136,6 +154,15 @@ def _checked(pairs: list[tuple[Time, int]]) -> tuple[tuple[Time, int], ...]:
         if after.amount <= 0 or (after.unit is before.unit and after <= before):
             _refuse(shown, f"'{after}' does not come after '{before}'", "them in ascending order")
     return tuple(pairs)
+
+
+def _sorted(pairs: list[tuple[Time, int]]) -> list[tuple[Time, int]]:
+    """Put steps in order: 0 first, then the others if they share a unit, else as they are."""
+    zeros = [pair for pair in pairs if pair[0].amount == 0]
+    others = [pair for pair in pairs if pair[0].amount != 0]
+    if len({time.unit for time, _ in others}) == 1:
+        others.sort(key=lambda pair: pair[0].amount)
+    return zeros + others
 
 
 def _refuse(steps: object, why: str, write: str) -> NoReturn:

@@ -220,6 +220,7 @@ class BatchSizePolicy(ABC):
     def scaled(self, ratio: Number) -> BatchSizePolicy:
         """Return the policy with every time that is not a fraction of the run stretched.
 
+        Batches, samples and tokens are rounded up to whole ones: half of 5ba is 3ba.
         One that has no times stays as it is; one that has times says how.
 
         Raises:

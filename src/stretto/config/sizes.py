@@ -60,7 +60,7 @@ def _step_time(text: str) -> str:
 StepsText: TypeAlias = Annotated[
     str, AfterValidator(_steps), Field(examples=["0tok:768 250Btok:1536"])
 ]
-"""Steps as Megatron writes them."""
+"""Steps as Megatron writes them, with units."""
 _StepTime: TypeAlias = Annotated[
     str, AfterValidator(_step_time), Field(json_schema_extra={"pattern": TIME_PATTERN})
 ]
