@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from stretto.batching import (
     IncreaseFunction,
     PeriodSizes,
     SizeFunction,
+    as_policy,
     awaits_maximum,
     with_maximum,
 )
@@ -188,3 +191,36 @@ def test_values() -> None:
     assert policies[1].scaled(3) == SizeFunction(growing, 4, every="3ep", planned=False)
     assert [policy.times() for policy in policies] == [(), (Time("1ep"),), ()]
     assert policies[2].scaled(3) == policies[2]
+
+
+def _rfc(epoch: int, current_batch_size: int) -> int:
+    return 8 if epoch in (1, 2) else 0
+
+
+class _Grower:
+    def grow(self, epoch: int, size: int) -> int:
+        return size
+
+
+@pytest.mark.parametrize(
+    "function",
+    [_rfc, lambda epoch, current: 8, partial(_rfc), _Grower().grow],
+    ids=["function", "lambda", "partial", "method"],
+)
+@pytest.mark.parametrize("make", [as_policy, SizeFunction], ids=["bare", "SizeFunction"])
+def test_a_function_of_an_epoch_and_a_size_is_recognised_as_one_of_increments(
+    make: Any, function: Any
+) -> None:
+    with pytest.raises(BatchSizeError, match=r"write IncreaseFunction\(.*, start=32, max_batch"):
+        make(function)
+
+
+@pytest.mark.parametrize("function", [max, lambda *_: 8, lambda now, current: 8], ids=repr)
+def test_any_other_function_is_asked_for_sizes(function: Any) -> None:
+    assert as_policy(function) == SizeFunction(function)
+
+
+def test_an_increment_returned_for_a_size_is_refused_with_what_increments_are_for() -> None:
+    bound = as_policy(lambda e, b: 0).bind(Horizon("1ep"))
+    with pytest.raises(BatchSizeError, match=r"use 0 as .* if it returns increments, write Incr"):
+        bound.decide(Timestamp(), bound.start(), NO_SIGNALS)

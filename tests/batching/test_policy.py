@@ -1,15 +1,38 @@
 from __future__ import annotations
 
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
 from stretto.batching import (
     NO_SIGNALS,
+    AtLeast,
+    AtMost,
+    DoublingRamp,
     Fixed,
     Hold,
     IncreaseFunction,
+    LinearRamp,
     Monotone,
+    MultipleOf,
+    NoiseScale,
+    NormTest,
     PeriodSizes,
+    Plateau,
+    Seesaw,
+    SizeFunction,
+    StagedRamp,
     Steps,
+    as_policy,
     checked_size,
+    rampup,
+    split,
 )
+from stretto.errors import BatchSizeError
+from stretto.ordering import SampleOrder
+from stretto.schedules import Cosine
 from stretto.timing import Horizon, Timestamp
 
 HORIZON = Horizon("10ep", dataset_num_samples=10)
@@ -64,3 +87,48 @@ def test_a_lower_maximum_holds_for_a_saved_size() -> None:
     bound = IncreaseFunction(lambda epoch, size: 1, 8, 16).bind(HORIZON)
     size, state = bound.decide(Timestamp(epoch=2), {"size": 20, "epochs_asked": 3}, NO_SIGNALS)
     assert (size, state["size"]) == (16, 16)
+
+
+def _np(size: int) -> Any:
+    return np.int64(size)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: as_policy(n(8)),
+        lambda n: Steps({"0ep": n(8)}),
+        lambda n: LinearRamp(n(8), n(24), "1ep", increment=n(8)),
+        lambda n: DoublingRamp(n(8), n(16), "1ep"),
+        lambda n: StagedRamp([n(8), n(16)], "1ep"),
+        lambda n: rampup(n(16), "1ep", world_size=n(2), micro_batch_size=n(4)),
+        lambda n: SizeFunction(lambda now, size: n(8), n(8)),
+        lambda n: IncreaseFunction(lambda epoch, size: n(4), n(4), n(8)),
+        lambda n: AtMost(AtLeast(MultipleOf(Fixed(n(9)), n(8)), n(8)), n(16)),
+        lambda n: NoiseScale(n(8), n(16), minimum=n(8), window=n(20)),
+        lambda n: NormTest(n(8), n(16), eta=0.5, window=n(20)),
+        lambda n: Plateau("validation/loss", start=n(8), maximum=n(16), patience=n(1)),
+        lambda n: Seesaw(Cosine(), n(8), maximum=n(16), multiple_of=n(8)).policy,
+    ],
+)
+def test_integers_of_numpy_are_integers(make: Any) -> None:
+    """And nothing of NumPy's is left, which JSON could not keep."""
+    horizon = Horizon("2ep", dataset_num_samples=100)
+    bound = make(_np).bind(horizon)
+    size, state = bound.decide(Timestamp(), bound.start(), NO_SIGNALS)
+    assert (size, type(size)) == (8, int)
+    assert json.loads(json.dumps(state)) == state
+    assert repr(make(_np)).split(" at ")[0] == repr(make(int)).split(" at ")[0]
+
+
+def test_other_integers_that_count_samples_may_be_of_numpy_too() -> None:
+    shared = split(_np(13), _np(2), _np(4), start=_np(1))
+    assert (shared.shares, shared.accumulation) == ((6, 7), 2)
+    assert SampleOrder(_np(10), _np(3)) == SampleOrder(10, 3)
+    assert type(SampleOrder(_np(10), _np(3)).seed) is int
+
+
+@pytest.mark.parametrize("size", [np.float64(8), np.bool_(True), np.array([8])], ids=repr)
+def test_nothing_else_of_numpy_is_a_size(size: Any) -> None:
+    with pytest.raises(BatchSizeError, match="not an integer of at least 1"):
+        as_policy(size)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -534,3 +536,16 @@ def test_sizes_that_follow_what_no_step_brings_are_told() -> None:
     brought.finish(next(brought), signals=Signals(noise_numerator=1.0, noise_denominator=1.0))
     for _ in brought:
         pass  # a warning would be an error
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_takes_integers_of_numpy(num_workers: int) -> None:
+    count = np.int64
+    spec = DataSpec(list(range(10)), num_samples=count(10), tokens_per_sample=count(3))
+    loader = StepLoader(
+        spec, count(4), max_duration="1ep", micro_batch_size=count(2), seed=count(2**40),
+        rank=count(0), world_size=count(1), num_workers=count(num_workers), chunk_size=count(4),
+    )  # fmt: skip
+    seen = sorted(value for step in loader for micro in step for value in micro.batch.tolist())
+    assert seen == list(range(10))
+    assert json.loads(json.dumps(loader.state_dict()))["clock"]["token"] == 30

@@ -9,6 +9,7 @@ from statistics import NormalDist
 from typing import Any, NamedTuple, TypeGuard, final
 
 from stretto.errors import BatchSizeError, cannot, shown
+from stretto.timing.number import whole
 
 LARGEST = 1e100
 """Values beyond it are taken for broken: their squares would come near the end of what a float
@@ -223,7 +224,8 @@ def checked_window(window: object) -> int:
     Raises:
         BatchSizeError: it is not an integer from 2 to a billion.
     """
-    if type(window) is not int or not 2 <= window <= _LONGEST:
+    steps = whole(window)
+    if steps is None or not 2 <= steps <= _LONGEST:
         raise BatchSizeError(
             cannot(
                 f"average over {shown(window)} steps",
@@ -231,7 +233,7 @@ def checked_window(window: object) -> int:
                 instead="write a number of steps such as window=100",
             )
         )
-    return window
+    return steps
 
 
 def checked_confidence(confidence: object) -> float:

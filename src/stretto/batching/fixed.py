@@ -124,8 +124,8 @@ def _step(text: str, whole: str) -> tuple[Time, int]:
         _refuse(whole, f"{shown(size)} is not a number of samples", "'0tok:768 250Btok:1536'")
     if _BARE.fullmatch(time):
         # Megatron counts tokens, or samples where it has no sequence length.
-        tokens, samples = (_with_unit(whole, unit) for unit in ("tok", "sp"))
-        _refuse(whole, f"{shown(time)} has no unit", f"{tokens} for tokens or {samples} for samples")
+        write = f"{_with_unit(whole, 'tok')} for tokens or {_with_unit(whole, 'sp')} for samples"
+        _refuse(whole, f"{shown(time)} has no unit", write)
     return Time(time), checked_size(int(digits))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias, cast, final
@@ -47,8 +48,9 @@ class SizeFunction(BatchSizePolicy):
             tokens where each sample has equally many), so that they are known before the run.
 
     Raises:
-        BatchSizeError: `function` cannot be called, `start` is not an integer of at least 1, or
-            `every` has no length.
+        BatchSizeError: `function` cannot be called, or its first parameter is `epoch`, as that of
+            an `IncreaseFunction`; `start` is not an integer of at least 1; or `every` has no
+            length.
     """
 
     function: SizeCallable
@@ -65,6 +67,7 @@ class SizeFunction(BatchSizePolicy):
         planned: bool = True,
     ) -> None:
         check_callable(function, "(timestamp, current) -> size")
+        _check_no_increments(function)
         interval = None if every is None else Time(every)
         if interval is not None and interval.amount <= 0:
             raise BatchSizeError(
@@ -194,7 +197,32 @@ class BoundPeriodicFunction(BoundPolicy):
 def asked(function: SizeCallable, timestamp: Timestamp, state: PolicyState) -> int:
     """Return the size that `function` gives, checked."""
     size = function(timestamp, cast("int | None", state["size"]))
-    return checked_size(size, f"the batch size that {name_of(function)} returned")
+    return checked_size(
+        size,
+        f"the batch size that {name_of(function)} returned",
+        instead=f"return a size such as 128; if it returns increments, write {_increase(function)}",
+    )
+
+
+def _check_no_increments(function: SizeCallable) -> None:
+    """Refuse a function whose parameters say that it returns increments."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a function in C need not say
+        return
+    if names[:1] == ["epoch"]:
+        raise BatchSizeError(
+            cannot(
+                f"ask {name_of(function)}({', '.join(names)}) for a batch size",
+                why="a function that begins with 'epoch' returns an increment; one that returns "
+                "a size takes (timestamp, current)",
+                instead=f"write {_increase(function)}",
+            )
+        )
+
+
+def _increase(function: SizeCallable) -> str:
+    return f"IncreaseFunction({name_of(function)}, start=32, max_batch_size=256)"
 
 
 def check_callable(function: object, form: str) -> None:

@@ -17,6 +17,7 @@ from stretto.batching.policy import (
 )
 from stretto.errors import BatchSizeError, cannot, shown
 from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
+from stretto.timing.number import whole
 
 IncreaseCallable: TypeAlias = Callable[[int, int], int | None]
 """`(epoch, current_batch_size) -> increment`; 0 or None for no increase."""
@@ -139,7 +140,8 @@ class BoundIncrease(BoundPolicy):
         increment = self.policy.function(epoch, size)
         if increment is None:
             return size
-        if type(increment) is not int or increment < 0:
+        added = whole(increment)
+        if added is None or added < 0:
             raise BatchSizeError(
                 cannot(
                     f"increase the batch size of {size} by {shown(increment)}",
@@ -148,7 +150,7 @@ class BoundIncrease(BoundPolicy):
                     where=f"{name_of(self.policy.function)}({epoch}, {size})",
                 )
             )
-        return size + increment if size + increment <= self.max_batch_size else size
+        return size + added if size + added <= self.max_batch_size else size
 
 
 def awaits_maximum(policy: BatchSizePolicy) -> bool:

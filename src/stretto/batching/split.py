@@ -7,6 +7,7 @@ from typing import final
 
 from stretto.batching.policy import checked_size, checked_world_size
 from stretto.errors import BatchSizeError, cannot, shown
+from stretto.timing.number import whole
 
 
 @final
@@ -90,7 +91,8 @@ def split(
     world_size = checked_world_size(world_size)
     if micro_batch_size is not None:
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
-    if type(start) is not int or start < 0:
+    position = whole(start)
+    if position is None or position < 0:
         raise BatchSizeError(
             cannot(
                 f"start a batch at position {shown(start)}",
@@ -101,7 +103,7 @@ def split(
     unit = even_unit(world_size, micro_batch_size)
     if even and size % unit:
         raise not_even(size, world_size, micro_batch_size)
-    return Split(size, world_size, micro_batch_size, start)
+    return Split(size, world_size, micro_batch_size, position)
 
 
 def even_unit(world_size: int, micro_batch_size: int | None) -> int:

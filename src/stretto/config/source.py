@@ -76,6 +76,10 @@ _WORDS = (
     (r"\bdataset_(num_samples|num_tokens)\b", r"data.\1"),
     (r"\bpass tokens_per_sample\b", "pass data.tokens_per_sample"),
     (r"\bpass (?=data\.)", "state "),
+    (
+        r"\bIncreaseFunction\(.*?, start=(\d+), max_batch_size=(\d+)\)",
+        r"increase: {target: ...} with start: \1 and max_batch_size: \2",
+    ),
     (r"\bAtMost\(policy, (\d+)\)", r"at_most: \1"),
     (r"\bAtLeast\(policy, (\d+)\)", r"at_least: \1"),
     (r"\bMultipleOf\(policy, (\d+)\)", r"multiple_of: \1"),

@@ -13,6 +13,7 @@ from stretto.data.feed import Part
 from stretto.errors import DataError, cannot
 from stretto.planning import PlannedSizes, check_least, plan
 from stretto.timing import Horizon, Timestamp
+from stretto.timing.number import whole
 
 
 def part_of(rank: int | None, world_size: int | None, micro_batch_size: int | None) -> Part:
@@ -38,7 +39,8 @@ def part_of(rank: int | None, world_size: int | None, micro_batch_size: int | No
         started = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
     world_size = checked_size(world_size, "a world size")
-    if type(rank) is not int or not 0 <= rank < world_size:
+    number = whole(rank)
+    if number is None or not 0 <= number < world_size:
         raise DataError(
             cannot(
                 f"read the part of rank {rank!r} of {world_size}",
@@ -48,7 +50,7 @@ def part_of(rank: int | None, world_size: int | None, micro_batch_size: int | No
         )
     if micro_batch_size is not None:
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
-    return Part(rank, world_size, micro_batch_size)
+    return Part(number, world_size, micro_batch_size)
 
 
 def check_shares(

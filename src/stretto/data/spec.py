@@ -19,6 +19,7 @@ from stretto.data.containers import count_samples, take_samples
 from stretto.data.step import MicroBatch
 from stretto.data.tokens import count_tokens, longest_sequence
 from stretto.errors import DataError, cannot, shown
+from stretto.timing.number import whole
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 """Makes a batch of a list of samples."""
@@ -72,7 +73,10 @@ class DataSpec:
     def __post_init__(self) -> None:
         for name in ("num_samples", "num_tokens", "tokens_per_sample"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
+            if value is None:
+                continue
+            number = whole(value)
+            if number is None or number < 1:
                 raise DataError(
                     cannot(
                         f"use {name}={shown(value)}",
@@ -80,6 +84,7 @@ class DataSpec:
                         instead="write how many there are, or leave it out",
                     )
                 )
+            object.__setattr__(self, name, number)
         _check_kind(self.data)
         _check_length(self)
 
@@ -183,8 +188,8 @@ class DataSpec:
 
     def _own(self, name: str) -> int | None:
         data = self.data.dataset if isinstance(self.data, DataLoader) else self.data
-        value = getattr(data, name, None)
-        return value if type(value) is int and value > 0 else None
+        value = whole(getattr(data, name, None))
+        return value if value and value > 0 else None
 
 
 def _packed(num_samples: int, rows: int) -> DataError:

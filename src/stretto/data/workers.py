@@ -19,6 +19,7 @@ from stretto.data.fetch import Fetch
 from stretto.data.randomness import sample_seed, seed_generators
 from stretto.data.spec import Collate, DataSpec
 from stretto.errors import DataError, cannot, shown
+from stretto.timing.number import whole
 
 Element: TypeAlias = tuple[int, list[int]]
 """What a worker fetches at once: the place in the rank's stream where it begins, and indices."""
@@ -250,7 +251,8 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _check_count(name: str, value: int | None, *, least: int) -> None:
-    if value is not None and (type(value) is not int or value < least):
+    number = least if value is None else whole(value)
+    if number is None or number < least:
         raise DataError(
             cannot(
                 f"use {name}={shown(value)}",

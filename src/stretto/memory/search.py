@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, final
 
 from stretto.errors import FitError, cannot, shown
+from stretto.timing.number import whole
 
 Method = Literal["bisect", "halve"]
 
@@ -62,7 +63,8 @@ class Sizes:
     def __post_init__(self) -> None:
         for name in ("minimum", "maximum", "multiple_of"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
+            number = whole(value)
+            if number is None or number < 1:
                 raise FitError(
                     cannot(
                         f"look for a batch size with {name}={shown(value)}",
@@ -70,6 +72,7 @@ class Sizes:
                         instead="write a positive number of samples",
                     )
                 )
+            object.__setattr__(self, name, number)
         if self.power_of_two and self.multiple_of & (self.multiple_of - 1):
             raise FitError(
                 cannot(

@@ -7,6 +7,7 @@ from typing import final
 
 from stretto.errors import DataError, cannot, shown
 from stretto.ordering.permutation import network, permuted
+from stretto.timing.number import whole
 
 _MOST_SAMPLES = 2**62
 
@@ -38,7 +39,8 @@ class SampleOrder:
     """Whether epochs are permuted; else each runs from the first sample to the last."""
 
     def __post_init__(self) -> None:
-        if type(self.num_samples) is not int or not 1 <= self.num_samples <= _MOST_SAMPLES:
+        num_samples, seed = whole(self.num_samples), whole(self.seed)
+        if num_samples is None or not 1 <= num_samples <= _MOST_SAMPLES:
             raise DataError(
                 cannot(
                     f"put {shown(self.num_samples)} samples in order",
@@ -46,7 +48,7 @@ class SampleOrder:
                     instead="pass the number of samples in the data set, such as 50000",
                 )
             )
-        if type(self.seed) is not int:
+        if seed is None:
             raise DataError(
                 cannot(
                     f"shuffle with seed {shown(self.seed)}",
@@ -54,6 +56,8 @@ class SampleOrder:
                     instead="write a number such as 7",
                 )
             )
+        object.__setattr__(self, "num_samples", num_samples)
+        object.__setattr__(self, "seed", seed)
 
     def __getitem__(self, position: int) -> int:
         """Return the index of the sample at `position` of the run, counted from 0."""

@@ -13,6 +13,7 @@ from stretto.data import DataSpec
 from stretto.data.spec import is_one_shot
 from stretto.errors import TrainingError, cannot, shown
 from stretto.timing import LastBatch, TimeLike, Trigger, parse_trigger
+from stretto.timing.number import whole
 from stretto.training.loggers import MetricLogger
 
 LossFunction: TypeAlias = Callable[[nn.Module, Any], Tensor]
@@ -98,7 +99,7 @@ class Stepping:
         _one_of("non_finite", self.non_finite, ("stop", "skip", "ignore"))
         _one_of("noise_from", self.noise_from, ("micro_batches", "norm_layers"))
         steps: object = self.measure_noise
-        if steps not in ("auto", None) and (type(steps) is not int or steps < 1):
+        if steps not in ("auto", None) and (whole(steps) or 0) < 1:
             raise TrainingError(
                 cannot(
                     f"measure the noise of the gradient in one of {shown(steps)} steps",
@@ -196,7 +197,7 @@ class Checkpointing:
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, ("min", "max"))
-        if type(self.keep) is not int or self.keep < 1:
+        if (whole(self.keep) or 0) < 1:
             raise TrainingError(
                 cannot(
                     f"keep {self.keep!r} checkpoints",
