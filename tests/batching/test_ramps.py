@@ -11,10 +11,12 @@ from stretto.batching import (
     BatchSizePolicy,
     DoublingRamp,
     LinearRamp,
+    MultipleOf,
     StagedRamp,
     rampup,
 )
 from stretto.errors import BatchSizeError, ConversionError, TimeError
+from stretto.planning import plan
 from stretto.timing import Horizon, Time, Timestamp
 
 sizes = st.integers(1, 300)
@@ -196,3 +198,67 @@ def test_wrong_ramps_are_refused(make: object, match: str) -> None:
 def test_a_length_that_is_no_time_is_refused() -> None:
     with pytest.raises(TimeError, match="3epoch"):
         LinearRamp(8, 16, "3epoch")
+
+
+def modernbert(start: int, end: int, tokens: int) -> list[int]:
+    """The thresholds of ModernBERT's `BatchSizeWarmupScheduler`, exact: size `start + i` ends at i."""
+    whole, before, thresholds = sum(range(start, end)), 0, []
+    for size in range(start, end):
+        before += size
+        thresholds.append(-(-tokens * before // whole))
+    return thresholds
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5000), st.integers(0, 5500))
+def test_a_ramp_of_equal_batches_is_modernberts(start: int, more: int, over: int, now: int) -> None:
+    ramp = LinearRamp(start, start + more, Time(over, "tok"), equal="batches")
+    thresholds = modernbert(start, start + more, over)
+    bound = ramp.bind(Horizon("1ep"))
+    got = bound.decide(Timestamp(token=now), bound.start(), NO_SIGNALS)[0]
+    expected = next((start + i for i, end in enumerate(thresholds) if now < end), start + more)
+    assert got == expected
+    stages = StagedRamp(range(start, start + more + 1), Time(over, "tok"), equal="batches")
+    assert size_at(stages, Horizon("1ep"), Timestamp(token=now)) == expected
+    hold = bound.holds_until(Timestamp(token=now), {})
+    assert hold is not None
+    later = [end for end in thresholds if end > now]
+    assert [tick for _, tick in hold.limits] == later[:1]
+
+
+def test_each_size_of_a_ramp_of_equal_batches_has_equally_many_of_them() -> None:
+    horizon = Horizon("100Ktok", dataset_num_samples=10**6, tokens_per_sample=10)
+    for ramp in (
+        LinearRamp(8, 40, "80Ktok", increment=8, equal="batches"),
+        DoublingRamp(8, 64, "56Ktok", equal="batches"),
+        StagedRamp([10, 20, 50, 60], "80Ktok", equal="batches"),
+        DoublingRamp(8, 64, "300ba", equal="batches"),
+    ):
+        *stages, _ = plan(horizon, ramp).stages
+        assert len({stage.batches for stage in stages}) == 1, ramp
+        assert eval(repr(ramp)) == ramp
+        assert "equal='batches'" in repr(ramp)
+        assert ramp.scaled(2) != ramp
+        assert repr(ramp.scaled(2)).endswith("equal='batches')")
+    assert "equal" not in repr(DoublingRamp(8, 64, "1ep"))
+
+
+def test_equal_batches_of_what_is_not_known_are_refused() -> None:
+    with pytest.raises(BatchSizeError, match="how long a batch takes is not known"):
+        DoublingRamp(8, 64, "1h", equal="batches").bind(Horizon("1ep"))
+    with pytest.raises(BatchSizeError, match="how long a batch takes is not known"):
+        LinearRamp(8, 64, "10%", equal="batches").bind(Horizon("1h"))
+    with pytest.raises(ConversionError, match="part of an epoch"):
+        DoublingRamp(8, 32, "2ep", equal="batches").bind(Horizon("4ep"))
+    assert DoublingRamp(8, 32, "3ep", equal="batches").bind(Horizon("4ep")).bounds == (8, 32)
+    with pytest.raises(BatchSizeError, match="write equal='time' or equal='batches'"):
+        StagedRamp([8, 16], "1ep", equal="steps")  # type: ignore[arg-type]
+
+
+def test_a_ramp_without_stages_says_so() -> None:
+    horizon = Horizon("2ep", dataset_num_samples=1000)
+    none_left = rampup(64, "50%", world_size=4, micro_batch_size=16)
+    for policy in (none_left, LinearRamp(64, 64, "1ep"), MultipleOf(none_left, 8)):
+        assert (
+            "no stages left: it starts at its end, 64 samples" in plan(horizon, policy).warnings[0]
+        )
+    assert plan(horizon, rampup(64, "50%", world_size=2, micro_batch_size=16)).warnings == ()

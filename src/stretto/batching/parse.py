@@ -25,9 +25,9 @@ PolicyLike: TypeAlias = (
 """What is accepted as a batch size policy at the edges."""
 
 _RAMPS: dict[str, tuple[Callable[..., BatchSizePolicy], tuple[str, ...], tuple[str, ...]]] = {
-    "linear": (LinearRamp, ("start", "end", "over"), ("increment",)),
-    "double": (DoublingRamp, ("start", "end", "over"), ()),
-    "stages": (StagedRamp, ("sizes", "over"), ()),
+    "linear": (LinearRamp, ("start", "end", "over"), ("increment", "equal")),
+    "double": (DoublingRamp, ("start", "end", "over"), ("equal",)),
+    "stages": (StagedRamp, ("sizes", "over"), ("equal",)),
 }
 # The word is also the name of what is written behind it.
 _FOLLOWING: dict[str, tuple[Callable[..., BatchSizePolicy], str, tuple[str, ...]]] = {
@@ -53,7 +53,7 @@ def as_policy(value: object) -> BatchSizePolicy:
     A number is a size for the whole run; text is steps, or a number; a mapping from times is
     steps; a function `(timestamp, current) -> size` is asked before every batch. A mapping with
     keywords has one of `ramp` (`linear`, `double` or `stages`, with `start`, `end`, `sizes`,
-    `over`, `increment`), `steps`, `size`, `periods` (each with a `duration`), or one that follows
+    `over`, `increment`, `equal`), `steps`, `size`, `periods` (each with a `duration`), or one that follows
     what is measured, with `start` and `maximum`: `noise_scale` (its `c`), `norm_test` (its `eta`)
     or `plateau` (a metric). It may have `power_of_two` (`down` or `up`), `multiple_of`,
     `hysteresis` (a ratio), `monotone: true`, `at_least` and `at_most`, which apply in this order.

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import final
 
+from stretto.batching.bound_ramps import Equal, bound_line, bound_stairs
 from stretto.batching.fixed import Fixed
 from stretto.batching.policy import (
     BatchSizePolicy,
     BoundPolicy,
-    Hold,
-    TimedPolicy,
     checked_size,
     checked_world_size,
     stretched,
 )
-from stretto.batching.staircase import BoundAlignedStairs, BoundStairs, line
 from stretto.errors import BatchSizeError, cannot, shown
-from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
+from stretto.timing import Horizon, Time, TimeLike
 from stretto.timing.time import Number
 
 
@@ -31,8 +28,11 @@ class LinearRamp(BatchSizePolicy):
     """Grows in equal increments, each held equally long: `start` at 0, `end` from `over` on.
 
     At time t the size is `start + increment * floor(k * t / over)`, k increments in all. With an
-    increment of 1 it is a straight line; a larger one is what Megatron's `--rampup-batch-size
-    <start> <increment> <samples>` does.
+    increment of 1 it is a straight line; a larger one is what `--rampup-batch-size <start>
+    <increment> <samples>` did in Megatron, which ignores it since Megatron-LM pull request 4411.
+
+    With `equal="batches"` each size is held for equally many batches, so size `b` for a part of `over`
+    that is proportional to `b`: `BatchSizeWarmupScheduler` of ModernBERT, with an increment of 1.
 
     >>> LinearRamp(32, 256, "10%", increment=32)
     LinearRamp(start=32, end=256, over=Time('0.1dur'), increment=32)
@@ -42,19 +42,24 @@ class LinearRamp(BatchSizePolicy):
         end: the size from `over` on, at least `start`.
         over: how long the ramp is, from the start of the run, in any unit.
         increment: by how much the size grows at once.
+        equal: what each size gets equally much of: `time`, in the unit of `over`, or `batches`.
 
     Raises:
         BatchSizeError: a size is not an integer of at least 1, the end is below the start or not
-            a whole number of increments above it, or the ramp has no length.
+            a whole number of increments above it, the ramp has no length, or `equal` is neither.
     """
 
     start: int
     end: int
     over: Time
     increment: int
+    equal: Equal
 
-    def __init__(self, start: int, end: int, over: TimeLike, *, increment: int = 1) -> None:
+    def __init__(
+        self, start: int, end: int, over: TimeLike, *, increment: int = 1, equal: Equal = "time"
+    ) -> None:
         fields = {
+            "equal": _checked_equal(equal),
             "start": checked_size(start),
             "end": checked_size(end),
             "over": _length(Time(over)),
@@ -78,18 +83,26 @@ class LinearRamp(BatchSizePolicy):
         count = (self.end - self.start) // self.increment
         if count == 0:
             return Fixed(self.start).bind(horizon)
-        axis, ticks = _ticks(horizon, self.over, count)
-        above, below = ticks.numerator, ticks.denominator
-        return BoundLine(axis, self.start, self.increment, count, above, below)
+        return bound_line(
+            horizon, self.start, self.increment, count, over=self.over, equal=self.equal
+        )
 
     def scaled(self, ratio: Number) -> LinearRamp:
         """Return the ramp with its length stretched."""
         over = stretched(self.over, ratio)
-        return LinearRamp(self.start, self.end, over, increment=self.increment)
+        return LinearRamp(self.start, self.end, over, increment=self.increment, equal=self.equal)
 
     def times(self) -> tuple[Time, ...]:
         """Return the length of the ramp."""
         return (self.over,)
+
+    def cautions(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
+        """Return a line if the ramp has no stages."""
+        del horizon, largest
+        return _no_stages(self.start, self.end)
+
+    def __repr__(self) -> str:
+        return _shown(self)
 
 
 @final
@@ -107,17 +120,20 @@ class DoublingRamp(BatchSizePolicy):
         start: the size of the first batch.
         end: the size from `over` on, at least `start`.
         over: how long the ramp is, from the start of the run, in any unit.
+        equal: what each size gets equally much of: `time`, in the unit of `over`, or `batches`.
 
     Raises:
-        BatchSizeError: a size is not an integer of at least 1, the end is below the start, or the
-            ramp has no length.
+        BatchSizeError: a size is not an integer of at least 1, the end is below the start, the
+            ramp has no length, or `equal` is neither.
     """
 
     start: int
     end: int
     over: Time
+    equal: Equal
 
-    def __init__(self, start: int, end: int, over: TimeLike) -> None:
+    def __init__(self, start: int, end: int, over: TimeLike, *, equal: Equal = "time") -> None:
+        object.__setattr__(self, "equal", _checked_equal(equal))
         object.__setattr__(self, "start", checked_size(start))
         object.__setattr__(self, "end", checked_size(end))
         object.__setattr__(self, "over", _length(Time(over)))
@@ -133,15 +149,23 @@ class DoublingRamp(BatchSizePolicy):
 
     def bind(self, horizon: Horizon) -> BoundPolicy:
         """Resolve the length of the ramp for one run."""
-        return _stairs(horizon, self.sizes, self.over)
+        return bound_stairs(horizon, self.sizes, over=self.over, equal=self.equal)
 
     def scaled(self, ratio: Number) -> DoublingRamp:
         """Return the ramp with its length stretched."""
-        return DoublingRamp(self.start, self.end, stretched(self.over, ratio))
+        return DoublingRamp(self.start, self.end, stretched(self.over, ratio), equal=self.equal)
 
     def times(self) -> tuple[Time, ...]:
         """Return the length of the ramp."""
         return (self.over,)
+
+    def cautions(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
+        """Return a line if the ramp has no stages."""
+        del horizon, largest
+        return _no_stages(self.start, self.end)
+
+    def __repr__(self) -> str:
+        return _shown(self)
 
 
 @final
@@ -155,16 +179,19 @@ class StagedRamp(BatchSizePolicy):
     Args:
         sizes: two or more sizes in ascending order.
         over: how long the ramp is, from the start of the run, in any unit.
+        equal: what each size gets equally much of: `time`, in the unit of `over`, or `batches`.
 
     Raises:
-        BatchSizeError: the sizes are not integers of at least 1 in ascending order, or the ramp
-            has no length.
+        BatchSizeError: the sizes are not integers of at least 1 in ascending order, the ramp has
+            no length, or `equal` is neither.
     """
 
     sizes: tuple[int, ...]
     over: Time
+    equal: Equal
 
-    def __init__(self, sizes: Sequence[int], over: TimeLike) -> None:
+    def __init__(self, sizes: Sequence[int], over: TimeLike, *, equal: Equal = "time") -> None:
+        object.__setattr__(self, "equal", _checked_equal(equal))
         checked = tuple(checked_size(size) for size in sizes)
         ascending = all(a < b for a, b in itertools.pairwise(checked))
         if len(checked) < 2 or not ascending:
@@ -181,15 +208,18 @@ class StagedRamp(BatchSizePolicy):
 
     def bind(self, horizon: Horizon) -> BoundPolicy:
         """Resolve the length of the ramp for one run."""
-        return _stairs(horizon, self.sizes, self.over)
+        return bound_stairs(horizon, self.sizes, over=self.over, equal=self.equal)
 
     def scaled(self, ratio: Number) -> StagedRamp:
         """Return the ramp with its length stretched."""
-        return StagedRamp(self.sizes, stretched(self.over, ratio))
+        return StagedRamp(self.sizes, stretched(self.over, ratio), equal=self.equal)
 
     def times(self) -> tuple[Time, ...]:
         """Return the length of the ramp."""
         return (self.over,)
+
+    def __repr__(self) -> str:
+        return _shown(self)
 
 
 def rampup(
@@ -235,62 +265,30 @@ def rampup(
     return DoublingRamp(initial, final, over)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class BoundLine(TimedPolicy):
-    """A linear ramp on one counter: `count` increments over `above / below` ticks."""
-
-    axis: Axis
-    start_size: int
-    increment: int
-    count: int
-    above: int
-    below: int
-
-    @property
-    def units(self) -> frozenset[TimeUnit]:
-        """The unit of the counter."""
-        return frozenset({self.axis.unit})
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """The start and the end."""
-        return self.start_size, self.start_size + self.increment * self.count
-
-    def size_at(self, timestamp: Timestamp) -> int:
-        """Return the size on the line, rounded down to an increment."""
-        return self.start_size + self.increment * self._level(timestamp)
-
-    def holds_until(self, timestamp: Timestamp, state: object) -> Hold:
-        """Return a hold until the next increment."""
-        del state
-        level = self._level(timestamp)
-        if level == self.count:
-            return Hold()
-        return Hold(((self.axis, -(-self.above * (level + 1) // (self.below * self.count))),))
-
-    def _level(self, timestamp: Timestamp) -> int:
-        passed = self.count * self.axis.read(timestamp) * self.below
-        return min(self.count, passed // self.above)
+def _checked_equal(equal: object) -> str:
+    if equal not in ("time", "batches"):
+        raise BatchSizeError(
+            cannot(
+                f"hold each size of a ramp for equal {shown(equal)}",
+                why="there is no such choice",
+                instead="write equal='time' or equal='batches'",
+            )
+        )
+    return str(equal)
 
 
-def _stairs(horizon: Horizon, sizes: tuple[int, ...], over: Time) -> BoundPolicy:
-    count = len(sizes) - 1
-    if count == 0:
-        return BoundStairs((), sizes)
-    axis, ticks = _ticks(horizon, over, count)
-    edges = tuple(math.ceil(ticks * number / count) for number in range(1, count + 1))
-    return BoundAlignedStairs(axis, edges, sizes)
+def _shown(ramp: LinearRamp | DoublingRamp | StagedRamp) -> str:
+    """A ramp as it is written; `equal` only where it is not what it is by default."""
+    values = {field.name: getattr(ramp, field.name) for field in dataclasses.fields(ramp)}
+    if ramp.equal == "time":
+        del values["equal"]
+    return f"{type(ramp).__name__}({', '.join(f'{name}={values[name]!r}' for name in values)})"
 
 
-def _ticks(horizon: Horizon, over: Time, count: int) -> tuple[Axis, Fraction]:
-    """The counter that a ramp of `count` equal parts is read on, and how long the ramp is."""
-    axis = line(horizon, horizon.axis(over.unit))
-    ticks = horizon.ticks(over, axis)
-    if axis.unit is TimeUnit.EPOCH and (ticks / count).denominator != 1:
-        # Refused there, with the missing fact: a part of an epoch of unknown length.
-        horizon.ticks(Time(ticks / count, TimeUnit.EPOCH), axis)
-    return axis, ticks
+def _no_stages(start: int, end: int) -> tuple[str, ...]:
+    if start < end:
+        return ()
+    return (f"the batch size ramp has no stages left: it starts at its end, {end:,} samples",)
 
 
 def _length(over: Time) -> Time:

@@ -42,6 +42,10 @@ class Wrapper(BatchSizePolicy):
         """Return the times of the policy inside."""
         return self.policy.times()
 
+    def cautions(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
+        """Return what the policy inside says."""
+        return self.policy.cautions(horizon, largest)
+
 
 @dataclass(frozen=True, slots=True)
 class SizeMap(Wrapper):
