@@ -201,7 +201,7 @@ def test_a_length_that_is_no_time_is_refused() -> None:
 
 
 def modernbert(start: int, end: int, tokens: int) -> list[int]:
-    """The thresholds of ModernBERT's `BatchSizeWarmupScheduler`, exact: size `start + i` ends at i."""
+    """Where each size of ModernBERT's `BatchSizeWarmupScheduler` ends, in exact arithmetic."""
     whole, before, thresholds = sum(range(start, end)), 0, []
     for size in range(start, end):
         before += size
@@ -258,7 +258,6 @@ def test_a_ramp_without_stages_says_so() -> None:
     horizon = Horizon("2ep", dataset_num_samples=1000)
     none_left = rampup(64, "50%", world_size=4, micro_batch_size=16)
     for policy in (none_left, LinearRamp(64, 64, "1ep"), MultipleOf(none_left, 8)):
-        assert (
-            "no stages left: it starts at its end, 64 samples" in plan(horizon, policy).warnings[0]
-        )
+        (warning,) = plan(horizon, policy).warnings
+        assert "no stages left: it starts at its end, 64 samples" in warning
     assert plan(horizon, rampup(64, "50%", world_size=2, micro_batch_size=16)).warnings == ()

@@ -61,6 +61,18 @@ def policy(value: Any, building: Building | None = None) -> BatchSizePolicy:
             StagedRamp([8, 24, 64], "1Mtok"),
         ),
         (
+            {"ramp": "linear", "start": 8, "end": 64, "over": "1ep", "equal": "batches"},
+            LinearRamp(8, 64, "1ep", equal="batches"),
+        ),
+        (
+            {"ramp": "double", "start": 8, "end": 64, "over": "1ep", "equal": "batches"},
+            DoublingRamp(8, 64, "1ep", equal="batches"),
+        ),
+        (
+            {"ramp": "stages", "sizes": [8, 64], "over": "1ep", "equal": "batches"},
+            StagedRamp([8, 64], "1ep", equal="batches"),
+        ),
+        (
             {
                 "periods": [
                     {"duration": "10%", "size": 8},
@@ -134,6 +146,18 @@ def test_what_is_even_may_be_beyond_the_minimum_of_what_is_measured() -> None:
 
 def test_even_goes_by_ranks_and_micro_batches() -> None:
     assert policy({"size": 100, "even": True}, Building(4, 3)) == MultipleOf(Fixed(100), 12)
+
+
+def test_a_rampup_starts_from_the_lowest_size_possible_or_from_the_one_stated() -> None:
+    value = {"rampup": 96, "over": "10%"}
+    building = Building(world_size=4, micro_batch_size=3)
+    assert policy(value, building) == DoublingRamp(12, 96, "10%")
+    stated = value | {"initial_global_train_batch_size": 24}
+    assert policy(stated, building) == DoublingRamp(24, 96, "10%")
+    with pytest.raises(ConfigError, match="96 as the final batch size: it is not a multiple of"):
+        policy(value, Building(world_size=2, micro_batch_size=5))
+    with pytest.raises(ConfigError, match="states no micro-batch size; write micro_batch_size: 8"):
+        policy(value, Building(world_size=2))
 
 
 def test_even_and_a_multiple_are_both_kept() -> None:

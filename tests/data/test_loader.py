@@ -540,7 +540,7 @@ def test_sizes_that_follow_what_no_step_brings_are_told() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_loader_takes_integers_of_numpy(num_workers: int) -> None:
-    count = np.int64
+    count: Any = np.int64
     spec = DataSpec(list(range(10)), num_samples=count(10), tokens_per_sample=count(3))
     loader = StepLoader(
         spec, count(4), max_duration="1ep", micro_batch_size=count(2), seed=count(2**40),

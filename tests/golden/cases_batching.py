@@ -68,12 +68,19 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("batching-size-list", lambda: as_policy([8, 16])),
     ("batching-size-digits", lambda: Fixed(10**400)),
     ("batching-steps-digits", lambda: as_policy("9" * 5000)),
+    ("batching-increments-bare", lambda: as_policy(increase_by_half)),
+    (
+        "batching-equal-seconds",
+        lambda: DoublingRamp(8, 64, "1h", equal="batches").bind(Horizon("1ep")),
+    ),
+    ("batching-equal-word", lambda: DoublingRamp(8, 64, "1h", equal=wrong)),
     ("batching-steps-none", lambda: Steps("")),
     ("batching-steps-no-colon", lambda: Steps("768")),
     ("batching-steps-bare-zero", lambda: Steps("0:768 250Btok:1536")),
     ("batching-steps-not-a-size", lambda: Steps("0tok:1e3")),
     ("batching-steps-start-late", lambda: Steps("5ep:8")),
-    ("batching-steps-unsorted", lambda: Steps("0ep:8 2ep:16 1ep:32")),
+    ("batching-steps-megatron", lambda: Steps("0:768 250B:1536")),
+    ("batching-steps-unsorted", lambda: Steps("0ep:8 20ba:12 2ep:16 1ep:32")),
     ("batching-steps-twice", lambda: Steps("0ep:8 2ep:16 2ep:32")),
     ("batching-steps-list", lambda: Steps(["0ep:8"])),  # type: ignore[arg-type]
     ("batching-steps-key", lambda: Steps({"0ep": 8, 5: 16})),  # type: ignore[arg-type]

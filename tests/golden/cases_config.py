@@ -140,6 +140,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-ramp-shrinks", key("batch_size", {**RAMP, "end": 4})),
     ("config-ramp-key", key("batch_size", {"ramp": "double", "start": 8, "over": "1ep"})),
     ("config-ramp-bound", key("batch_size", {**RAMP, "multiple_of": 8, "at_most": 20})),
+    ("config-ramp-equal", key("batch_size", {**RAMP, "equal": "steps"})),
+    ("config-rampup-micro", planned("", "batch_size={rampup: 64, over: 10%}")),
     ("config-steps-start", key("batch_size", {"1ep": 8})),
     ("config-schedule-kind", key("schedules", {"lr": {"cosin": {}}})),
     ("config-schedule-two", key("schedules", {"lr": {"cosine": {}, "linear": {}}})),

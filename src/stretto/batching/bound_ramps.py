@@ -50,7 +50,7 @@ def bound_stairs(
 class BoundLine(TimedPolicy):
     """A linear ramp on one counter: `count` increments over `above / below` ticks.
 
-    Each size is held for an equal part of them; or, if `grows`, for a part proportional to the size.
+    Each size is held for an equal part of them, or if `grows`, for a part proportional to it.
     """
 
     axis: Axis

@@ -53,9 +53,9 @@ def as_policy(value: object) -> BatchSizePolicy:
     A number is a size for the whole run; text is steps, or a number; a mapping from times is
     steps; a function `(timestamp, current) -> size` is asked before every batch. A mapping with
     keywords has one of `ramp` (`linear`, `double` or `stages`, with `start`, `end`, `sizes`,
-    `over`, `increment`, `equal`), `steps`, `size`, `periods` (each with a `duration`), or one that follows
-    what is measured, with `start` and `maximum`: `noise_scale` (its `c`), `norm_test` (its `eta`)
-    or `plateau` (a metric). It may have `power_of_two` (`down` or `up`), `multiple_of`,
+    `over`, `increment`, `equal`), `steps`, `size`, `periods` (each with a `duration`), or one that
+    follows what is measured, with `start` and `maximum`: `noise_scale` (its `c`), `norm_test` (its
+    `eta`) or `plateau` (a metric). It may have `power_of_two` (`down` or `up`), `multiple_of`,
     `hysteresis` (a ratio), `monotone: true`, `at_least` and `at_most`, which apply in this order.
 
     >>> as_policy(64), as_policy("0ep:32 2ep:64")

@@ -31,8 +31,9 @@ class LinearRamp(BatchSizePolicy):
     increment of 1 it is a straight line; a larger one is what `--rampup-batch-size <start>
     <increment> <samples>` did in Megatron, which ignores it since Megatron-LM pull request 4411.
 
-    With `equal="batches"` each size is held for equally many batches, so size `b` for a part of `over`
-    that is proportional to `b`: `BatchSizeWarmupScheduler` of ModernBERT, with an increment of 1.
+    With `equal="batches"` each size is held for equally many batches, so size `b` for a part of
+    `over` that is proportional to `b`: with an increment of 1, ModernBERT's
+    `BatchSizeWarmupScheduler`.
 
     >>> LinearRamp(32, 256, "10%", increment=32)
     LinearRamp(start=32, end=256, over=Time('0.1dur'), increment=32)
@@ -269,7 +270,7 @@ def _checked_equal(equal: object) -> str:
     if equal not in ("time", "batches"):
         raise BatchSizeError(
             cannot(
-                f"hold each size of a ramp for equal {shown(equal)}",
+                f"use equal={shown(equal)} in a ramp",
                 why="there is no such choice",
                 instead="write equal='time' or equal='batches'",
             )

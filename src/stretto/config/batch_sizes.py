@@ -12,14 +12,12 @@ from stretto.config.building import Building
 from stretto.config.coupled_sizes import CoupledSizes, InsteadSizes, SeesawSizes, shape_among
 from stretto.config.fields import Count, Section, check_duration, check_no_duration, shape_of
 from stretto.config.following_sizes import NoiseScaleSizes, NormTestSizes, PlateauSizes
+from stretto.config.ramp_sizes import DoublingSizes, LinearSizes, RampupSizes, StagedSizes
 from stretto.config.sizes import (
-    DoublingSizes,
     FunctionSizes,
     IncreasedSizes,
-    LinearSizes,
     OneSize,
     Sizes,
-    StagedSizes,
     SteppedSizes,
     StepsMapping,
     StepsText,
@@ -52,6 +50,7 @@ class PeriodicSizes(Sizes):
 _KEYS: Mapping[str, type[Section]] = {
     "size": OneSize,
     "steps": SteppedSizes,
+    "rampup": RampupSizes,
     "periods": PeriodicSizes,
     "target": FunctionSizes,
     "increase": IncreasedSizes,
@@ -92,6 +91,7 @@ _Written: TypeAlias = (
     | Annotated[LinearSizes, Tag("<LinearSizes>")]
     | Annotated[DoublingSizes, Tag("<DoublingSizes>")]
     | Annotated[StagedSizes, Tag("<StagedSizes>")]
+    | Annotated[RampupSizes, Tag("<RampupSizes>")]
     | Annotated[PeriodicSizes, Tag("<PeriodicSizes>")]
     | Annotated[FunctionSizes, Tag("<FunctionSizes>")]
     | Annotated[IncreasedSizes, Tag("<IncreasedSizes>")]

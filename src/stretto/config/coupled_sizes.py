@@ -11,16 +11,8 @@ from pydantic import Field, Tag, model_validator
 from stretto.batching import Coupling, IncreaseInsteadOfDecay, Seesaw, as_policy
 from stretto.config.building import CHECKING, Building
 from stretto.config.fields import Count, Number, Section, shape_of
-from stretto.config.sizes import (
-    WAYS,
-    DoublingSizes,
-    LinearSizes,
-    Sizes,
-    StagedSizes,
-    SteppedSizes,
-    StepsMapping,
-    StepsText,
-)
+from stretto.config.ramp_sizes import DoublingSizes, LinearSizes, StagedSizes
+from stretto.config.sizes import WAYS, Sizes, SteppedSizes, StepsMapping, StepsText
 from stretto.config.source import Path
 from stretto.config.targets import nearest_to
 from stretto.schedules import Cosine, Schedule

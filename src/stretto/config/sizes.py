@@ -11,15 +11,12 @@ from stretto.batching import (
     AtLeast,
     AtMost,
     BatchSizePolicy,
-    DoublingRamp,
     Hysteresis,
     IncreaseFunction,
-    LinearRamp,
     Monotone,
     MultipleOf,
     PowerOfTwo,
     SizeFunction,
-    StagedRamp,
     Steps,
     as_policy,
 )
@@ -40,9 +37,8 @@ from stretto.config.fields import (
 from stretto.config.source import Path
 from stretto.errors import BatchSizeError, cannot
 
-RampKind: TypeAlias = Literal["double", "linear", "stages"]
 WAYS = (
-    *("size", "steps", "ramp", "periods", "target", "increase"),
+    *("size", "steps", "ramp", "rampup", "periods", "target", "increase"),
     *("noise_scale", "norm_test", "plateau", "seesaw", "increase_instead_of_decay"),
 )
 """The keys that say what batch sizes are, of which there is one."""
@@ -208,11 +204,6 @@ class WrittenSizes(Sizes):
         raise NotImplementedError
 
 
-def _only(kind: str) -> Any:
-    """Let the schema of one kind of ramp take only its own name; errors list all of them."""
-    return Field(json_schema_extra={"enum": [kind]}, examples=[kind])
-
-
 class OneSize(WrittenSizes):
     """The same size for the whole run."""
 
@@ -237,51 +228,6 @@ class SteppedSizes(WrittenSizes):
 
     def _written(self) -> BatchSizePolicy:
         return Steps(self.steps)
-
-
-class LinearSizes(WrittenSizes):
-    """Grows in equal increments, each held equally long."""
-
-    ramp: Annotated[RampKind, _only("linear")]
-    start: Count
-    """The size of the first batch."""
-    end: Count
-    """The size from `over` on."""
-    over: Length
-    """How long the ramp is, from the start of the run."""
-    increment: Count = 1
-    """By how much the size grows at once."""
-
-    def _written(self) -> BatchSizePolicy:
-        return LinearRamp(self.start, self.end, self.over, increment=self.increment)
-
-
-class DoublingSizes(WrittenSizes):
-    """Doubles from start to end, each size held equally long."""
-
-    ramp: Annotated[RampKind, _only("double")]
-    start: Count
-    """The size of the first batch."""
-    end: Count
-    """The size from `over` on."""
-    over: Length
-    """How long the ramp is, from the start of the run."""
-
-    def _written(self) -> BatchSizePolicy:
-        return DoublingRamp(self.start, self.end, self.over)
-
-
-class StagedSizes(WrittenSizes):
-    """Grows through the given sizes, each held equally long."""
-
-    ramp: Annotated[RampKind, _only("stages")]
-    sizes: list[Count]
-    """Two or more sizes in ascending order; the last one holds from `over` on."""
-    over: Length
-    """How long the ramp is, from the start of the run."""
-
-    def _written(self) -> BatchSizePolicy:
-        return StagedRamp(self.sizes, self.over)
 
 
 class FunctionSizes(Sizes):
