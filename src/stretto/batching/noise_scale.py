@@ -101,6 +101,8 @@ class BoundNoiseScale(FollowingPolicy):
 
     policy: NoiseScale
     minimum: int
+    is_norm_test: bool = False
+    """Whether it also reports the size that passes the norm test: its part of the noise scale."""
 
     @property
     def reads(self) -> frozenset[str]:
@@ -124,6 +126,8 @@ class BoundNoiseScale(FollowingPolicy):
         interval, found = average.interval(confidence), {}
         if average.ratio is not None and interval.is_within(STEADY):
             found["noise_scale"] = average.ratio
+            if self.is_norm_test:
+                found["norm_test"] = self._wanted(average.ratio)
         if interval.lower > 0:
             found["noise_scale_low"] = interval.lower
         if interval.upper < math.inf:

@@ -32,7 +32,7 @@ _RAMPS: dict[str, tuple[Callable[..., BatchSizePolicy], tuple[str, ...], tuple[s
 # The word is also the name of what is written behind it.
 _FOLLOWING: dict[str, tuple[Callable[..., BatchSizePolicy], str, tuple[str, ...]]] = {
     "noise_scale": (NoiseScale, "c", ("power", "minimum", "window", "confidence")),
-    "norm_test": (NormTest, "eta", ("window",)),
+    "norm_test": (NormTest, "eta", ("minimum", "window", "confidence")),
     "plateau": (Plateau, "metric", ("factor", "patience", "threshold", "mode")),
 }
 # In this order, whatever the order they are written in: bounds have the last word.
@@ -65,7 +65,7 @@ def as_policy(value: object) -> BatchSizePolicy:
     >>> as_policy({"ramp": "linear", "start": 8, "end": 64, "over": "1ep", "multiple_of": 8})
     MultipleOf(LinearRamp(start=8, end=64, over=Time('1ep'), increment=1), 8)
     >>> as_policy({"norm_test": 0.5, "start": 8, "maximum": 64})
-    NormTest(start=8, maximum=64, eta=0.5, window=20)
+    NormTest(start=8, maximum=64, eta=0.5, minimum=8, window=100, confidence=0.9)
 
     Raises:
         BatchSizeError: it is none of these; the message says what to write.

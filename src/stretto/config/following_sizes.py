@@ -29,15 +29,11 @@ class FollowingSizes(WrittenSizes):
         return "start", self.start
 
 
-class NoiseScaleSizes(FollowingSizes):
-    """Follows a part of the gradient noise scale."""
+class NoisySizes(FollowingSizes):
+    """Sizes that follow the noise of the gradient."""
 
     reads_noise: ClassVar[bool] = True
 
-    noise_scale: Number
-    """Which part of the noise scale the batch is, such as 0.3; with a power, of that power."""
-    power: Number = 1.0
-    """Which power of the noise scale the batch follows: 0.5 is its square root."""
     start: Count
     """The size until the noise is known."""
     minimum: Count | None = None
@@ -51,6 +47,15 @@ class NoiseScaleSizes(FollowingSizes):
     def _smallest(self) -> tuple[str, int]:
         return ("start", self.start) if self.minimum is None else ("minimum", self.minimum)
 
+
+class NoiseScaleSizes(NoisySizes):
+    """Follows a part of the gradient noise scale."""
+
+    noise_scale: Number
+    """Which part of the noise scale the batch is, such as 0.3; with a power, of that power."""
+    power: Number = 1.0
+    """Which power of the noise scale the batch follows: 0.5 is its square root."""
+
     def _written(self) -> BatchSizePolicy:
         return NoiseScale(
             self.start,
@@ -63,18 +68,21 @@ class NoiseScaleSizes(FollowingSizes):
         )
 
 
-class NormTestSizes(FollowingSizes):
-    """Grows where the gradient of the batch is not sure enough of its direction."""
-
-    reads_noise: ClassVar[bool] = True
+class NormTestSizes(NoisySizes):
+    """The smallest size that passes the norm test."""
 
     norm_test: Number
-    """How large the error of the gradient may be beside it, below 1."""
-    window: Count = 20
-    """How many measured steps are averaged."""
+    """The largest error of the batch's gradient, as a part of its norm; below 1."""
 
     def _written(self) -> BatchSizePolicy:
-        return NormTest(self.start, self.maximum, eta=self.norm_test, window=self.window)
+        return NormTest(
+            self.start,
+            self.maximum,
+            eta=self.norm_test,
+            minimum=self.minimum,
+            window=self.window,
+            confidence=self.confidence,
+        )
 
 
 class PlateauSizes(FollowingSizes):
