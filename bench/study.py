@@ -17,6 +17,7 @@ import json
 import math
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -240,18 +241,38 @@ def report(path: Path, folder: Path) -> str:
     """Write the table and the picture of all results, and return the table."""
     results = read(path)
     losses = {Key.of(result): result["loss"] for result in results}
+    best = {arm: best_so_far(arm, losses) if is_tuned(arm, losses) else None for arm in ARMS}
+    final = final_runs(results)
+    tried = [result for result in results if result["seed"] in TUNING_SEEDS]
+    text = table(final, tried, best, used_before(results, final))
+    (folder / "study.txt").write_text(text)
+    picture(final, folder / "study.png")
+    return text
+
+
+def final_runs(results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the runs of each side's best setting with the seeds that were not tuned on."""
+    losses = {Key.of(result): result["loss"] for result in results}
     shown = {arm: best_so_far(arm, losses) for arm in ARMS}
-    best = {arm: shown[arm] if is_tuned(arm, losses) else None for arm in ARMS}
-    final = [
+    return [
         result
         for result in results
         if result["seed"] not in TUNING_SEEDS
         and Setting(*result["setting"]) == shown.get(result["arm"])
     ]
-    text = table(final, [result for result in results if result["seed"] in TUNING_SEEDS], best)
-    (folder / "study.txt").write_text(text)
-    picture(final, folder / "study.png")
-    return text
+
+
+def used_before(
+    results: Sequence[Mapping[str, Any]], final: Sequence[Mapping[str, Any]]
+) -> dict[str, int]:
+    """Return with how many of its final seeds each side was run in other settings, too."""
+    shown = {(run["arm"], run["seed"]) for run in final}
+    others = {
+        (run["arm"], run["seed"])
+        for run in results
+        if (run["arm"], run["seed"]) in shown and run not in final
+    }
+    return Counter(arm for arm, _ in others)
 
 
 def main() -> None:

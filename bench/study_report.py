@@ -2,35 +2,77 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from study_arms import ARMS, BASELINE, LARGEST, RATES, WARMUPS, Setting
 
 from stretto._optional import import_optional
+from stretto.batching.averages import student
 from stretto.report.drawing import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE, STYLE, short
 
+CONFIDENCE = 0.95
 COLOURS = (INK, MUTED, "#b0b0b0", ORANGE, BLUE, "#56b4e9", GREEN, PURPLE)
+
+
+class Difference(NamedTuple):
+    """How much more a side loses than another, and where the true difference lies."""
+
+    mean: float
+    lower: float
+    upper: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4f} [{self.lower:+.4f}, {self.upper:+.4f}]"
+
+
+def difference(runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]) -> Difference:
+    """Return the mean difference over the seeds that both have, with its 95 percent interval.
+
+    Paired, by Student's distribution: with one seed, both sides begin with the same weights and
+    read the data in the same order. With fewer than two such seeds the interval has no ends.
+    """
+    other = {run["seed"]: run["loss"] for run in base}
+    pairs = [run["loss"] - other[run["seed"]] for run in runs if run["seed"] in other]
+    if len(pairs) < 2:
+        return Difference(pairs[0] if pairs else math.nan, -math.inf, math.inf)
+    mean, error = statistics.mean(pairs), statistics.stdev(pairs) / len(pairs) ** 0.5
+    reach = student(CONFIDENCE, len(pairs) - 1) * error
+    return Difference(mean, mean - reach, mean + reach)
 
 
 def table(
     final: Sequence[Mapping[str, Any]],
     tried: Sequence[Mapping[str, Any]],
     best: Mapping[str, Setting | None],
+    used_before: Mapping[str, int],
 ) -> str:
-    """Return the results as text: the sides with their seeds, then all that was tried."""
+    """Return the results as text: the sides with their seeds, then all that was tried.
+
+    Args:
+        final: the runs with the seeds that were not tuned on.
+        tried: the runs of the tuning.
+        best: the setting that was chosen for each side; None: its search has not ended.
+        used_before: with how many of its final seeds each side had been run in other settings.
+    """
     by_arm = _by_arm(final)
     base = by_arm.get(BASELINE, [])
     lines = [_columns("", "learning", "", "", "fewer", "validation loss", "minus the baseline")]
     lines += [
-        _columns("", "rate", "warm-up", "steps", "steps", "mean (sd)", "(standard error)")
-        + "  seeds"
+        _columns("", "rate", "warm-up", "steps", "steps", "mean (sd)", "[95 % interval]")
+        + "  seeds  (used before)"
     ]
-    lines += [_row(ARMS[arm].title, by_arm[arm], base) for arm in ARMS if arm in by_arm]
+    for arm, runs in by_arm.items():
+        lines += [
+            f"{_row(ARMS[arm].title, runs, base)}{used_before.get(arm, 0) or '':>15}".rstrip()
+        ]
     lines += [
+        "",
+        "Used before: seeds with which the side was also run in settings that were given up later.",
         "",
         "Tuned on three seeds that are none of these: validation loss by rate and warm-up,",
         "with the first seed, and where that is among the best with the second and the third;",
@@ -51,27 +93,20 @@ def _by_arm(runs: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, An
 
 def _row(title: str, runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]) -> str:
     losses, steps = [run["loss"] for run in runs], statistics.mean(run["steps"] for run in runs)
-    fewer = difference = ""
+    fewer = more = ""
     if base:
         most = statistics.mean(run["steps"] for run in base)
         fewer = f"{1 - steps / most:.1%}"
-        # Seeds are shared: the order of the data and the first weights are the same on all sides.
-        other = {run["seed"]: run["loss"] for run in base}
-        pairs = [run["loss"] - other[run["seed"]] for run in runs if run["seed"] in other]
-        if runs[0]["arm"] != BASELINE and pairs:
-            error = _deviation(pairs) / len(pairs) ** 0.5
-            difference = f"{statistics.mean(pairs):+.4f} ({error:.4f})"
+        more = "" if runs[0]["arm"] == BASELINE else str(difference(runs, base))
     mean = f"{statistics.mean(losses):.4f} ({_deviation(losses):.4f})"
     rate, warmup = f"{runs[0]['learning_rate']:.2g}", f"{runs[0]['warmup']:.0%}"
-    return (
-        f"{_columns(title, rate, warmup, f'{steps:,.0f}', fewer, mean, difference)}{len(runs):>7d}"
-    )
+    return f"{_columns(title, rate, warmup, f'{steps:,.0f}', fewer, mean, more)}{len(runs):>7d}"
 
 
 def _columns(  # noqa: PLR0917 (a row, from left to right)
-    title: str, rate: str, warmup: str, steps: str, fewer: str, loss: str, difference: str
+    title: str, rate: str, warmup: str, steps: str, fewer: str, loss: str, more: str
 ) -> str:
-    return f"{title:37s}{rate:>9s}{warmup:>9s}{steps:>8s}{fewer:>8s}{loss:>18s}{difference:>20s}"
+    return f"{title:37s}{rate:>9s}{warmup:>9s}{steps:>8s}{fewer:>8s}{loss:>18s}{more:>29s}"
 
 
 def _deviation(values: Sequence[float]) -> float:
@@ -85,11 +120,11 @@ def _grid(title: str, runs: Sequence[Mapping[str, Any]], best: Setting | None) -
     rates = sorted({setting.rate for setting in losses})
     warmups = sorted({setting.warmup for setting in losses})
     head = "".join(f"{WARMUPS[warmup]:>28.0%}" for warmup in warmups)
-    state = (
-        f"{RATES[best.rate]:g} and {WARMUPS[best.warmup]:.0%} chosen"
-        if best
-        else "the search goes on"
-    )
+    state = "the search goes on"
+    if best:
+        at_edge = best.rate in (0, len(RATES) - 1) or best.warmup in (0, len(WARMUPS) - 1)
+        state = f"{RATES[best.rate]:g} and {WARMUPS[best.warmup]:.0%} chosen"
+        state += ", at the edge of what may be tried" if at_edge else ""
     lines = [f"{title}: times the base rate, and warm-up ({state})", f"{'':>8s}{head}"]
     for rate in rates:
         cells = [losses.get(Setting(rate, warmup), []) for warmup in warmups]

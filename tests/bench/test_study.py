@@ -59,3 +59,41 @@ def test_with_few_runs_nothing_is_chosen(study: Any) -> None:
     assert study.chosen("constant-16", few) is None
     assert study.best_so_far("constant-16", few) == min(few, key=few.__getitem__).setting
     assert study.best_so_far("constant-16", {}) == study.START
+
+
+def runs_of(arm: str, losses: dict[int, float]) -> list[dict[str, Any]]:
+    return [{"arm": arm, "seed": seed, "loss": loss} for seed, loss in losses.items()]
+
+
+def test_a_difference_has_a_paired_interval_of_95_percent(study: Any) -> None:
+    """By hand: 1, 2 and 3 have the mean 2 and the standard error 0.57735; Student's t is 4.3027."""
+    report = importlib.import_module("study_report")
+    base = runs_of("constant-16", {0: 1.0, 1: 5.0, 2: 9.0, 7: 100.0})
+    mean, lower, upper = report.difference(runs_of("seesaw", {0: 2.0, 1: 7.0, 2: 12.0}), base)
+    assert (mean, lower, upper) == pytest.approx((2.0, 2 - 2.4841, 2 + 2.4841), abs=1e-4)
+    assert report.difference(runs_of("seesaw", {2: 10.0}), base) == (1.0, -math.inf, math.inf)
+
+
+def test_the_intervals_of_the_documentation_are_those_of_the_raw_file(study: Any) -> None:
+    report = importlib.import_module("study_report")
+    results = study.read(study.RESULTS / "study.jsonl")
+    text = "".join((BENCH.parent / name).read_text() for name in ("README.md", "docs/noise.md"))
+    text = " ".join(text.split())
+    final = {
+        arm: [run for run in study.final_runs(results) if run["arm"] == arm] for arm in study.ARMS
+    }
+    said = {"constant-24", "constant-32", "seesaw-from-18", "even-warmup-seesaw", "noise-from-18"}
+    for arm, runs in final.items():
+        if runs and arm != "constant-16":
+            found = report.difference(runs, final["constant-16"])
+            times = 2 if arm in said else 1  # on both pages, or on one
+            ends = f"[{found.lower:+.4f}, {found.upper:+.4f}]"
+            assert text.count(ends) >= times, (arm, ends)
+    beside = report.difference(final["even-warmup-seesaw"], final["constant-32"])
+    assert f"[{beside.lower:+.4f}, {beside.upper:+.4f}]" in text
+
+
+def test_seeds_that_were_used_with_another_setting_are_counted(study: Any) -> None:
+    first = {"arm": "a", "seed": 0, "setting": [1, 1]}
+    final = [{"arm": "a", "seed": seed, "setting": [2, 1]} for seed in (0, 1)]
+    assert study.used_before([first, *final], final) == {"a": 1}
