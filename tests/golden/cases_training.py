@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 from stretto.batching import LinearRule
@@ -188,6 +189,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("optim-scheduler", lambda: from_torch(None)),  # type: ignore[arg-type]
     ("optim-interval", lambda: from_torch(lambda optimizer: None, every="0ba")),
+    ("optim-plateau", lambda: from_torch(ReduceLROnPlateau).bind(RUN)),
     ("checkpoint-none", lambda: read_checkpoint(Path("runs/a"))),
     ("checkpoint-manifest", lambda: damaged("manifest.json", "{}")),
     ("checkpoint-damaged", lambda: damaged("state.json", "{}")),

@@ -89,3 +89,9 @@ def test_a_scheduler_that_ends_too_early_says_so() -> None:
     factor = schedule.bind(Horizon("9ba"))
     with pytest.raises(ScheduleError, match="give it as many steps as the run has intervals"):
         factor(Timestamp(batch=8))
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused_with_what_can_follow_one() -> None:
+    plateau = from_torch(lr_scheduler.ReduceLROnPlateau)
+    with pytest.raises(ScheduleError, match=r"follows a metric.*batch_size=Plateau\("):
+        plateau.bind(Horizon("9ba"))

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from stretto.errors import ScheduleError
+from stretto.errors import ConversionError, ScheduleError
 from stretto.schedules import Constant, Cosine, Custom, Periods, as_schedule
 from stretto.testing.schedules import by_batch, values
 from stretto.timing import Horizon, Time, Timer, Timestamp
@@ -31,6 +31,50 @@ def test_it_reads_the_clock_at_the_timestamp() -> None:
 def test_in_a_period_it_still_reads_the_clock_of_the_run() -> None:
     schedule = Periods([("4ba", 1.0), ("rest", lambda timer: timer.get_elapsed_duration())])
     assert values(schedule, Horizon("8ba"), by_batch(6))[4:] == [0.5, 0.625]
+
+
+def test_in_a_period_it_can_read_the_time_in_the_period() -> None:
+    """The design that periods come from: milestones and a triangle inside a period."""
+
+    def milestones(timer: Timer) -> float:
+        passed = timer.get_current_period_time()
+        return 0.1 ** sum(passed >= Time(milestone) for milestone in ("0.5dur", "0.75dur"))
+
+    def triangle(timer: Timer) -> float:
+        passed = timer.get_current_period_frac_elapsed()
+        return passed if passed <= 0.5 else 1 - passed
+
+    run = Horizon("90ep", dataset_num_samples=100)
+    stairs = Periods([("5%", triangle), ("rest", milestones)]).bind(run)
+    marks = (0, 225, 360, 450, 4724, 4725, 6862, 6863)
+    found = [stairs(Timestamp(sample=sample)) for sample in marks]
+    assert found == pytest.approx([0.0, 0.5, 0.2, 1.0, 1.0, 0.1, 0.1, 0.01])
+
+
+def test_in_a_period_it_can_read_each_counter_from_where_the_period_began() -> None:
+    seen: list[Time] = []
+
+    def look(timer: Timer) -> float:
+        seen[:] = [timer.get_current_period_time(unit) for unit in ("ep", "ba", "sp", "dur")]
+        return 1.0
+
+    inner = Periods([("50%", 1.0), ("rest", look)])
+    run = Horizon("4ep", dataset_num_samples=10, batch_sizes=5)
+    bound = Periods([("1ep", 1.0), ("2ep", inner), ("rest", 1.0)]).bind(run)
+    bound(Timestamp(epoch=2, batch=5, sample=25, sample_in_epoch=5))
+    assert seen == [Time("0.5ep"), Time("1ba"), Time("5sp"), Time("0.5dur")]
+
+
+def test_outside_of_periods_the_period_is_the_run() -> None:
+    schedule = as_schedule(lambda timer: timer.get_current_period_frac_elapsed())
+    assert values(schedule, Horizon("8ba"), by_batch(4)) == [0.0, 0.125, 0.25, 0.375]
+
+
+def test_the_fraction_of_a_period_whose_end_is_unknown_is_refused() -> None:
+    schedule = Periods([("4ba", 1.0), ("rest", lambda t: t.get_current_period_frac_elapsed())])
+    bound = schedule.bind(Horizon("2ep", dataset_num_samples=10))
+    with pytest.raises(ConversionError, match="which part of the period has passed"):
+        bound(Timestamp(batch=4))
 
 
 def test_it_may_return_any_number() -> None:

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from stretto.errors import ScheduleError, cannot, shown
 from stretto.schedules import BoundSchedule, Schedule
@@ -105,6 +106,15 @@ class _Steps:
                     instead="write a function that returns a scheduler of the optimizer it gets",
                 )
             ) from error
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            raise ScheduleError(
+                cannot(
+                    "read ReduceLROnPlateau as a function of time",
+                    why="it follows a metric, which nobody knows before it is measured",
+                    instead="let the batch size follow the metric, with batch_size=Plateau("
+                    "'validation/loss', ...), or choose a schedule that goes by time",
+                )
+            )
         self._first = 0
         self._values = [self._now()]
 
@@ -150,6 +160,9 @@ def from_torch(factory: Factory, every: TimeLike = "1ba") -> TorchSchedule:
     Args:
         factory: returns a scheduler of the optimizer that it is given.
         every: how much time one `step()` stands for.
+
+    `ReduceLROnPlateau` follows a metric and not the time, so it is refused. A batch size can follow
+    a metric: see `Plateau`.
 
     Raises:
         ScheduleError: `factory` is not a function, or `every` is not positive. When it is bound:

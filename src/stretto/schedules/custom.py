@@ -18,12 +18,14 @@ from stretto.timing.number import is_number
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Custom(Schedule):
-    """A factor from a callable of yours, which reads the clock of the whole run.
+    """A factor from a callable of yours, which reads the clock.
 
     The callable gets a `Timer` that stands at the timestamp: `timer.epoch`, `timer.get("tok")`,
     `timer.get_elapsed_duration()`. It must depend on nothing else, since a plan calls it out of
-    order and a resumed run calls it again. For a shape that moves with its period, write `Curve`.
-    `scaled` leaves the callable as it is.
+    order and a resumed run calls it again. `scaled` leaves the callable as it is.
+
+    The counters are those of the whole run. Inside `Periods`, `timer.get_current_period_time(unit)`
+    and `timer.get_current_period_frac_elapsed()` are those of the period.
 
     >>> from stretto.timing import Horizon, Timestamp
     >>> def halve_each_epoch(timer: Timer) -> float:
@@ -59,10 +61,10 @@ class Custom(Schedule):
 
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the factor as a function of the timestamp."""
-        function, horizon = self.function, scope.horizon
+        function, horizon, clock = self.function, scope.horizon, scope.clock
 
         def value(timestamp: Timestamp) -> float:
-            return checked_factor(function(Timer.at(timestamp, horizon)), function)
+            return checked_factor(function(Timer.at(timestamp, horizon, period=clock)), function)
 
         return value
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol, final
 
-from stretto.errors import ConversionError
-from stretto.timing import Axis, Horizon, Time, TimeUnit
+from stretto.errors import ConversionError, cannot
+from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.conversion import rounded
+from stretto.timing.timer import PeriodClock
 
 END = Time(1, TimeUnit.DURATION)
 """All of a scope."""
@@ -27,6 +28,11 @@ class Scope(Protocol):
     @property
     def horizon(self) -> Horizon:
         """The facts of the whole run."""
+        ...
+
+    @property
+    def clock(self) -> PeriodClock | None:
+        """How long the scope has lasted at a timestamp; None for the whole run."""
         ...
 
     def span(self, times: Iterable[Time]) -> Span:
@@ -48,6 +54,10 @@ class RunScope:
     """
 
     horizon: Horizon
+
+    @property
+    def clock(self) -> None:
+        """None: the clock of the run is that of the horizon."""
 
     def span(self, times: Iterable[Time]) -> Span:
         """Return the run on an axis that all of `times` can be placed on.
@@ -145,6 +155,33 @@ class Span:
             except ConversionError:  # only the value that is held after the end depends on it
                 end = None
         return Span(self.horizon, axis, self._on(self.start, axis), end)
+
+    @property
+    def clock(self) -> PeriodClock:
+        """How long the span has lasted at a timestamp."""
+        return self.passed
+
+    def passed(self, timestamp: Timestamp, unit: TimeUnit) -> Time:
+        """Return how long the span has lasted in `unit`; in `dur` which part of it has passed.
+
+        Raises:
+            ConversionError: where the span starts, or for `dur` ends, is not known in `unit`.
+        """
+        own = self.along(unit)
+        ticks = max(Fraction(0), own.axis.read(timestamp) - own.start)
+        if unit is not TimeUnit.DURATION:
+            return rounded(ticks / own.axis.scale, unit)
+        if own.end is None:
+            raise ConversionError(
+                cannot(
+                    "tell which part of the period has passed",
+                    why=f"where it ends is not known in '{own.axis.unit}'",
+                    instead="write the durations of the periods in the unit of max_duration, or as "
+                    "fractions of the run",
+                )
+            )
+        length = own.end - own.start
+        return Time(min(Fraction(1), ticks / length) if length else 1, unit)
 
     def show(self, position: Fraction) -> str:
         """Return a position or length on this axis as text for a message."""

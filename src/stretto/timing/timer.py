@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import final
+from typing import TypeAlias, final
 
 from stretto.errors import TimeError, cannot, shown
 from stretto.timing.horizon import Horizon
@@ -12,6 +12,9 @@ from stretto.timing.number import whole
 from stretto.timing.time import Time
 from stretto.timing.timestamp import NANOSECONDS, Timestamp, nanoseconds
 from stretto.timing.unit import TimeUnit, parse_unit
+
+PeriodClock: TypeAlias = Callable[[Timestamp, TimeUnit], Time]
+"""How long the present period has lasted at a timestamp, in a unit; in `dur` which part of it."""
 
 
 @final
@@ -32,7 +35,7 @@ class Timer:
         clock: a monotonic clock in nanoseconds.
     """
 
-    __slots__ = ("_clock", "_horizon", "_mark", "_now")
+    __slots__ = ("_clock", "_horizon", "_mark", "_now", "_period")
 
     def __init__(
         self, horizon: Horizon | None = None, *, clock: Callable[[], int] = time.monotonic_ns
@@ -41,16 +44,24 @@ class Timer:
         self._clock = clock
         self._now = Timestamp()
         self._mark = clock()
+        self._period: PeriodClock | None = None
 
     @classmethod
-    def at(cls, timestamp: Timestamp, horizon: Horizon | None = None) -> Timer:
-        """Return a timer that stands at `timestamp`.
+    def at(
+        cls,
+        timestamp: Timestamp,
+        horizon: Horizon | None = None,
+        *,
+        period: PeriodClock | None = None,
+    ) -> Timer:
+        """Return a timer that stands at `timestamp`, in a period of the run or in the run itself.
 
         >>> Timer.at(Timestamp(batch=5)).batch
         5
         """
         timer = cls(horizon, clock=int)
         timer._now = timestamp
+        timer._period = period
         return timer
 
     def start(self) -> None:
@@ -237,6 +248,34 @@ class Timer:
         if self._horizon is None:
             raise _no_horizon()
         return self._horizon.elapsed(self._now)
+
+    def get_current_period_time(self, unit: str = "dur") -> Time:
+        """Return how long the present period has lasted, in `unit`; in `dur` which part of it.
+
+        A timer that a schedule inside `Periods` is given stands in that period. Anywhere else the
+        period is the run.
+
+        >>> Timer.at(Timestamp(batch=5), Horizon("20ba")).get_current_period_time()
+        Time('0.25dur')
+
+        Raises:
+            ConversionError: where the period starts or ends is not known in this unit.
+            TimeError: `dur` was asked of a timer without a horizon.
+        """
+        if self._period is None:
+            return self.get(unit)
+        return self._period(self._now, parse_unit(unit))
+
+    def get_current_period_frac_elapsed(self) -> float:
+        """Return the fraction of the present period that has passed, in [0, 1].
+
+        Raises:
+            ConversionError: where the period ends is not known.
+            TimeError: the timer has no horizon.
+        """
+        if self._period is None:
+            return self.get_elapsed_duration()
+        return min(1.0, max(0.0, float(self._period(self._now, TimeUnit.DURATION).amount)))
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters as a record that JSON keeps exactly."""
