@@ -172,6 +172,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-call-missing", lambda: call_target(target("textwrap:dedent"))),
     ("config-call-raised", lambda: call_target(target("fractions:Fraction", numerator="x"))),
     ("config-bind-number", lambda: bound_target(target("math:pi"))),
+    ("config-schedule-number", key("schedules", {"lr": {"constant": 0.1}})),
     # the optimizer of a plan
     ("config-plan-rate", planned("optimizer: {target: 'torch.optim:SGD', lr: 0.1}\n",
                                  "optimizer.lr=abc")),

@@ -56,6 +56,14 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("schedules-warmup-unknown-batches", lambda: Cosine(warmup="500ba").bind(RUN)),
     ("schedules-warmup-seconds", lambda: Cosine(warmup="5m").bind(RUN)),
     ("schedules-warmup-part-of-epoch", lambda: Cosine(warmup="5%").bind(Horizon("90ep"))),
+    ("schedules-epoch-of-unknown-size", lambda: Cosine().bind(Horizon("1ep"))),
+    (
+        "schedules-part-of-a-period-unknown",
+        lambda: Periods(
+            [("4ba", 1.0), ("rest", lambda t: t.get_current_period_frac_elapsed())]
+        ).bind(RUN)(Timestamp(batch=4)),
+    ),
+    ("schedules-floor", lambda: InverseSqrt("1ba", floor=2)),
     ("schedules-over-negative", lambda: Linear(over="-1ep")),
     ("schedules-power-zero", lambda: Polynomial(power=0)),
     ("schedules-curve-not-callable", lambda: Curve(wrong(0.5))),

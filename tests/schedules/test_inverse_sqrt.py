@@ -25,6 +25,22 @@ def test_it_is_the_formula(timescale: int, warmup: int, batch: int) -> None:
     assert found == pytest.approx(expected, rel=1e-14)
 
 
+@pytest.mark.parametrize("least", [0.0, 0.1, 0.4, 1.0])
+def test_a_floor_is_megatrons_and_levanters_and_an_end_is_olmo_cores(least: float) -> None:
+    floored = values(InverseSqrt(warmup="4ba", floor=least), Horizon("200ba"), by_batch(200))
+    tending = values(InverseSqrt(warmup="4ba", end=least), Horizon("200ba"), by_batch(200))
+    for batch in range(4, 200):
+        root = math.sqrt(4 / batch)
+        assert floored[batch] == pytest.approx(max(root, least), rel=1e-14)
+        assert tending[batch] == pytest.approx(least + (1 - least) * root, rel=1e-14)
+    assert floored[:5] == tending[:5] == [0.0, 0.25, 0.5, 0.75, 1.0]
+
+
+def test_a_floor_is_no_more_than_the_decay_begins_with() -> None:
+    with pytest.raises(ScheduleError, match="the decay begins at 1"):
+        InverseSqrt("4ba", floor=1.5)
+
+
 @pytest.mark.parametrize("warmup", ["4ba", "20%", "0.2dur"])
 def test_the_warm_up_is_the_time_scale_where_none_is_given(warmup: str) -> None:
     found = values(InverseSqrt(warmup=warmup), Horizon("20ba"), by_batch(20))
@@ -48,3 +64,5 @@ def test_it_is_described_in_words() -> None:
     text = "inverse square root of time"
     assert str(InverseSqrt("4ba")) == f"{text} on the scale of 4ba"
     assert str(InverseSqrt(warmup="4ba")) == f"{text}, after a warm-up from 0 over 4ba"
+    assert str(InverseSqrt("4ba", end=0.1)) == f"{text} on the scale of 4ba to 0.1"
+    assert str(InverseSqrt("4ba", floor=0.1)) == f"{text} on the scale of 4ba, at least 0.1"

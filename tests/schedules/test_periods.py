@@ -185,11 +185,11 @@ def test_all_kinds_fit_a_period_of_no_length() -> None:
 
 def test_only_units_that_are_used_need_their_facts() -> None:
     unknown = Horizon("1h")
-    schedule = Periods([("5ep", Linear(0, 1)), ("rest", Step("3ep", 0.5))])
+    schedule = Periods([("5ba", Linear(0, 1)), ("rest", Step("3ba", 0.5))])
     bound = schedule.bind(unknown)
-    assert [bound(Timestamp(epoch=epoch)) for epoch in (0, 4, 5, 8, 11)] == [0, 0.8, 1, 0.5, 0.25]
+    assert [bound(Timestamp(batch=batch)) for batch in (0, 4, 5, 8, 11)] == [0, 0.8, 1, 0.5, 0.25]
     with pytest.raises(ConversionError, match="max_duration is in seconds"):
-        Periods([("5ep", Linear(0, 1)), ("rest", Cosine())]).bind(unknown)
+        Periods([("5ba", Linear(0, 1)), ("rest", Cosine())]).bind(unknown)
     with pytest.raises(ConversionError, match="max_duration is in seconds"):
         Periods([("rest", 1.0), ("5ep", Linear())]).bind(unknown)
 

@@ -46,9 +46,9 @@ def test_a_cycle_that_the_end_cuts_is_held_there() -> None:
 
 
 def test_without_an_end_it_goes_on() -> None:
-    bound = CosineRestarts("1ep", 2).bind(Horizon("1h"))
-    assert bound(Timestamp(epoch=2**40 - 1)) == 1.0
-    assert bound(Timestamp(epoch=2**40 - 2)) == pytest.approx(0.0)
+    bound = CosineRestarts("1ba", 2).bind(Horizon("1h"))
+    assert bound(Timestamp(batch=2**40 - 1)) == 1.0
+    assert bound(Timestamp(batch=2**40 - 2)) == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize("multiplier", [0, -1, 1.5, True, "2", None], ids=repr)

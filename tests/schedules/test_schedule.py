@@ -32,6 +32,7 @@ from stretto.schedules import (
     Rest,
     Schedule,
     Step,
+    as_schedule,
 )
 from stretto.testing.schedules import RUN, by_batch, leaves, samples_of_run, schedules, values
 from stretto.timing import Horizon, Time, Timer, Timestamp
@@ -56,11 +57,13 @@ def bounds(schedule: Schedule) -> tuple[float, float]:
             ends = [schedule.start, schedule.end]
         case WSD(end=end):
             ends = [1.0, end]
+        case InverseSqrt(end=end, floor=floor):
+            ends = [max(end, floor), 1.0]
         case Custom():
             ends = [0.5, 1.0]
         case Curve():
             ends = [0.0, 0.5]
-        case _:  # the decays from 1
+        case _:  # the other decays from 1
             ends = [0.0, 1.0]
     warmup = getattr(schedule, "warmup", None)
     ends += [schedule.warmup_start] if warmup else []  # type: ignore[attr-defined]
@@ -74,7 +77,7 @@ def test_a_factor_is_in_its_declared_range_at_any_time(
     low, high = bounds(schedule)
     factor = schedule.bind(RUN)(timestamp)
     assert type(factor) is float
-    # The shape 1-sqrt is a function to the schedule, so it may round by one unit.
+    # Two shapes of WSD are functions to the schedule, so they may round by one unit.
     assert low * (1 - 1e-15) <= factor <= high * (1 + 1e-15)
 
 
@@ -220,16 +223,57 @@ def test_an_epoch_of_unknown_size_is_fine_until_a_part_of_it_is_needed() -> None
             schedule.bind(Horizon("90ep"))
 
 
+SMOOTH = [
+    Cosine(),
+    Linear(1, 0),
+    Linear(0, 1, over="2ep"),
+    Polynomial(power=2),
+    Curve(lambda passed: 1 - passed),
+    Exponential("1ep", 0.5),
+    CosineRestarts("1ep"),
+    InverseSqrt("1ep"),
+    WSD("1ep"),
+    Constant(warmup="1ep"),
+    Periods([("1ep", 1.0), ("rest", Cosine())]),
+]
+
+
+@pytest.mark.parametrize("schedule", SMOOTH, ids=str)
+def test_a_curve_over_epochs_of_unknown_size_is_refused(schedule: Schedule) -> None:
+    """It would stand still through each epoch: through the whole run of one epoch."""
+    with pytest.raises(ConversionError, match=r"of an epoch has passed.*pass dataset_num_samples"):
+        schedule.bind(Horizon("4ep"))
+    schedule.bind(Horizon("4ep", dataset_num_samples=10))
+
+
+def test_what_needs_no_size_of_an_epoch_works_without_it() -> None:
+    run = Horizon("4ep")
+    first, later = Timestamp(batch=3, sample=30), Timestamp(epoch=2, batch=9, sample=90)
+    for schedule, expected in (
+        (Constant(0.5), (0.5, 0.5)),
+        (Linear(0.5, 0.5), (0.5, 0.5)),
+        (Linear(1, 0, over="10ba"), (0.7, 0.1)),
+        (Cosine(1, 0, over="90sp"), (0.75, 0.0)),
+        (Constant(warmup="10ba"), (0.3, 0.9)),
+        (Step("1ep", 0.5), (1.0, 0.25)),
+        (MultiStep(["50%"]), (1.0, 0.1)),
+        (Periods([("2ep", 1.0), ("rest", 0.1)]), (1.0, 0.1)),
+        (as_schedule(lambda timer: 0.5**timer.epoch), (1.0, 0.25)),
+    ):
+        bound = schedule.bind(run)
+        assert (bound(first), bound(later)) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     "schedule",
-    [Constant(warmup="5ep"), MultiStep(["5ep"]), Step("5ep"), InverseSqrt(warmup="5ep")],
+    [Constant(warmup="5ba"), MultiStep(["5ep"]), Step("5ep"), InverseSqrt(warmup="5ba")],
     ids=str,
 )
 def test_a_schedule_that_needs_no_end_runs_without_one(schedule: Schedule) -> None:
-    # The run ends by the wall clock, so how many epochs it will have is not known.
+    # The run ends by the wall clock, so how many batches it will have is not known.
     bound = schedule.bind(Horizon("1h"))
-    assert bound(Timestamp(epoch=5)) in (1.0, 0.1)
-    assert bound(Timestamp(epoch=10**6)) >= 0.0
+    assert bound(Timestamp(epoch=5, batch=5)) in (1.0, 0.1)
+    assert bound(Timestamp(epoch=10**6, batch=10**6)) >= 0.0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,3 +108,21 @@ def test_it_is_not_longer_than_its_period() -> None:
 
 def test_it_may_be_all_of_the_run() -> None:
     assert values(Constant(warmup="100%"), Horizon("4ba"), by_batch(5)) == [0, 0.25, 0.5, 0.75, 1]
+
+
+def test_how_long_a_way_is_does_not_include_the_warm_up() -> None:
+    """Megatron's `--lr-decay-samples` does: it is `warmup` and `over` together."""
+    found = values(Linear(1, 0, warmup="10ba", over="20ba"), Horizon("50ba"), by_batch(50))
+    decay_steps, warmup_steps = 30, 10
+    for step in range(50):
+        if step <= warmup_steps:
+            expected = step / warmup_steps
+        else:
+            expected = 1 - min(1, (step - warmup_steps) / (decay_steps - warmup_steps))
+        assert found[step] == pytest.approx(expected)
+
+
+def test_a_warm_up_of_another_shape_is_a_period() -> None:
+    found = values(Periods([("8ba", Cosine(0, 1)), ("rest", 1.0)]), Horizon("20ba"), by_batch(20))
+    rise = [(1 - math.cos(math.pi * step / 8)) / 2 for step in range(9)]
+    assert found == pytest.approx(rise + [1.0] * 11)

@@ -31,6 +31,14 @@ def test_the_shapes() -> None:
     )
 
 
+def test_megatrons_exponential_decay() -> None:
+    """`coeff = 2 * 0.5 ** ratio - 1` between the largest and the least learning rate."""
+    found = values(WSD("20ba", 0.1, shape="exponential"), RUN, by_batch(101))[80:]
+    expected = [0.1 + 0.9 * (2.0 * 0.5 ** (step / 20) - 1.0) for step in range(21)]
+    assert found == pytest.approx(expected, rel=1e-14)
+    assert found[-1] == 0.1
+
+
 def test_it_may_be_of_mixed_units() -> None:
     run = Horizon("10ep", dataset_num_samples=10, batch_sizes=4)
     found = values(WSD("2ep", warmup="3ba"), run, by_batch(100))

@@ -5,7 +5,7 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from stretto.batching import Seesaw
-from stretto.errors import CheckpointError, StrettoError
+from stretto.data import DataSpec
+from stretto.errors import CheckpointError, ConversionError, StrettoError
 from stretto.ordering import SampleOrder
 from stretto.planning import plan
 from stretto.schedules import Cosine, Linear
@@ -423,6 +424,37 @@ def test_everything_wrong_is_found_before_the_first_step(problem: Make) -> None:
     for settings in wrong:
         with pytest.raises(StrettoError):
             problem().trainer(**settings)
+
+
+def test_a_curve_over_an_epoch_of_unknown_size_is_refused_and_one_in_batches_is_not(
+    problem: Make,
+) -> None:
+    run = problem()
+    batches = [
+        (run.data.tensors[0][at : at + 6], run.data.tensors[1][at : at + 6]) for at in (0, 6)
+    ]
+    settings: dict[str, Any] = {
+        "optimizer": run.optimizer,
+        "loss": lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+        "max_duration": "1ep",
+        "batch_size": 4,
+    }
+    stream = DataSpec(_Endless(batches))
+    with pytest.raises(ConversionError, match="pass dataset_num_samples"):
+        Trainer(run.model, stream, schedules={"lr": Cosine()}, **settings)
+    trainer = Trainer(run.model, stream, schedules={"lr": Cosine(over="6ba")}, **settings)
+    trainer.fit()
+    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.75)
+
+
+class _Endless:
+    """Batches whose number is not known."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
 
 
 def test_plan_of_the_trainer_is_the_plan(problem: Make) -> None:

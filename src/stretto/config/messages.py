@@ -53,6 +53,8 @@ def _line(details: ErrorDetails, root: type[BaseModel], source: Source) -> str:
         return cannot(f"use the key {path[-1]!r}", why=why, instead=instead, where=where)
     if kind == "shape":
         why, instead = "it is none of the things that can stand here", details["msg"]
+    elif kind in ("model_type", "model_attributes_type"):
+        why, instead = _no_mapping(_section_at(root, loc))
     else:
         why, instead = _reason(kind, context, details["input"])
     name = show_path(path) if path else source.name
@@ -71,6 +73,17 @@ def _unknown(path: Path, section: type[BaseModel] | None, nearest: str | None) -
         return f"there is no such key{inside}", f"did you mean '{nearest}'?"
     here = [key for key in keys if key != "duration" or "periods" in path]
     return f"there is no such key{inside}", f"the keys here are {', '.join(here)}"
+
+
+def _no_mapping(section: type[BaseModel] | None) -> tuple[str, str]:
+    """Why a value cannot stand where keys with values must, and what to write."""
+    keys = list(section.model_fields) if section else []
+    if not keys:
+        return _REASONS["dict_type"]
+    return (
+        "it is not a mapping",
+        f"write keys with values, such as {{{keys[0]}: ...}} (its keys are {', '.join(keys)})",
+    )
 
 
 def _reason(kind: str, context: Mapping[str, Any], value: object) -> tuple[str, str]:
@@ -103,8 +116,6 @@ _REASONS = {
     "string_type": ("it is not a text", "put it in quotes"),
     "list_type": ("it is not a list", "write items in brackets, or one '- item' per line"),
     "dict_type": ("it is not a mapping", "write keys with values, such as {key: value}"),
-    "model_type": ("it is not a mapping", "write keys with values, such as {key: value}"),
-    "model_attributes_type": ("it is not a mapping", "write keys with values, as {key: value}"),
     "too_short": ("it is empty", "write at least one entry"),
     "string_pattern_mismatch": (
         "it holds something else than letters, digits, '.', '_' and '-'",

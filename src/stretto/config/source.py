@@ -87,6 +87,7 @@ _WORDS = (
     (r"(?<!')\b(maximum|minimum|start|end|multiple_of|reference)=(\d+)", r"\1: \2"),
     (r"\blast_batch='(\w+)'", r"last_batch: \1"),
     (r"\bSteps\('([^']*)'\)", r"'\1'"),
+    (r"\bStep\('1ep'\)", "step: {every: 1ep}"),
     (r"\bpass evaluate=\.\.\.", "write evaluate: {every: 10%}"),
 )
 

@@ -264,7 +264,7 @@ class Curve(WarmedUp):
 
     def over_rest(self, span: Span) -> BoundSchedule:
         """Return the curve from the start of `span` on."""
-        function, read = self.function, span.axis.read
+        function, read = self.function, span.smooth().axis.read
         scale, first, total, stop = way(span, span.after(self.over))
         held = checked_factor(function(stop / total if total else 1.0), function)
         start = self.first_factor() if total else held

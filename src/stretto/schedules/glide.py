@@ -19,6 +19,8 @@ def line(span: Span, to: Fraction, start: float, end: float) -> BoundSchedule:
     read = span.axis.read
     scale, first, total, stop = way(span, to)
     start = start if total else end  # a way of no length is at its end from the beginning
+    if start != end:
+        span.smooth()
     rise, low, high = end - start, min(start, end), max(start, end)
     held = end if stop == total else min(max(start + rise * (stop / total), low), high)
 
@@ -48,6 +50,8 @@ def glide(
     read = span.axis.read
     scale, first, total, stop = way(span, to)
     start = start if total else end  # a way of no length is at its end from the beginning
+    if start != end:
+        span.smooth()
     fall, low, high = start - end, min(start, end), max(start, end)
     held = end if stop == total else min(max(end + fall * left(stop / total), low), high)
 

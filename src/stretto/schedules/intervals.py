@@ -75,6 +75,7 @@ class Exponential(WarmedUp):
 
     def over_rest(self, span: Span) -> BoundSchedule:
         """Return the decay from the start of `span` on."""
+        span.along(self.every.unit).smooth()
         gamma, (read, scale, first, step, last) = self.gamma, _intervals(span, self.every)
 
         def value(timestamp: Timestamp) -> float:

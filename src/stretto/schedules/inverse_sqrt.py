@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from stretto.errors import ScheduleError, cannot
-from stretto.schedules.arguments import interval
+from stretto.schedules.arguments import factor, interval
 from stretto.schedules.intervals import BEYOND
 from stretto.schedules.schedule import BoundSchedule, Schedule, fill
 from stretto.schedules.scope import Scope, Span, integers
@@ -20,9 +20,11 @@ from stretto.timing import Time, TimeLike, Timestamp
 class InverseSqrt(Schedule):
     """Decay with the square root of time, which needs no end.
 
-    Formula: `sqrt(s / (s + t))`, where `t` has passed since the warm-up and `s` is the time scale;
-    with `s` equal to the warm-up `w`, that is `sqrt(w / time)`. Source: Vaswani et al. 2017
-    (arXiv 1706.03762), equation 3; transformers' `get_inverse_sqrt_schedule`.
+    Formula: `max(floor, end + (1 - end) * sqrt(s / (s + t)))`, where `t` has passed since the
+    warm-up and `s` is the time scale; with `s` equal to the warm-up `w`, the root is
+    `sqrt(w / time)`. Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 3; transformers'
+    `get_inverse_sqrt_schedule`. Megatron and Levanter have a `floor` (`min_lr`), OLMo-core an
+    `end` (`alpha_f`).
 
     >>> from stretto.timing import Horizon, Timestamp
     >>> factor = InverseSqrt(warmup="4ba").bind(Horizon("64ba"))
@@ -31,15 +33,20 @@ class InverseSqrt(Schedule):
 
     Args:
         timescale: the time scale; as long as the warm-up where left out.
+        end: the factor that the decay tends to.
+        floor: the least factor after the warm-up; the decay stops where it comes down to it.
         warmup: rise from `warmup_start` to 1 over this time first.
         warmup_start: the factor of the first batch of a warm-up.
 
     Raises:
-        ScheduleError: there is neither a time scale nor a warm-up, or one is not positive.
+        ScheduleError: there is neither a time scale nor a warm-up, one is not positive, a factor is
+            not finite or is negative, or the floor is above 1.
         TimeError: a text is not a time.
     """
 
     timescale: Time | None
+    end: float
+    floor: float
     warmup: Time | None
     warmup_start: float
 
@@ -47,11 +54,22 @@ class InverseSqrt(Schedule):
         self,
         timescale: TimeLike | None = None,
         *,
+        end: float = 0.0,
+        floor: float = 0.0,
         warmup: TimeLike | None = None,
         warmup_start: float = 0.0,
     ) -> None:
         set_warmup(self, warmup, warmup_start)
+        fill(self, end=factor(end, "end"), floor=factor(floor, "floor"))
         fill(self, timescale=None if timescale is None else interval(timescale, "timescale"))
+        if self.floor > 1:
+            raise ScheduleError(
+                cannot(
+                    f"use floor={self.floor:g}",
+                    why="the decay begins at 1",
+                    instead="write a number from 0 to 1 such as 0.1",
+                )
+            )
         if not (self.timescale or self.warmup):
             raise ScheduleError(
                 cannot(
@@ -74,16 +92,18 @@ class InverseSqrt(Schedule):
             timescale = rest.start - span.start
             if self.timescale is not None:
                 timescale = rest.length(self.timescale)
-            end = rest.start + BEYOND if rest.end is None else rest.end
-            scale, first, unit, last = integers(rest.start, timescale, end)
+            stop = rest.start + BEYOND if rest.end is None else rest.end
+            scale, first, unit, last = integers(rest.start, timescale, stop)
             # A fraction of a period of no length is nothing: any unit will do, as no time passes.
-            read, unit, last = rest.axis.read, max(unit, 1), last - first
+            read, unit, last = rest.smooth().axis.read, max(unit, 1), last - first
+            end, fall, floor = self.end, 1.0 - self.end, self.floor
 
             def value(timestamp: Timestamp) -> float:
                 passed = read(timestamp) * scale - first
                 if passed <= 0:
                     return 1.0
-                return math.sqrt(unit / (unit + (passed if passed < last else last)))
+                left = math.sqrt(unit / (unit + (passed if passed < last else last)))
+                return max(floor, end + fall * left)
 
             return value
 
@@ -94,4 +114,6 @@ class InverseSqrt(Schedule):
     def __str__(self) -> str:
         scale = "" if self.timescale is None else f" on the scale of {self.timescale}"
         warmup = warmup_text(self.warmup, self.warmup_start)
-        return f"inverse square root of time{scale}{warmup}"
+        end = f" to {self.end:g}" if self.end else ""
+        floor = f", at least {self.floor:g}" if self.floor else ""
+        return f"inverse square root of time{scale}{end}{floor}{warmup}"

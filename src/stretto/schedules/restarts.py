@@ -82,7 +82,7 @@ class CosineRestarts(WarmedUp):
 
     def over_rest(self, span: Span) -> BoundSchedule:
         """Return the cycles from the start of `span` on."""
-        own = span.along(self.t_0.unit)
+        own = span.along(self.t_0.unit).smooth()
         end = own.start + BEYOND if own.end is None else own.end
         scale, first, cycle, last = integers(own.start, own.length(self.t_0), end)
         # A fraction of a period of no length is nothing: any cycle will do, as none ever begins.

@@ -156,6 +156,15 @@ class Span:
                 end = None
         return Span(self.horizon, axis, self._on(self.start, axis), end)
 
+    def smooth(self) -> Span:
+        """Return this span, for a curve that changes with every batch.
+
+        Raises:
+            ConversionError: it counts epochs, whose number of samples is not known.
+        """
+        self.horizon.check_moves(self.axis)
+        return self
+
     @property
     def clock(self) -> PeriodClock:
         """How long the span has lasted at a timestamp."""

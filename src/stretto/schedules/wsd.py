@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final, get_args
 
@@ -16,8 +17,13 @@ from stretto.schedules.scope import Scope
 from stretto.schedules.warmup import set_warmup, warmup_text
 from stretto.timing import Time, TimeLike
 
-DecayShape: TypeAlias = Literal["linear", "cosine", "1-sqrt"]
-"""How `WSD` falls: `1 - x`, `(1 + cos(pi * x)) / 2` or `1 - sqrt(x)`."""
+DecayShape: TypeAlias = Literal["linear", "cosine", "1-sqrt", "exponential"]
+"""How `WSD` falls: `1 - x`, `(1 + cos(pi * x)) / 2`, `1 - sqrt(x)` or `2 ** (1 - x) - 1`."""
+
+_LEFT: Mapping[str, Callable[[float], float]] = {
+    "1-sqrt": lambda passed: 1.0 - math.sqrt(passed),
+    "exponential": lambda passed: math.pow(2.0, 1.0 - passed) - 1.0,
+}
 
 
 @final
@@ -30,7 +36,8 @@ class WSD(Schedule):
 
     Formula: 1 until the decay, then `end + (1 - end) * shape(x)`, where `x` in [0, 1] is the part
     of the decay that has passed. Source: Hu et al. 2024, MiniCPM (arXiv 2404.06395), for the
-    three stages; Hägele et al. 2024 (arXiv 2405.18392) for the shape `1-sqrt`.
+    three stages; Hägele et al. 2024 (arXiv 2405.18392) for the shape `1-sqrt`; Megatron-LM's
+    `--lr-wsd-decay-style` for `exponential`.
 
     >>> from stretto.timing import Horizon, Timestamp
     >>> factor = WSD("20%", warmup="5%").bind(Horizon("100ba"))
@@ -70,7 +77,7 @@ class WSD(Schedule):
                 cannot(
                     f"decay in the shape {shown(shape)}",
                     why="there is no such shape",
-                    instead="write 'linear', 'cosine' or '1-sqrt'",
+                    instead="write 'linear', 'cosine', '1-sqrt' or 'exponential'",
                 )
             )
         fill(self, decay=length(decay, "decay"), end=factor(end, "end"), shape=shape)
@@ -98,8 +105,8 @@ class WSD(Schedule):
             return Linear(1.0, self.end)
         if self.shape == "cosine":
             return Cosine(1.0, self.end)
-        end = self.end
-        return Curve(lambda passed: end + (1.0 - end) * (1.0 - math.sqrt(passed)))
+        end, left = self.end, _LEFT[self.shape]
+        return Curve(lambda passed: end + (1.0 - end) * left(passed))
 
     def __str__(self) -> str:
         warmup = warmup_text(self.warmup, self.warmup_start)

@@ -132,7 +132,8 @@ def _by_interval(draw: st.DrawFn, warmup: Warmup) -> Schedule:
     every, gamma = draw(intervals()), draw(st.floats(0, 1))
     kind = draw(st.sampled_from([Exponential, Step, InverseSqrt, CosineRestarts]))
     if kind is InverseSqrt:
-        return InverseSqrt(every, **warmup)
+        end, floor = draw(st.floats(0, 1)), draw(st.floats(0, 1))
+        return InverseSqrt(every, end=end, floor=floor, **warmup)
     if kind is CosineRestarts:
         start, end = draw(factors()), draw(factors())
         return CosineRestarts(every, draw(st.integers(1, 3)), start=start, end=end, **warmup)

@@ -127,6 +127,8 @@ class Horizon:
     def elapsed(self, timestamp: Timestamp) -> float:
         """Return the fraction of the run that has passed, in [0, 1].
 
+        In a run of epochs over data of unknown size, only whole epochs count.
+
         >>> Horizon("8ba").elapsed(Timestamp(batch=2))
         0.25
         """
@@ -163,6 +165,25 @@ class Horizon:
                 )
             )
         return ticks
+
+    def check_moves(self, axis: Axis) -> None:
+        """Refuse `axis` for a value that changes with every batch, if it only counts whole epochs.
+
+        The epochs of data of unknown size are counted whole: such a value would stay the same
+        through each of them.
+
+        Raises:
+            ConversionError: the axis counts epochs, whose number of samples is not known.
+        """
+        if axis.unit is TimeUnit.EPOCH and self.dataset_num_samples is None:
+            raise ConversionError(
+                cannot(
+                    "tell how much of an epoch has passed",
+                    why="the number of samples in the data set is not known",
+                    instead="pass dataset_num_samples, write max_duration and the times in 'sp', "
+                    "'ba' or 'tok', or choose what changes at whole epochs, such as Step('1ep')",
+                )
+            )
 
     def common_axis(self, times: Iterable[Time]) -> Axis:
         """Return one axis on which all of `times` can be placed.

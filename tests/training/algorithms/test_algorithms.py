@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from stretto.data import DataSpec
-from stretto.errors import StrettoError, TrainingError
+from stretto.errors import ConversionError, StrettoError, TrainingError
 from stretto.examples.text import PythonDocs
+from stretto.timing import Horizon, Time, Timestamp
 from stretto.training import Callback, Trainer
 from stretto.training.algorithms import (
     LayerFreezing,
@@ -17,6 +18,7 @@ from stretto.training.algorithms import (
     SequenceLengthWarmup,
     StochasticDepth,
 )
+from stretto.training.algorithms.window import progress
 
 
 class Watch(Callback):
@@ -216,3 +218,10 @@ def test_stated_tokens_do_not_hold_where_sequences_are_cut(problem: Callable[...
 def test_settings_that_cannot_be_are_refused(make: Callable[[], Any]) -> None:
     with pytest.raises(TrainingError, match=r"cannot .*: .*; write"):
         make()
+
+
+def test_a_stretch_of_epochs_of_unknown_size_is_refused() -> None:
+    """Within them it would stand still: in a run of one epoch, no layer would ever freeze."""
+    with pytest.raises(ConversionError, match="pass dataset_num_samples"):
+        progress(Horizon("1ep"), Time("0ep"), Time("1ep"))
+    assert progress(Horizon("1ep"), Time("0ba"), Time("4ba"))(Timestamp(batch=1)) == 0.25

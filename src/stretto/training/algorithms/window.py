@@ -20,6 +20,7 @@ def progress(horizon: Horizon, start: Time, end: Time) -> Callable[[Timestamp], 
         ConversionError: a time needs a fact that is not known.
     """
     axis = horizon.common_axis((start, end))
+    horizon.check_moves(axis)
     first, last = horizon.ticks(start, axis), horizon.ticks(end, axis)
     if last <= first:
         raise TrainingError(
