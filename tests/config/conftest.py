@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from stretto import DataSpec
+
 
 class Points(TensorDataset):
     def __init__(self, count=40, *, split="train", tokens_per_sample=None):
@@ -27,6 +29,19 @@ class Points(TensorDataset):
 
 def plain_points(count=8):
     return Points(count)
+
+
+class Batches:
+    def __iter__(self):
+        return iter(zip(*(one.split(3) for one in Points(8).tensors)))
+
+
+def plain_batches():
+    return Batches()
+
+
+def spec_of_batches():
+    return DataSpec(Batches(), tokens_per_sample=3)
 
 
 class Line(nn.Module):

@@ -226,6 +226,21 @@ def test_what_cannot_be_built(changes: dict[str, Any], message: str) -> None:
         build_trainer(config(**changes))
 
 
+def test_a_run_file_says_that_streams_are_sharded() -> None:
+    data = {"target": "my_project:plain_batches", "num_samples": 8, "sharded": True}
+    trainer = build_trainer(config(data=data, evaluate={"data": {"target": "my_project:Points"}}))
+    assert trainer.loader.spec.sharded
+    trainer.fit()
+    assert trainer.timer.sample == 16
+
+
+def test_data_may_be_a_spec_of_which_the_file_states_more() -> None:
+    spec = {"target": "my_project:spec_of_batches", "num_samples": 8}
+    trainer = build_trainer(config(data=spec, batch_size=4))
+    assert trainer.loader.spec.known_num_samples == 8
+    assert trainer.loader.spec.tokens_per_sample == 3
+
+
 def test_stated_sizes_are_held_against_the_data() -> None:
     with pytest.raises(ConfigError, match=r"\(data in the run file\)"):
         build_trainer(config(data={"target": "my_project:Points", "num_samples": 41}))

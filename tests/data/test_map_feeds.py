@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from stretto.data import DataSpec
-from stretto.data.feed import Draw, Part
+from stretto.data.feed import Draw, Part, evenly
 from stretto.data.fetch import Fetch
-from stretto.data.map_feeds import ChunkFeed, MapSource, evenly
+from stretto.data.map_feeds import ChunkFeed, MapSource
 from stretto.data.workers import Workers
 from stretto.ordering import SampleOrder, share
 from stretto.planning import StepPlan

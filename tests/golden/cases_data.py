@@ -9,6 +9,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from stretto.data import DataSpec, StepLoader, count_samples, count_target_tokens, take_samples
+from stretto.data.chunks import ChunkSource
+from stretto.data.feed import Part
+from stretto.data.streams import OwnStreams
 from stretto.ordering import SampleOrder
 
 NUMBERS = TensorDataset(torch.arange(10))
@@ -49,6 +52,22 @@ def sharded() -> StepLoader:
     return loader(DataLoader(NUMBERS, sampler=sampler))
 
 
+def stream() -> DataSpec:
+    return DataSpec(Batches(4, 4), sharded=True)
+
+
+def stream_without_samples() -> OwnStreams:
+    """One of two ranks, of which the other has nothing."""
+    spec, part = stream(), Part(0, 2, None)
+    source = ChunkSource(spec, spec.data, seed=0)
+    return OwnStreams(source, spec, part, lambda own: [own, (0, 1, 0, 0)])
+
+
+def of_two_ranks() -> dict[str, Any]:
+    record = loader(stream()).state_dict()
+    return {**record, "source": {"ranks": 2 * record["source"]["ranks"]}}
+
+
 def batch_that_does_not_tell() -> Iterator[torch.Tensor]:
     yield torch.zeros(3, 5)
 
@@ -63,6 +82,12 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("data-num-samples-zero", lambda: DataSpec(NUMBERS, num_samples=0)),
     ("data-tokens-per-sample", lambda: DataSpec(NUMBERS, tokens_per_sample=1.5)),  # type: ignore[arg-type]
     ("data-sharded-twice", sharded),
+    ("data-sharded-map-style", lambda: DataSpec(NUMBERS, sharded=True)),
+    ("data-sharded-alone", lambda: run(stream(), rank=0, world_size=2)),
+    ("data-sharded-without-samples", lambda: stream_without_samples().take(4, 0)),
+    ("data-sharded-world-size", lambda: loader(stream()).load_state_dict(of_two_ranks())),
+    ("data-sharded-before", lambda: loader(Batches(4)).load_state_dict(of_two_ranks())),
+    ("data-sharded-now", lambda: loader(stream()).load_state_dict(loader(Batches(4)).state_dict())),
     ("data-length-lies", lambda: run(Lies([1, 2]), shuffle=False)),
     ("data-collate-loses-samples", lambda: run([1, 2], 2, collate_fn=lambda some: some[:1])),
     ("data-run-in-tokens", lambda: loader(max_duration="1Mtok")),

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from stretto.data import DataSpec
 from stretto.training import Callback, Checkpointing, Evaluation, Logging, Stepping, Trainer
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -24,11 +26,11 @@ def square(model: nn.Module, batch: Any) -> torch.Tensor:
     return loss
 
 
-def trainer(model: nn.Module, parameters: Any, **settings: Any) -> Trainer:
+def trainer(model: nn.Module, parameters: Any, data: Any = DATA, **settings: Any) -> Trainer:
     defaults: dict[str, Any] = {"max_duration": "10ba", "batch_size": 8}
     return Trainer(
         model,
-        DATA,
+        data,
         optimizer=torch.optim.SGD(parameters, lr=0.1),
         loss=square,
         stepping=Stepping(device="cpu"),
@@ -145,6 +147,49 @@ def wall_clock(folder: Path) -> list[tuple[str, int]]:
     return clock.batches
 
 
+class Own:
+    """The samples of this rank alone: 27 of the first, 13 of the second, in batches of 6."""
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        own = DATA.tensors[0][:27] if RANK == 0 else DATA.tensors[0][27:]
+        yield from ([part] for part in own.split(6))
+
+
+def sharded(folder: Path) -> dict[str, Any]:
+    """Streams of the ranks' own, uneven: cut and resumed, and in a single batch of all samples."""
+
+    def run(length: str, *, batch_size: int = 9, resume: bool = False, name: str = "") -> Any:
+        torch.manual_seed(2)
+        model = nn.Linear(5, 1).double()
+        one = trainer(
+            model,
+            model.parameters(),
+            data=DataSpec(Own(), sharded=True),
+            batch_size=batch_size,
+            micro_batch_size=4,
+            max_duration=length,
+            folder=folder / name if name else None,
+            checkpoint=Checkpointing("100ba") if name else None,
+            evaluate=Evaluation(DataSpec(Own(), sharded=True)),
+        )
+        if resume:
+            one.resume()
+        one.fit()
+        return one, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+    straight, weights = run("2ep")
+    run("3ba", name="cut")
+    run("7ba", name="cut", resume=True)
+    whole, all_at_once = run("3ep", batch_size=40)
+    return {
+        "clock": straight.timer.timestamp[:4],
+        "weights": weights,
+        "resumed": run("2ep", name="cut", resume=True)[1],
+        "all at once": all_at_once,
+        "loss": whole.evaluate()["validation/loss"],
+    }
+
+
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     report = {
@@ -155,6 +200,7 @@ def main(out: Path) -> None:
         "unwritable": unwritable(out / "run"),
         "statistics": statistics(),
         "wall clock": wall_clock(out / "clock"),
+        "sharded": sharded(out),
     }
     (out / f"rank{RANK}.json").write_text(json.dumps(report))
 

@@ -139,5 +139,24 @@ def test_two_ranks_at_the_edges(tmp_path: Path, torchrun: Callable[..., Any]) ->
     assert first["wall clock"] == second["wall clock"]
     assert {"log", "validation"} < {what for what, _ in first["wall clock"]}
 
+    torch.manual_seed(2)
+    line = nn.Linear(5, 1).double()
+    Trainer(
+        line,
+        data,
+        optimizer=torch.optim.SGD(line.parameters(), lr=0.1),
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        max_duration="3ep",
+        batch_size=40,
+    ).fit()
+    expected = torch.cat([p.detach().flatten() for p in line.parameters()])
+    with torch.no_grad():
+        loss = line(data.tensors[0]).square().mean().item()
+    for rank in (first, second):
+        assert rank["sharded"]["clock"] == [2, 10, 80, 0]
+        assert rank["sharded"]["resumed"] == first["sharded"]["weights"]
+        assert rank["sharded"]["all at once"] == pytest.approx(expected.tolist(), rel=1e-12)
+        assert rank["sharded"]["loss"] == pytest.approx(loss, rel=1e-12)
+
     for rank in (first, second):
         assert rank["statistics"]["measured"] == pytest.approx(first["statistics"]["expected"])

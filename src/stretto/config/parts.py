@@ -42,11 +42,12 @@ def make_spec(config: RunConfig, *, source: Source = NO_SOURCE) -> DataSpec:
     """
     data = config.data
     with source.at("data"):
-        return DataSpec(
+        return DataSpec.of(
             make_data(config, source=source),
             num_samples=data.num_samples,
             num_tokens=data.num_tokens,
             tokens_per_sample=data.tokens_per_sample,
+            sharded=data.sharded,
         )
 
 
@@ -205,7 +206,8 @@ def _evaluation_data(
                 where=source.where(path),
             )
         )
-    return call_target(config.data, source=source, path=("data",), split=VALIDATION)
+    data = call_target(config.data, source=source, path=("data",), split=VALIDATION)
+    return DataSpec.of(data, sharded=config.data.sharded)
 
 
 def make_loggers(config: RunConfig) -> list[MetricLogger]:

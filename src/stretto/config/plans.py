@@ -259,10 +259,11 @@ def data_sizes(config: RunConfig, *, source: Source = NO_SOURCE) -> dict[str, in
     from stretto.data import DataSpec  # imports torch, which a plan of stated sizes does without
 
     with source.at("data"):
-        spec = DataSpec(
+        spec = DataSpec.of(
             make_data(config, source=source),
             num_tokens=data.num_tokens,
             tokens_per_sample=data.tokens_per_sample,
+            sharded=data.sharded,
         )
     return {
         "num_samples": spec.known_num_samples,

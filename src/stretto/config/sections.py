@@ -48,6 +48,9 @@ class Data(Target):
     """Tokens in an epoch."""
     tokens_per_sample: Count | None = None
     """Tokens of a sample, where all have equally many."""
+    sharded: bool | None = None
+    """Whether each rank makes an iterable of its own share of the samples; left out: no, and the
+    first batches are compared over the ranks."""
 
 
 class Group(Part):

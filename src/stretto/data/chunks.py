@@ -43,6 +43,11 @@ class Range(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def size(self) -> int:
+        """How many samples."""
+        return self.stop - self.start
+
 
 @final
 class ChunkSource:
@@ -67,12 +72,25 @@ class ChunkSource:
         self._was_read = False
         self._failed = False
         self.epoch = 0
+        self.example: Chunk | None = None
+        """The last chunk that was read; None before the first one."""
         self._kept = Position(0, None, 0, 0)
+
+    @property
+    def kind(self) -> str:
+        """The type of the source, for messages."""
+        return type(self._batches).__name__
 
     @property
     def is_at_end(self) -> bool:
         """Whether no sample of the epoch is left."""
         return self._iterator is not None and self._chunk is None
+
+    def next_range(self) -> Range | None:
+        """Return what is left of the chunk that comes next, without taking it; None at the end."""
+        if self._iterator is None:
+            self.start_epoch(self.epoch)
+        return self._chunk and Range(self._chunk, self._offset, self._chunk.num_samples)
 
     def take(self, count: int) -> list[Range]:
         """Return the next `count` samples of the epoch; fewer where it ends before."""
@@ -95,7 +113,7 @@ class ChunkSource:
         """Go to the start of an epoch, or to where the source's own `state` says, and `skip`.
 
         Raises:
-            DataError: the source can be read only once, gives nothing, or ends before.
+            DataError: the source can be read only once, or ends before.
         """
         if self._is_one_shot and self._was_read:
             raise _read_twice(self._batches, epoch)
@@ -112,8 +130,6 @@ class ChunkSource:
             # that was loaded, or is reached by counting.
             self._chunk, self._offset = self._read(first=True, state=own), 0
         self._passed = 0
-        if self._chunk is None and state is None:
-            raise _empty(self._batches)
         self._skip(skip)
 
     def next_epoch(self) -> None:
@@ -137,9 +153,10 @@ class ChunkSource:
         """
         kept = self._kept
         if kept.epoch != epoch:
-            return {"epoch": epoch, "state": None, "skip": 0}
+            kept = Position(epoch, None, 0, 0)
         own = to_json(kept.state)
-        return {"epoch": epoch, "state": own, "skip": kept.passed if own is None else kept.offset}
+        skip = kept.passed if own is None else kept.offset
+        return {"epoch": epoch, "state": own, "skip": skip, "passed": kept.passed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Return to where `state_dict` was called."""
@@ -147,6 +164,7 @@ class ChunkSource:
         self.epoch = state["epoch"]
         if state["skip"] or state["state"] is not None:
             self.start_epoch(state["epoch"], state=state["state"], skip=state["skip"])
+            self._passed = state["passed"]
         self.keep()
 
     def _read(self, *, first: bool = False, state: Any = None) -> Chunk | None:
@@ -163,7 +181,8 @@ class ChunkSource:
                 raise
             num_samples = self._spec.count_samples(batch)
             if num_samples:
-                return Chunk(batch, num_samples, state)
+                self.example = Chunk(batch, num_samples, state)
+                return self.example
             first = False
 
     def _skip(self, count: int) -> None:
@@ -256,16 +275,6 @@ def _torn(batches: Any) -> DataError:
             f"go on reading data of type {type(batches).__name__}",
             why="reading it has failed",
             instead="resume from a saved position, in a new loader",
-        )
-    )
-
-
-def _empty(batches: Any) -> DataError:
-    return DataError(
-        cannot(
-            f"read data of type {type(batches).__name__}",
-            why="an epoch of it has no samples",
-            instead="pass an iterable that yields at least one batch each time",
         )
     )
 

@@ -314,7 +314,8 @@ class StepLoader(Iterator[Step]):
         It agrees with the clock and changes nothing: a step that is not finished yet comes again
         after a resume. Call `finish()` first if the step's weights have been updated. Wall times
         aside, the record is the same on every rank, and another number of ranks, workers or
-        micro-batches may go on from it.
+        micro-batches may go on from it. Where each rank has a stream of its own it holds the place
+        of each, so every rank must call it, and as many ranks must go on from it.
 
         >>> loader = StepLoader([1, 2, 3, 4], 2, max_duration="1ep", shuffle=False)
         >>> step = next(loader)
@@ -329,7 +330,7 @@ class StepLoader(Iterator[Step]):
             "policy": saved.policy_record(self.policy, self._decisions.state),
             "signals": saved.signals_record(self._decisions.signals),
             "size": self._decisions.size,
-            "order": saved.order_record(self._source.order),
+            "order": saved.order_record(self._source.order, is_sharded=bool(self.spec.sharded)),
             "source": self._source.state_dict(self.timer.timestamp),
         }
 
@@ -346,7 +347,10 @@ class StepLoader(Iterator[Step]):
         self._pending = None
         with saved.read():
             saved.check_version(state)
-            saved.check_order(state["order"], saved.order_record(self._source.order))
+            saved.check_order(
+                state["order"],
+                saved.order_record(self._source.order, is_sharded=bool(self.spec.sharded)),
+            )
             self.timer.load_state_dict(state["clock"])
             bound = self.policy.bind(self.horizon.with_batch_sizes(None))
             own = saved.policy_state(self.policy, bound, state["policy"])
@@ -361,6 +365,7 @@ class StepLoader(Iterator[Step]):
         if self._part.world_size > 1:
             now, decide = self.timer.timestamp, self._decisions.decide
             check_shares(self._part, self.horizon, self.policy, now, decide)
+            self._source.check_streams()
         self.timer.start()  # what was done before the first step is not the run's time
         decisions = self._decisions
         is_ahead = self._source.looks_ahead

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from stretto.data.containers import may_hold
-from stretto.data.feed import Draw, Feed, Part, Piece, Shares, first_sample, pinned
+from stretto.data.feed import Draw, Feed, Part, Piece, Shares, evenly, first_sample, pinned
 from stretto.data.fetch import Fetch, no_such_sample
 from stretto.data.indices import IndexStream
 from stretto.data.spec import DataSpec
@@ -295,14 +295,3 @@ def _taken(count: int, samples: deque[Any], bundles: Iterator[Any]) -> list[Any]
     while len(samples) < count:
         samples.extend(next(bundles).samples())
     return [samples.popleft() for _ in range(count)]
-
-
-def evenly(count: int, most: int | None) -> tuple[int, ...]:
-    """Return sizes of at most `most` that add up to `count` and differ by at most one.
-
-    >>> evenly(7, 3), evenly(7, None)
-    ((3, 2, 2), (7,))
-    """
-    parts = 1 if most is None else -(-count // most)
-    each, larger = divmod(count, parts)
-    return (each + 1,) * larger + (each,) * (parts - larger)

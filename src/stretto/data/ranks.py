@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -99,6 +99,47 @@ def is_all(part: Part) -> bool:
     return can_agree() and dist.get_world_size() == part.world_size
 
 
+def gathered(part: Part, values: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the values of every rank, in their order. Every process must call it.
+
+    Args:
+        part: this rank's.
+        values: integers, equally many on every rank.
+
+    Raises:
+        DataError: the ranks cannot speak to each other, or several processes are one rank and have
+            not the same values. All of them raise it.
+    """
+    own = (part.rank, *values)
+    if part.world_size == 1:
+        return [own[1:]]
+    if not can_agree():
+        raise _not_started(f"read streams that are sharded over {part.world_size} ranks")
+    packed = torch.tensor(own, dtype=torch.int64, device=_device())
+    rows = [torch.empty_like(packed) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, packed)
+    found = {tuple(row.tolist()) for row in rows}
+    if sorted(row[0] for row in found) != list(range(part.world_size)):
+        raise DataError(
+            cannot(
+                f"read streams that are sharded over {part.world_size} ranks",
+                why=f"torch.distributed has {len(rows)} processes, and not each is one of them; or "
+                "processes that are one rank read different streams",
+                instead="pass the rank and world_size of the processes that share a batch, and the "
+                "same stream to those with the same rank",
+            )
+        )
+    return [row[1:] for row in sorted(found)]
+
+
+def gathered_texts(part: Part, text: str) -> list[str]:
+    """Return the texts of every rank, in their order. Every process must call it."""
+    data = text.encode()
+    lengths = [length for (length,) in gathered(part, (len(data),))]
+    rows = gathered(part, data.ljust(max(lengths), b" "))
+    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
 def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[int, float]:
     """Return the tokens of all ranks, and the seconds of rank 0. Every process must call it.
 
@@ -116,13 +157,9 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
             whole processes is each of them. All of them do.
     """
     if not can_agree():
-        raise DataError(
-            cannot(
-                f"count the tokens and seconds of {part.world_size} ranks",
-                why="torch.distributed is not started",
-                instead="call loader.finish(tokens=..., seconds=...) with those of all ranks, or "
-                "torch.distributed.init_process_group()",
-            )
+        raise _not_started(
+            f"count the tokens and seconds of {part.world_size} ranks",
+            "call loader.finish(tokens=..., seconds=...) with those of all ranks, or ",
         )
     copies, odd = divmod(dist.get_world_size(), part.world_size)
     if odd or not copies:
@@ -134,10 +171,9 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
                 "make each rank as many processes",
             )
         )
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     mark = zlib.crc32(repr(decision).encode()) % 2**20
     own = [tokens, seconds if dist.get_rank() == 0 else 0.0, mark, mark * mark]
-    packed = torch.tensor(own, dtype=torch.float64, device=device)
+    packed = torch.tensor(own, dtype=torch.float64, device=_device())
     dist.all_reduce(packed)
     total, measured, marks, squares = packed.tolist()
     # Whole numbers, which only equal ones make equal (Cauchy-Schwarz): every rank sees the same.
@@ -151,3 +187,17 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
             )
         )
     return int(total) // copies, measured
+
+
+def _device() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+def _not_started(what: str, instead: str = "call ") -> DataError:
+    return DataError(
+        cannot(
+            what,
+            why="torch.distributed is not started",
+            instead=f"{instead}torch.distributed.init_process_group()",
+        )
+    )

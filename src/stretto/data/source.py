@@ -20,7 +20,10 @@ from stretto.data.map_feeds import (
     SampleFeed,
 )
 from stretto.data.randomness import kept_generators
+from stretto.data.ranks import gathered
+from stretto.data.shards import check_streams, record_of_all, record_of_rank
 from stretto.data.spec import DataSpec, is_one_shot
+from stretto.data.streams import OwnStreams, SameStream, Stream
 from stretto.data.workers import Workers, batched
 from stretto.errors import DataError, cannot
 from stretto.ordering import SampleOrder
@@ -53,6 +56,8 @@ class Source:
     """None for iterables."""
     chunks: ChunkSource | None
     """None for map-style data sets."""
+    reading: Reading
+    """How they are read."""
     looks_ahead: bool = False
     """Whether batches must be decided ahead of the step."""
 
@@ -60,6 +65,16 @@ class Source:
     def order(self) -> SampleOrder | None:
         """The order of samples, where it is ours."""
         return None if self.map_source is None else self.map_source.order
+
+    def check_streams(self) -> None:
+        """Compare the streams of all ranks, which all must call it.
+
+        Raises:
+            DataError: they are not the same, and nobody has said that they are sharded.
+        """
+        sharded = self.reading.spec.sharded
+        if self.chunks is not None and sharded is not False:
+            check_streams(self.reading.part, self.chunks, is_sharded=bool(sharded))
 
     def example_batch(self, count: int) -> Any:
         """Return a batch of samples from all over a map-style data set."""
@@ -75,14 +90,22 @@ class Source:
             self.chunks.keep()
 
     def state_dict(self, timestamp: Timestamp) -> dict[str, Any] | None:
-        """Return where an iterable stands; a map-style data set needs only the clock."""
+        """Return where an iterable is; a map-style data set needs only the clock.
+
+        Of sharded streams it is where each of them is; every rank must call it.
+        """
         if self.chunks is None:
             return None
-        return self.chunks.state_dict(timestamp.epoch)
+        chunks = self.chunks
+        if not self.reading.spec.sharded:
+            return chunks.state_dict(timestamp.epoch)
+        return record_of_all(self.reading.part, lambda: chunks.state_dict(timestamp.epoch))
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Return to where `state_dict` was called."""
         if self.chunks is not None and state is not None:
+            if self.reading.spec.sharded:
+                state = record_of_rank(self.reading.part, state)
             self.chunks.load_state_dict(state)
 
 
@@ -99,17 +122,26 @@ def make_source(reading: Reading, horizon: Horizon, *, is_planned: bool) -> Sour
     if not spec.is_map_style:
         _check_iterable(reading, horizon)
         chunks = ChunkSource(spec, batched(spec, workers, chunk_size), seed=reading.seed)
-        feed: Feed = IterableFeed(chunks, spec, reading.part, horizon=horizon, pins=workers.pins)
-        return Source(feed, None, chunks)
+        stream = _stream(chunks, spec, reading.part)
+        feed: Feed = IterableFeed(stream, kind=chunks.kind, horizon=horizon, pins=workers.pins)
+        return Source(feed, None, chunks, reading)
     source = _map_source(reading, workers)
     if not workers.num_workers:
-        return Source(DirectFeed(source), source, None)
+        return Source(DirectFeed(source), source, None, reading)
     if is_planned:
-        return Source(PlannedFeed(source), source, None, looks_ahead=True)
+        return Source(PlannedFeed(source), source, None, reading, looks_ahead=True)
     # Nobody can tell from a batch whether views of it are what its parts would have been.
     cuts = source.fetch.is_default or spec.split_batch is not None
     kind = ChunkFeed if cuts else SampleFeed
-    return Source(kind(source, chunk_size=chunk_size, end=horizon.end_sample), source, None)
+    return Source(
+        kind(source, chunk_size=chunk_size, end=horizon.end_sample), source, None, reading
+    )
+
+
+def _stream(chunks: ChunkSource, spec: DataSpec, part: Part) -> Stream:
+    if spec.sharded:
+        return OwnStreams(chunks, spec, part, lambda values: gathered(part, values))
+    return SameStream(chunks, spec, part)
 
 
 def is_shuffled(spec: DataSpec, *, asked: bool | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
 from torch.utils.data import (
@@ -69,6 +69,10 @@ class DataSpec:
     tokens_vary: bool = False
     """Whether sequences are cut on their way, so that the tokens of each batch are counted; then
     `num_tokens` is ignored and `tokens_per_sample` is the most that a sample has."""
+    sharded: bool | None = None
+    """Whether every rank has an iterable of its own, with a share of the samples that no other rank
+    has; then `num_samples` and `num_tokens` are those of all ranks together. False: every rank
+    reads the same iterable. None: the same, and their first batches are compared to be sure."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "num_tokens", "tokens_per_sample"):
@@ -85,17 +89,20 @@ class DataSpec:
                     )
                 )
             object.__setattr__(self, name, number)
-        _check_kind(self.data)
+        _check_kind(self.data, is_sharded=bool(self.sharded))
         _check_length(self)
 
     @classmethod
-    def of(cls, data: Any) -> DataSpec:
-        """Return `data` if it is a spec, else a spec of it.
+    def of(cls, data: Any, **stated: Any) -> DataSpec:
+        """Return `data` if it is a spec, else a spec of it; `stated` fields prevail, except None.
 
         >>> DataSpec.of([1, 2, 3]).known_num_samples
         3
         """
-        return data if isinstance(data, cls) else cls(data)
+        given = {name: value for name, value in stated.items() if value is not None}
+        if not isinstance(data, cls):
+            return cls(data, **given)
+        return replace(data, **given) if given else data
 
     @property
     def is_map_style(self) -> bool:
@@ -105,7 +112,7 @@ class DataSpec:
     @property
     def dataset(self) -> Any:
         """The map-style data set; of other data, the data."""
-        if isinstance(self.data, DataLoader) and not has_own_order(self.data):
+        if isinstance(self.data, DataLoader) and not self.sharded and not has_own_order(self.data):
             return self.data.dataset
         return self.data
 
@@ -188,6 +195,8 @@ class DataSpec:
 
     def _own(self, name: str) -> int | None:
         data = self.data.dataset if isinstance(self.data, DataLoader) else self.data
+        if self.sharded and name != "tokens_per_sample":
+            return None  # it is that of one rank's share
         value = whole(getattr(data, name, None))
         return value if value and value > 0 else None
 
@@ -225,9 +234,9 @@ def is_one_shot(data: Any) -> bool:
     return isinstance(data, Iterator)
 
 
-def _check_kind(data: Any) -> None:
+def _check_kind(data: Any, *, is_sharded: bool) -> None:
     sampler = getattr(data, "sampler", None) if isinstance(data, DataLoader) else None
-    if isinstance(sampler, DistributedSampler):
+    if isinstance(sampler, DistributedSampler) and not is_sharded:
         raise DataError(
             cannot(
                 "read a DataLoader with a DistributedSampler",
@@ -244,6 +253,15 @@ def _check_kind(data: Any) -> None:
                 why="it is neither a data set with a length and samples by index, nor an iterable "
                 "of batches",
                 instead="pass a torch data set, a DataLoader, or an iterable of collated batches",
+            )
+        )
+    if is_sharded and is_map_style(data):
+        raise DataError(
+            cannot(
+                f"use sharded=True with data of type {type(data).__name__}",
+                why="the samples of a map-style data set are dealt to the ranks by their index",
+                instead="pass the whole data set on every rank and leave it out, or pass a "
+                "DataLoader over the samples of this rank",
             )
         )
 
@@ -271,6 +289,8 @@ def _check_length(spec: DataSpec) -> None:
 
 def _length(spec: DataSpec) -> int | None:
     """The samples in an epoch as the data themselves say, or None."""
+    if spec.sharded:
+        return None  # they know of one rank's alone
     data = spec.dataset
     if is_map_style(data):
         return len(data)

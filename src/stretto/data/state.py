@@ -19,10 +19,10 @@ _LOUD = Signals(loss=1.0, metric=1.0, noise_numerator=1.0, noise_denominator=1.0
 """Something of all that a policy may read."""
 
 
-def order_record(order: SampleOrder | None) -> dict[str, Any]:
-    """Return what must stay as it is for the order of samples to go on; nothing for iterables."""
+def order_record(order: SampleOrder | None, *, is_sharded: bool) -> dict[str, Any]:
+    """Return what must stay as it is for the order of samples to go on; of iterables, who reads."""
     if order is None:
-        return {}
+        return {"sharded": True} if is_sharded else {}
     return {"num_samples": order.num_samples, "seed": order.seed, "shuffle": order.shuffle}
 
 
@@ -32,6 +32,13 @@ def check_order(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: what was saved belongs to another order.
     """
+    if "sharded" in (*saved, *present) and set(saved) != set(present):
+        before = "a stream of its own on each rank" if "sharded" in saved else "other data"
+        now = "has" if "sharded" in present else "does not have"
+        raise _other_order(
+            f"it was saved from {before}, and this run {now} sharded=True",
+            "pass the same data and the same DataSpec(data, sharded=...)",
+        )
     if set(saved) != set(present):
         kind = "a map-style data set" if saved else "an iterable"
         raise _other_order(f"it was saved from {kind}, and these are other data", "pass the same")

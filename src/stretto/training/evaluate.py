@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from stretto.data import DataSpec, StepLoader, move_batch
-from stretto.data.map_feeds import evenly
+from stretto.data.feed import evenly
 from stretto.data.spec import Collate
 from stretto.errors import TrainingError, cannot
 from stretto.memory.release import attempt

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast, final
 from torch import nn
 
 from stretto.data import DataSpec, MicroBatch, Step
-from stretto.data.map_feeds import evenly
+from stretto.data.feed import evenly
 from stretto.errors import TrainingError, cannot
 from stretto.memory.release import attempt, release_memory
 from stretto.memory.rewind import Rewind
