@@ -13,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stretto.checkpoint import pack_optimizer, unpack_optimizer
+from stretto.training.agreement import check_agreement
 from stretto.training.fully_sharded import check_sharding
-from stretto.training.ranks import together
+from stretto.training.ranks import Ranks, together
 
 
 class Two(nn.Module):
@@ -44,6 +45,15 @@ def lost() -> None:
         raise RuntimeError("Connection closed by peer [127.0.0.1]:416")
 
 
+def unlike(name: str, call: str = "Trainer()") -> None:
+    """One of two ranks, of which the other says what it says in another setting or call."""
+    ranks = Ranks(torch.device("cpu"))
+    ranks.world_size = 2
+    exchange: Any = lambda text: [text, text.replace("fit", "resume").replace("8", "9")]  # noqa: E731
+    ranks._gather = exchange  # type: ignore[method-assign]
+    check_agreement({name: "8"}, ranks, call=call)
+
+
 def more_parameters() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
@@ -55,6 +65,8 @@ def more_parameters() -> None:
 
 CASES: list[tuple[str, Callable[[], object]]] = [
     ("ranks-lost", lost),
+    ("ranks-unlike", lambda: unlike("loading.seed")),
+    ("ranks-apart", lambda: unlike("position in sp", "fit()")),
     ("ranks-parts-sharded", lambda: spread(lambda model: fully_shard(model.body))),
     (
         "ranks-left-out",

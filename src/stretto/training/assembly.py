@@ -1,15 +1,17 @@
-"""What a `Trainer` is made of, put together once what it trains and when is known."""
+"""What a `Trainer` is given, compared over ranks, and put together once its data are known."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch import nn
 
+from stretto.data import DataSpec
+from stretto.training.agreement import check_agreement, describe_settings
 from stretto.training.best import Best
 from stretto.training.callback import Events
 from stretto.training.evaluate import Evaluator
@@ -43,7 +45,7 @@ _EVALUATION_BATCH = 64
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
-    """A trainer that has its data, its clock and its plan, and what it was given besides."""
+    """A trainer and what it was given; `loop` needs its data, its clock and its plan as well."""
 
     trainer: Trainer
     ranks: Ranks
@@ -54,6 +56,39 @@ class Assembly:
     evaluations: Sequence[Evaluation]
     checkpoint: Checkpointing | None
     log: Logging
+
+    def compare_ranks(
+        self, spec: DataSpec, *, schedules: Mapping[str, Any] | None, **given: Any
+    ) -> None:
+        """Compare the settings of all ranks, before any of them can wait for another.
+
+        Args:
+            spec: the training data.
+            schedules: by hyper-parameter, as given.
+            given: other settings that are not in this record.
+
+        Raises:
+            TrainingError: they differ.
+        """
+        if self.ranks.world_size == 1:
+            return
+        trainer = self.trainer
+        settings = describe_settings(
+            given=given | {f"schedules.{name}": one for name, one in (schedules or {}).items()},
+            spec=spec,
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            loss=self.loss,
+            loading=self.loading,
+            stepping=self.stepping,
+            evaluations=self.evaluations,
+            checkpoint=self.checkpoint,
+            log=self.log,
+            callbacks=trainer.callbacks,
+            has_folder=trainer.folder is not None,
+            device=self.ranks.device.type,
+        )
+        check_agreement(settings, self.ranks, call="Trainer()")
 
     def loop(self) -> tuple[Loop, RunState]:
         """Return what runs, and what of it a checkpoint keeps."""

@@ -83,15 +83,29 @@ class Ranks:
         """Return the least value that a rank has."""
         return min(int(text) for text in self.gather(str(value)))
 
-    def gather(self, text: str) -> list[str]:
-        """Return the texts of all ranks, in their order, on every rank."""
+    def gather(self, text: str, *, call: str = "") -> list[str]:
+        """Return the texts of all ranks, in their order, on every rank.
+
+        Args:
+            text: that of this rank.
+            call: what the user has called, if every call of it begins with this.
+
+        Raises:
+            TrainingError: another rank has made another call, or has ended.
+        """
         if self.world_size == 1:
             return [text]
-        payload = torch.tensor(list(text.encode()), dtype=torch.uint8)  # which may be empty
+        calls, texts = zip(*map(json.loads, self._gather(json.dumps([call, text]))), strict=True)
+        if len(set(calls)) > 1:
+            raise _apart(calls)
+        return list(texts)
+
+    def _gather(self, text: str) -> list[str]:
+        payload = torch.tensor(list(text.encode()), dtype=torch.uint8)
         lengths = [0] * self.world_size
         lengths[self.rank] = payload.numel()
         lengths = [int(length) for length in self.agree(lengths)]
-        room = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+        room = torch.zeros(max(lengths), dtype=torch.uint8)
         room[: payload.numel()] = payload
         gathered = [torch.empty_like(room) for _ in lengths]
         with together():
@@ -101,11 +115,12 @@ class Ranks:
             for one, length in zip(gathered, lengths, strict=True)
         ]
 
-    def from_first(self, work: Callable[[], str]) -> str:
+    def from_first(self, work: Callable[[], str], *, call: str = "") -> str:
         """Return what `work` returns on the first rank, which alone does it.
 
         Raises:
-            StrettoError: that of the first rank, on every rank.
+            StrettoError: that of the first rank, on every rank; or another rank has made another
+                call than `call`.
         """
         if self.world_size == 1:
             return work()
@@ -115,7 +130,7 @@ class Ranks:
                 answer = work()
             except StrettoError as error:
                 kind, answer = type(error).__name__, str(error)
-        kind, answer = json.loads(self.gather(json.dumps([kind, answer]))[0])
+        kind, answer = json.loads(self.gather(json.dumps([kind, answer]), call=call)[0])
         if kind:
             raise getattr(errors, kind)(answer)
         return str(answer)
@@ -215,6 +230,8 @@ def told_of_the_end() -> Iterator[None]:
     """
     try:
         yield
+    except StrettoError:
+        raise
     except RuntimeError as error:
         said = str(error).lower()
         if not any(sign in said for sign in _LOST):
@@ -228,6 +245,18 @@ def _ended(error: RuntimeError) -> TrainingError:
             "go on with the other ranks",
             why=f"one of them has ended ({textwrap.shorten(str(error), 200, placeholder=' ...')})",
             instead="look for its own error, which came first",
+        )
+    )
+
+
+def _apart(calls: Sequence[str]) -> TrainingError:
+    first = {call: calls.index(call) for call in calls}
+    made = (f"rank {rank} has called {call or 'another method'}" for call, rank in first.items())
+    return TrainingError(
+        cannot(
+            "go on with the other ranks",
+            why=" and ".join(made),
+            instead="call Trainer(), resume() and fit() on every rank, in the same order",
         )
     )
 

@@ -50,7 +50,7 @@ def find_checkpoint(asked: str | Path, run_folder: Path | None, ranks: Ranks) ->
             found = _find(asked, run_folder)
         return "" if found is None else str(found)
 
-    found = ranks.from_first(look)
+    found = ranks.from_first(look, call="resume()")
     return Path(found) if found else None
 
 

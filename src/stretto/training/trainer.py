@@ -22,6 +22,7 @@ from stretto.planning import Plan
 from stretto.planning.cautions import growth_alone
 from stretto.schedules import ScheduleLike
 from stretto.timing import Horizon, TimeLike, Timer
+from stretto.training.agreement import check_agreement
 from stretto.training.assembly import Assembly
 from stretto.training.callback import Callback
 from stretto.training.checks import check_parts
@@ -123,6 +124,23 @@ class Trainer:
         if any(callback.changes_tokens for callback in callbacks):
             spec = replace(spec, tokens_vary=True)
         self.optimizer = optimizer
+        assembly = Assembly(
+            trainer=self,
+            ranks=self._ranks,
+            loss=loss,
+            loading=loading,
+            stepping=stepping,
+            evaluations=evaluations,
+            checkpoint=checkpoint,
+            log=log,
+        )
+        assembly.compare_ranks(
+            spec,
+            max_duration=str(max_duration),
+            batch_size=as_policy(batch_size),
+            micro_batch_size=micro_batch_size,
+            schedules=schedules,
+        )
         find = partial(
             find_fitting, self.model, optimizer, loss=loss, stepping=stepping, ranks=self._ranks
         )
@@ -168,16 +186,6 @@ class Trainer:
             )
             self.loader.set_micro_batch_size(self.fitting.size)
             self.plan, self._refusal = self._planned()
-        assembly = Assembly(
-            trainer=self,
-            ranks=self._ranks,
-            loss=loss,
-            loading=loading,
-            stepping=stepping,
-            evaluations=evaluations,
-            checkpoint=checkpoint,
-            log=log,
-        )
         self._loop, self._state = assembly.loop()
 
     @property
@@ -267,8 +275,14 @@ class Trainer:
                 loop.run()
 
     def _open(self, held: ExitStack) -> None:
-        """Take hold of the run folder, on the first rank; the others hear if that fails."""
+        """Take hold of the run folder, on the first rank; the others hear if that fails.
+
+        Before that, compare where the ranks are: one may have resumed alone.
+        """
         recorder, at = self._loop.recorder, self.timer.timestamp
+        place = {unit: str(at.get(unit)) for unit in ("ep", "ba", "sp", "tok")}
+        settings = {f"position in {unit}": text for unit, text in place.items()}
+        check_agreement(settings, self._ranks, call="fit()")
 
         def open_folder() -> str:
             if self.folder is not None:

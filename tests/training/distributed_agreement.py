@@ -1,0 +1,185 @@
+"""Ranks that are not set up alike, forked from one process; prints what each of them said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # what a rank would import at its first step
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel  # noqa: F401
+from torch.utils.data import TensorDataset
+
+from stretto.schedules import Linear
+from stretto.training import (
+    Callback,
+    Checkpointing,
+    Evaluation,
+    Loading,
+    Logging,
+    Stepping,
+    Trainer,
+)
+
+LIMIT_SECONDS = 60
+DATA = TensorDataset(torch.randn(60, 5, generator=torch.Generator().manual_seed(1)))
+
+
+def on_ranks(work: Callable[[int], object], number: int = 2) -> list[str]:
+    """Run `work(rank)` on forked ranks; return the error of each, or what it returned."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, ranks = [], []
+    for rank in range(number):
+        read, write = os.pipe()
+        process = os.fork()
+        if not process:
+            os.environ |= {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(number),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+            torch.set_num_threads(1)
+            try:
+                said = str(work(rank))
+            except Exception as error:  # noqa: BLE001  the test judges it
+                said = f"{type(error).__name__}: {error}"
+            os.write(write, said.encode())
+            os._exit(0)
+        os.close(write)
+        pipes.append(read)
+        ranks.append(process)
+    end = time.monotonic() + LIMIT_SECONDS
+    while time.monotonic() < end and not all(ended(one) for one in ranks):
+        time.sleep(0.02)
+    for one in ranks:
+        if not ended(one):
+            os.kill(one, signal.SIGKILL)
+        os.waitpid(one, 0)
+    return [os.read(pipe, 2**16).decode() or "no answer" for pipe in pipes]
+
+
+def ended(process: int) -> bool:
+    state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    return state == "Z"
+
+
+def square(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(batch[0]).square().mean()
+    return loss
+
+
+def doubled(model: nn.Module, batch: Any) -> torch.Tensor:
+    return 2 * square(model, batch)
+
+
+class Halved(Callback):
+    def transform_batch(self, trainer: Trainer, batch: Any) -> Any:
+        del trainer
+        return [batch[0] / 2]
+
+
+class Buffered(nn.Linear):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("seen", torch.zeros(2))
+
+
+def make(folder: Path | None = None, **settings: Any) -> Trainer:
+    model = settings.pop("model", None) or nn.Linear(5, 1)
+    rate = settings.pop("rate", 0.1)
+    defaults: dict[str, Any] = {
+        "train_data": DATA,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=rate),
+        "loss": square,
+        "max_duration": "6ba",
+        "batch_size": 8,
+        "folder": folder,
+        "stepping": Stepping(device="cpu"),
+    }
+    return Trainer(model, **defaults | settings)
+
+
+SHORT = TensorDataset(DATA.tensors[0][:40])
+# What rank 1 alone has, and which setting the error names, with both values.
+UNLIKE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "seed": (lambda: {"loading": Loading(seed=3)}, "loading.seed is 0 on rank 0 and 3 on rank 1"),
+    "length": (lambda: {"max_duration": "7ba"}, "max_duration is '6ba' on rank 0 and '7ba'"),
+    "batch": (lambda: {"batch_size": 16}, "batch_size is Fixed(8) on rank 0 and Fixed(16)"),
+    "micro": (
+        lambda: {"micro_batch_size": "auto"},
+        "micro_batch_size is None on rank 0 and 'auto'",
+    ),
+    "data": (lambda: {"train_data": SHORT}, "data.num_samples is 60 on rank 0 and 40 on rank 1"),
+    "rate": (lambda: {"rate": 0.2}, "optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1"),
+    "schedule": (
+        lambda: {"schedules": {"lr": Linear(end=0.5)}},
+        "schedules.lr is missing on rank 0",
+    ),
+    "loss": (lambda: {"loss": doubled}, "loss is __main__.square on rank 0 and __main__.doubled"),
+    "clip": (
+        lambda: {"stepping": Stepping(device="cpu", clip_norm=2.0)},
+        "stepping.clip_norm is None on rank 0 and 2.0 on rank 1",
+    ),
+    "log": (
+        lambda: {"log": Logging("3ba")},
+        "log.every is Every('10ba') on rank 0 and Every('3ba')",
+    ),
+    "evaluation": (lambda: {"evaluate": Evaluation(DATA)}, "number of evaluations is 0 on rank 0"),
+    "no checkpoint": (lambda: {"checkpoint": None}, "checkpoint is 'given' on rank 0 and None on"),
+    "checkpoint": (
+        lambda: {"checkpoint": Checkpointing("3ba")},
+        "checkpoint.every is Every('2ba') on rank 0 and Every('3ba') on rank 1",
+    ),
+    "callback": (lambda: {"callbacks": [Halved()]}, "is [] on rank 0 and ["),
+    "shape": (
+        lambda: {"model": nn.Linear(5, 2)},
+        "parameter 0 of the model is 'weight' of shape [1, 5] and type float32",
+    ),
+    "type": (lambda: {"model": nn.Linear(5, 1).double()}, "and type float64, in parameter group 0"),
+    "buffer": (lambda: {"model": Buffered(5, 1)}, "buffer 0 of the model is missing on rank 0"),
+}
+
+
+def unlike(name: str, folder: Path) -> list[str]:
+    """What the ranks say if rank 1 is set up as `UNLIKE` has it."""
+
+    def work(rank: int) -> str:
+        odd = UNLIKE[name][0]() if rank == 1 else {}
+        make(**{"folder": folder, "checkpoint": Checkpointing("2ba")} | odd).fit()
+        return "trained"
+
+    return on_ranks(work)
+
+
+def resumed_alone(folder: Path, rank_alone: int) -> list[str]:
+    """What the ranks say if one of them resumes and the other does not."""
+
+    def work(rank: int) -> str:
+        run = make(folder, checkpoint=Checkpointing("2ba"))
+        if rank == rank_alone:
+            run.resume("auto")
+        run.fit()
+        return "trained"
+
+    return on_ranks(work)
+
+
+def main(out: Path) -> None:
+    said = {name: unlike(name, out / "unlike") for name in UNLIKE}
+    said["no difference"] = on_ranks(lambda rank: make(loading=Loading(num_workers=rank)).fit())
+    said |= {f"resumed {rank}": resumed_alone(out / "alone", rank) for rank in range(2)}
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,55 @@
+"""Ranks with different settings: every one of them says which setting, before anything can hang."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+from stretto.training.agreement import first_difference
+
+SCRIPT = Path(__file__).with_name("distributed_agreement.py")
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_rank_names_the_first_setting_that_differs(
+    tmp_path: Path, torchrun: Callable[..., CompletedProcess[str]]
+) -> None:
+    said: dict[str, list[str]] = json.loads(torchrun(SCRIPT, tmp_path, ranks=1).stdout)
+    unlike: dict[str, Any] = runpy.run_path(str(SCRIPT))["UNLIKE"]
+    for name, (_, expected) in unlike.items():
+        first, second = said[name]
+        assert first == second, name
+        assert first.startswith("TrainingError: cannot train on 2 ranks with different settings: ")
+        assert expected in first, name
+    assert said["no difference"] == ["None", "None"]  # workers may differ
+    for rank in range(2):
+        first, second = said[f"resumed {rank}"]
+        assert first == second
+        assert f"rank {rank} has called resume()" in first
+        assert f"rank {1 - rank} has called fit()" in first
+
+
+def test_a_difference_deep_in_a_long_setting_is_shown() -> None:
+    long = "Steps('" + " ".join(f"{at}ep:{at + 1}" for at in range(100))
+    said = first_difference(
+        [{"batch_size": f"{long} 100ep:7')"}, {"batch_size": f"{long} 100ep:8')"}]
+    )
+    assert "100ep:7') on rank 0 and" in said
+    assert "100ep:8') on rank 1" in said
+    assert len(said) < 300
+
+
+def test_of_many_ranks_the_first_are_listed() -> None:
+    records = [{"seed": "1"}] * 20 + [{"seed": "2"}]
+    assert (
+        first_difference(records)
+        == "seed is 1 on ranks 0, 1, 2, 3, 4, 5, 6, 7 ... and 2 on rank 20"
+    )
