@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch._dynamo  # what a rank would import at its first step
-import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel  # noqa: F401
 from torch.utils.data import TensorDataset
 
@@ -35,7 +35,7 @@ DATA = TensorDataset(torch.randn(60, 5, generator=torch.Generator().manual_seed(
 
 def on_ranks(work: Callable[[int], object], number: int = 2) -> list[str]:
     """Run `work(rank)` on forked ranks; return the error of each, or what it returned."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, ranks = [], []
     for rank in range(number):
         read, write = os.pipe()
@@ -155,7 +155,7 @@ def unlike(name: str, folder: Path) -> list[str]:
 
     def work(rank: int) -> str:
         odd = UNLIKE[name][0]() if rank == 1 else {}
-        make(**{"folder": folder, "checkpoint": Checkpointing("2ba")} | odd).fit()
+        make(folder, **{"checkpoint": Checkpointing("2ba")} | odd).fit()
         return "trained"
 
     return on_ranks(work)

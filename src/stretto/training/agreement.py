@@ -154,13 +154,13 @@ def _of_model(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, str
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
     }
-    for number, (name, tensor) in enumerate(model.named_parameters()):
-        group = groups.get(id(tensor))
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        group = groups.get(id(parameter))
         place = "not in the optimizer" if group is None else f"in parameter group {group}"
-        frozen = "" if tensor.requires_grad else ", frozen"
-        yield f"parameter {number} of the model", f"{_of_tensor(name, tensor)}, {place}{frozen}"
-    for number, (name, tensor) in enumerate(model.named_buffers()):
-        yield f"buffer {number} of the model", _of_tensor(name, tensor)
+        frozen = "" if parameter.requires_grad else ", frozen"
+        yield f"parameter {number} of the model", f"{_of_tensor(name, parameter)}, {place}{frozen}"
+    for number, (name, buffer) in enumerate(model.named_buffers()):
+        yield f"buffer {number} of the model", _of_tensor(name, buffer)
 
 
 def _of_tensor(name: str, tensor: Tensor) -> str:
