@@ -7,6 +7,9 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 BIN = $(VENV)/bin
 # Workers for the tests.
 JOBS ?= auto
+# The torch of make test-torch: the oldest that pyproject.toml allows.
+TORCH ?= 2.7.1
+CONSTRAINTS ?= constraints.txt
 # Whatever is to be added to the command of a target: make train ARGS="max_duration=4ep"
 ARGS ?=
 
@@ -14,13 +17,13 @@ ARGS ?=
 TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8
 # Not compiled: Python compiles what is used, when it is (half of the time of an installation).
 # The build of the package itself obeys the pins too (older pip reads the first, newer the second).
-INSTALL = PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
+INSTALL = PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) \
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help train test test-quick chaos lint format types layers docs wheel bench bench-peers golden check clean
+.PHONY: help train test test-quick test-torch chaos lint format types layers docs wheel bench bench-peers golden check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +36,11 @@ test: $(VENV)/.develop  ## run all tests; makes the environment first
 
 test-quick: $(VENV)/.develop  ## run the tests that are not marked slow
 	$(TEST) -m "not slow" $(ARGS)
+
+# In an environment of its own. From PyPI an old torch comes with CUDA, several GB; for the CPU alone:
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-torch
+test-torch: .venv-torch-$(TORCH)/constraints.txt  ## the same with another torch, in .venv-torch-2.7.1: make test-torch TORCH=2.7.1
+	$(MAKE) test-quick VENV=$(<D) CONSTRAINTS=$<
 
 chaos: $(VENV)/.develop  ## kill real runs again and again; they must end as if nothing had happened
 	$(BIN)/python tests/chaos/suite.py $(ARGS)
@@ -83,7 +91,11 @@ golden: $(VENV)/.develop  ## rewrite the golden files; read the diff before you 
 check: lint types layers docs wheel bench test  ## exactly what CI runs
 
 clean:  ## remove the environment and everything that was built
-	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+.venv-torch-%/constraints.txt: constraints.txt
+	@mkdir -p $(@D)
+	@{ grep -v '^torch==' $<; echo 'torch==$*'; } > $@
 
 # An environment is made again only when what it holds has changed. The one for training is small;
 # the one for developing adds to it.
@@ -93,12 +105,12 @@ $(VENV)/.python:
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.train: $(VENV)/.python pyproject.toml constraints.txt
+$(VENV)/.train: $(VENV)/.python pyproject.toml $(CONSTRAINTS)
 	@echo "installing stretto and what it needs into $(VENV) (a minute or two, once)"
 	@$(INSTALL) --editable '.[plot]'
 	@touch $@
 
-$(VENV)/.develop: $(VENV)/.python pyproject.toml constraints.txt
+$(VENV)/.develop: $(VENV)/.python pyproject.toml $(CONSTRAINTS)
 	@echo "installing stretto and its development tools into $(VENV) (a minute or two, once)"
 	@$(INSTALL) --editable '.[dev,docs,mlflow,plot,sklearn,tensorboard]'
 	@touch $@ $(VENV)/.train

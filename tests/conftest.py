@@ -8,9 +8,13 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Set before anything imports torch: results and speed must not depend on the machine's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -75,6 +79,26 @@ def limited() -> Callable[..., str]:
         return done.stdout
 
     return run
+
+
+@pytest.fixture(scope="session")
+def data_parallel() -> Callable[[nn.Module], nn.parallel.DistributedDataParallel]:
+    """Wrap a module for DDP; skip where this torch cannot do so.
+
+    DDP broadcasts the parameters, and gloo of torch 2.7 knows no complex numbers.
+    """
+    from torch import nn
+
+    def wrap(module: nn.Module) -> nn.parallel.DistributedDataParallel:
+        try:
+            return nn.parallel.DistributedDataParallel(module)
+        except RuntimeError as error:
+            is_complex = any(parameter.is_complex() for parameter in module.parameters())
+            if is_complex and "Invalid scalar type" in str(error):
+                pytest.skip("gloo of this torch cannot broadcast complex parameters")
+            raise
+
+    return wrap
 
 
 @pytest.fixture(scope="session")

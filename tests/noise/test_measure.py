@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -13,6 +13,8 @@ from torch._C._distributed_c10d import HashStore
 
 from stretto.noise import MicroGradients
 from stretto.noise.norms import Norms, read_squares
+
+DataParallel = Callable[[nn.Module], nn.parallel.DistributedDataParallel]
 
 
 def square_norm(tensors: list[torch.Tensor]) -> float:
@@ -117,9 +119,11 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor]:
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("part", ["all", "some"])
 @pytest.mark.parametrize("sort", ["rows", "columns", "gaps", "sparse", "complex"])
-def test_what_ranks_average_is_what_they_would_without_it(sort: str, part: str) -> None:
+def test_what_ranks_average_is_what_they_would_without_it(
+    sort: str, part: str, data_parallel: DataParallel
+) -> None:
     batches = torch.randint(0, 6, (3, 5), generator=torch.Generator().manual_seed(1))
-    plain = nn.parallel.DistributedDataParallel(Mixed(sort))
+    plain = data_parallel(Mixed(sort))
     alone = []
     for batch in batches:
         plain.zero_grad()
@@ -129,7 +133,7 @@ def test_what_ranks_average_is_what_they_would_without_it(sort: str, part: str) 
     for number, batch in enumerate(batches):
         with plain.no_sync() if number < 2 else nullcontext():
             plain(batch).backward()
-    model = nn.parallel.DistributedDataParallel(Mixed(sort))
+    model = data_parallel(Mixed(sort))
     own = list(model.parameters())[0 if part == "all" else 1 :]
     gradients = MicroGradients(own)
     gradients.attach(model)

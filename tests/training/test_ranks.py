@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from stretto.training.ranks import Ranks
+
+DataParallel = Callable[[nn.Module], nn.parallel.DistributedDataParallel]
 
 
 @pytest.fixture
@@ -22,13 +24,13 @@ def group() -> Iterator[None]:
 
 
 class Mixed(nn.Module):
-    """Dense, sparse, complex and frozen parameters, and a buffer."""
+    """Dense, sparse and frozen parameters, a buffer, and parameters of another type."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.table = nn.Embedding(5, 3, sparse=True)
         self.norm = nn.BatchNorm1d(3)
-        self.turn = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.turn = nn.Parameter(torch.randn(3, dtype=dtype))
         self.frozen = nn.Linear(3, 3).requires_grad_(False)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -37,10 +39,13 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.usefixtures("group")
-def test_a_pass_with_nothing_to_learn_leaves_gradients_as_they_are() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
+def test_a_pass_with_nothing_to_learn_leaves_gradients_as_they_are(
+    dtype: torch.dtype, data_parallel: DataParallel
+) -> None:
     torch.manual_seed(3)
-    inner = Mixed()
-    model = nn.parallel.DistributedDataParallel(inner)
+    inner = Mixed(dtype)
+    model = data_parallel(inner)
     ranks = Ranks.from_environment("cpu")
     ranks.average(model)  # before there is any gradient
     assert all(not p.grad.to_dense().any() for p in inner.parameters() if p.grad is not None)
