@@ -189,7 +189,7 @@ def test_steps_of_a_schedule_become_steps_of_the_size() -> None:
 def test_without_a_maximum_batches_grow_to_64_times_their_size(
     decay: Schedule, kind: type[Coupling], factor: Any
 ) -> None:
-    horizon = Horizon("1Msp")
+    horizon = Horizon("1Msp", last_batch="carry")
     got = planned(kind(decay, 8, factor=factor), horizon)
     assert max(stage.size for stage in got.stages) == 512
     given = planned(kind(decay, 8, factor=factor, maximum=512), horizon)
@@ -201,7 +201,7 @@ def test_without_a_maximum_batches_grow_to_64_times_their_size(
 
 def test_a_bound_that_is_not_reached_is_not_told() -> None:
     assert not planned(Seesaw(Cosine(1, 0.1), 8)).warnings
-    assert not planned(Seesaw(Linear(), 8), Horizon("640sp")).warnings
+    assert not planned(Seesaw(Linear(), 8), Horizon("640sp", last_batch="carry")).warnings
 
 
 def test_the_bound_of_a_warmed_up_batch_is_that_of_its_end() -> None:

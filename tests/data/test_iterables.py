@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import ConversionError, DataError
 from stretto.ordering import share
-from stretto.planning import walk
+from stretto.planning import plan, walk
 from stretto.testing.data import cycled, read
 from stretto.timing import LastBatch
 
@@ -214,3 +214,33 @@ def test_a_data_loader_over_batches_is_read_as_it_is() -> None:
         [3],
         [4, 5, 6, 7],
     ]
+
+
+@given(LENGTHS, st.integers(1, 15), MODES, st.sampled_from(["18sp", "40sp", "7ba"]), st.booleans())
+def test_the_plan_of_an_iterable_of_unknown_length_is_exact_or_a_bound(
+    lengths: list[int], size: int, last_batch: LastBatch, run: str, grows: bool
+) -> None:
+    size = min(size, sum(lengths)) if last_batch == "drop" else size
+    policy = f"0sp:{size} 10sp:{size + 3}" if grows and last_batch != "drop" else size
+    loader = StepLoader(Chunks(lengths), policy, max_duration=run, last_batch=last_batch)
+    assert loader.is_planned == (last_batch == "carry")
+    planned = plan(loader.horizon, policy)
+    taken = [step.size for step in loader]
+    most = planned.num_batches, planned.num_samples
+    assert None not in most
+    if planned.is_exact:
+        assert [batch.size for batch in planned.batches()] == taken
+    elif run == "7ba":
+        assert len(taken) == planned.num_batches
+        bound = planned.end.sample if planned.end else 0
+        assert loader.timer.sample >= bound if last_batch == "drop" else sum(taken) <= bound
+    elif last_batch == "keep":
+        assert (len(taken) >= most[0], sum(taken)) == (True, most[1])
+    else:
+        assert len(taken) <= most[0]
+
+
+def test_a_plan_of_an_iterable_says_at_least_where_an_epoch_cuts_a_batch() -> None:
+    loader = StepLoader(Chunks([9]), 4, max_duration="18sp")
+    assert plan(loader.horizon, 4).num_batches == 5
+    assert [step.size for step in loader] == [4, 4, 1, 4, 4, 1]

@@ -457,3 +457,35 @@ def test_other_base_values_may_be_negative() -> None:
     base = {"beta2_decay": -0.8}  # Adafactor's
     planned = plan(Horizon("40sp"), 8, schedules={"beta2_decay": Linear(1, 0.5)}, base=base)
     assert planned.values_at(0) == {"beta2_decay": -0.8}
+
+
+@pytest.mark.parametrize(
+    ("run", "last_batch", "bound"),
+    [
+        ("18sp", "keep", "at least 5 batches"),
+        ("18sp", "drop", "at most 5 batches"),
+        ("6ba", "keep", "at most 24 samples"),
+        ("6ba", "drop", "at least 24 samples"),
+        ("2ep", "keep", "of batches that are not cut"),
+    ],
+)
+def test_a_plan_of_data_of_unknown_length_says_that_it_is_a_bound(
+    run: str, last_batch: LastBatch, bound: str
+) -> None:
+    planned = plan(Horizon(run, last_batch=last_batch), 4)
+    assert not planned.is_exact
+    assert f"this plan is a bound ({bound}); state the number" in planned.warnings[-1]
+    assert planned.to_json()["is_exact"] is False
+    if "ep" not in run:
+        assert bound in planned.table().splitlines()[0]
+    exact = plan(Horizon(run, last_batch="carry"), 4), plan(Horizon(run, dataset_num_samples=9), 4)
+    for one in exact:
+        assert (one.is_exact, one.to_json()["is_exact"]) == (True, True)
+        assert not any("bound" in line for line in one.warnings)
+
+
+def test_what_mixes_units_in_data_of_unknown_length_is_refused_as_by_the_run() -> None:
+    with pytest.raises(ConversionError, match="last_batch='carry'"):
+        plan(Horizon("18sp"), 4, schedules={"lr": Linear(warmup="2ba")})
+    assert plan(Horizon("18sp"), 4, schedules={"lr": Linear(warmup="10%")}).num_batches == 5
+    assert plan(Horizon("9ba"), 4, schedules={"lr": Linear(warmup="2ba")}).num_batches == 9

@@ -242,11 +242,23 @@ def test_it_is_a_value() -> None:
 
 
 def test_a_resolved_horizon_converts_through_the_ramp() -> None:
-    horizon = Horizon("100sp", batch_sizes=1000)
+    horizon = Horizon("100sp", batch_sizes=1000, last_batch="carry")
     resolved = resolve_horizon(horizon, DoublingRamp(4, 16, "50%"))
     assert resolved.convert("7ba", "sp") == Time("28sp")
     assert resolved.convert("8ba", "sp") == Time("36sp")
     assert resolved.convert("0.5dur", "ba") == Time("10ba")
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "drop"])
+def test_where_an_epoch_of_unknown_length_may_end_inside_a_batch_no_batch_is_known(
+    last_batch: LastBatch,
+) -> None:
+    resolved = resolve_horizon(Horizon("100sp", last_batch=last_batch), 8)
+    assert resolved.convert("50%", "sp") == Time("50sp")
+    with pytest.raises(ConversionError, match=r"an epoch of unknown length .* or write last_b"):
+        resolved.convert("7ba", "sp")
+    assert not PlannedSizes(resolved, 8).is_exact
+    assert PlannedSizes(Horizon("100sp", dataset_num_samples=9), 8).is_exact
 
 
 def test_an_unresolvable_one_refuses_only_what_mixes() -> None:

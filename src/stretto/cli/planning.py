@@ -50,10 +50,21 @@ def plan(
         )
     ends = range_of(config, run, source=source, world_size=ranks)
     if ends is not None:
-        _refuse_for_ends({"--plot": plot, "--against": against, "--batches": batches})
+        _refuse(
+            {"--plot": plot, "--against": against, "--batches": batches},
+            why="it decides its batch sizes as it goes, so no plan knows each batch",
+            instead="leave it out to see what the least and the largest sizes would do, or "
+            "see what a run has done with 'stretto report RUN_FOLDER'",
+        )
         typer.echo(json.dumps(ends.to_json(), indent=2) if as_json else ends.table())
         return
     planned = plan_of(config, run, source=source, world_size=ranks)
+    if not planned.is_exact:
+        _refuse(
+            {"--against": against, "--batches": batches},
+            why="the number of samples in its data is not known, so any batch may be cut short",
+            instead="state data.num_samples, or write last_batch: carry",
+        )
     if plot is not None:
         from stretto.report.plan_picture import draw_plan
 
@@ -69,18 +80,11 @@ def plan(
         typer.echo(planned.table())
 
 
-def _refuse_for_ends(options: Mapping[str, object]) -> None:
-    """Refuse what needs every batch of a run that decides its sizes as it goes."""
+def _refuse(options: Mapping[str, object], *, why: str, instead: str) -> None:
+    """Refuse options that need every batch of the run."""
     for option, value in options.items():
         if value:
-            raise PlanError(
-                cannot(
-                    f"use {option} for this run",
-                    why="it decides its batch sizes as it goes, so no plan knows each batch",
-                    instead="leave it out to see what the least and the largest sizes would do, or "
-                    "see what a run has done with 'stretto report RUN_FOLDER'",
-                )
-            )
+            raise PlanError(cannot(f"use {option} for this run", why=why, instead=instead))
 
 
 def _kept(folder: Path, name: str) -> int | None:

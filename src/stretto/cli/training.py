@@ -199,7 +199,7 @@ def summarise(trainer: Trainer, results: Results) -> Iterator[str]:
             yield f"to go on:  {start}stretto train {folder}/{RUN_FILE} --resume latest"
     if any(isinstance(one, NoiseReport) for one in trainer.callbacks):
         yield f"batch sizes for a run like this:  {folder}/{FILE}"
-    if trainer.plan is not None:
+    if trainer.plan is not None and trainer.plan.is_exact:
         yield f"as planned?  stretto plan --against {folder}"
     yield f"to see it:  stretto report {folder} --plot {folder}/run.png"
 

@@ -153,7 +153,11 @@ class StepLoader(Iterator[Step]):
 
     @property
     def is_planned(self) -> bool:
-        """Whether the sizes are known before the run."""
+        """Whether every batch is known before the run.
+
+        Not if sizes follow measurements, the wall clock, or tokens that have to be counted; nor if
+        an epoch of unknown length may end inside a batch.
+        """
         return self._is_planned
 
     @property

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from stretto.batching import BatchSizePolicy, checked_size
 from stretto.data.feed import Part
 from stretto.errors import DataError, cannot
-from stretto.planning import PlannedSizes, check_least, plan
+from stretto.planning import PlannedSizes, check_least, known_sizes, plan
 from stretto.timing import Horizon, Timestamp
 from stretto.timing.number import whole
 
@@ -73,7 +73,7 @@ def check_shares(
         PlanError: a stage that is still to come has fewer samples than there are ranks; or, of
             sizes that the run decides, the least (at its start) or the next one has.
     """
-    if isinstance(horizon.batch_sizes, PlannedSizes):
+    if isinstance(known_sizes(horizon, policy), PlannedSizes):
         plan(
             horizon,
             policy,

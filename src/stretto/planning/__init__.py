@@ -13,7 +13,7 @@ from stretto.planning.events import Event
 from stretto.planning.length import check_length
 from stretto.planning.plan import Plan, PlannedBatch, plan
 from stretto.planning.range import PlanRange, decided_between, plan_range
-from stretto.planning.sizes import PlannedSizes, resolve_horizon
+from stretto.planning.sizes import PlannedSizes, known_sizes, resolve_horizon
 from stretto.planning.stages import FirstLast, Stage, check_least
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "check_length",
     "check_plannable",
     "decided_between",
+    "known_sizes",
     "next_step",
     "plan",
     "plan_range",

@@ -17,6 +17,7 @@ def warnings_of(
     sizes: PlannedSizes, stages: Sequence[Stage], *, world_size: int, even: bool
 ) -> Iterator[str]:
     """Yield a line for each thing that may not be meant."""
+    horizon = sizes.horizon.with_batch_sizes(None)
     if sizes.end is None:
         unit = sizes.horizon.max_duration.unit
         measure = "wall time" if unit is TimeUnit.SECOND else "what the data turn out to hold"
@@ -24,8 +25,30 @@ def warnings_of(
     yield from _cut(sizes, stages, world_size=world_size, even=even)
     yield from _left_out(sizes, stages)
     yield from _beyond(sizes)
-    horizon = sizes.horizon.with_batch_sizes(None)
     yield from sizes.policy.cautions(horizon, max((stage.size for stage in stages), default=0))
+    bound = bound_of(sizes)
+    if bound is not None:
+        does = "leaves out samples" if horizon.last_batch == "drop" else "cuts a batch"
+        yield (
+            "the number of samples in the data set is not known: each epoch that ends during the "
+            f"run {does}, so this plan is a bound ({bound}); state the number, or write "
+            "last_batch='carry'"
+        )
+
+
+def bound_of(sizes: PlannedSizes) -> str | None:
+    """Return what a plan is a bound of, where the data may end inside any batch; None: it is exact.
+
+    >>> from stretto.timing import Horizon
+    >>> bound_of(PlannedSizes(Horizon("18sp"), 4)), bound_of(PlannedSizes(Horizon("6ba"), 4))
+    ('at least 5 batches', 'at most 24 samples')
+    """
+    if sizes.is_exact or sizes.end is None:
+        return None if sizes.is_exact else "of batches that are not cut"
+    is_counted = sizes.horizon.max_duration.unit is TimeUnit.BATCH
+    is_least = is_counted == (sizes.horizon.last_batch == "drop")
+    number, what = (sizes.end.sample, "samples") if is_counted else (sizes.end.batch, "batches")
+    return f"at {'least' if is_least else 'most'} {number:,} {what}"
 
 
 def growth_alone(

@@ -26,7 +26,7 @@ from stretto.planning.cautions import growth_alone, warnings_of
 from stretto.planning.clock import walk
 from stretto.planning.events import Event, make_event
 from stretto.planning.length import check_length
-from stretto.planning.sizes import PlannedSizes
+from stretto.planning.sizes import PlannedSizes, horizon_of
 from stretto.planning.stages import (
     Stage,
     Values,
@@ -94,6 +94,16 @@ class Plan:
     def num_batches(self) -> int | None:
         """How many batches the run has, or None where only the run can tell."""
         return self.sizes.num_batches
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the run has exactly these batches.
+
+        Not where the number of samples in the data set is not known: an epoch that ends during the
+        run cuts a batch, unless `last_batch="carry"`. Then the counts are bounds, which `warnings`
+        and the table say.
+        """
+        return self.sizes.is_exact
 
     @property
     def num_samples(self) -> int | None:
@@ -243,11 +253,12 @@ def plan(
         check_run_tokens(horizon, bound_policy)
     sizes = PlannedSizes(horizon, policy)
     check_length(sizes)
+    converts = horizon_of(sizes)
     horizon = horizon.with_batch_sizes(sizes)
     bound_triggers = {
-        name: parse_trigger(trigger).bind(horizon) for name, trigger in (triggers or {}).items()
+        name: parse_trigger(trigger).bind(converts) for name, trigger in (triggers or {}).items()
     }
-    bound = {name: schedule.bind(horizon) for name, schedule in read.items()}
+    bound = {name: schedule.bind(converts) for name, schedule in read.items()}
     if not tracks_tokens:
         check_tokens(bound, bound_triggers)
     known, unknown = known_schedules(sizes, bound)

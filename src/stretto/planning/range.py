@@ -46,6 +46,8 @@ class PlanRange:
     def num_batches(self) -> tuple[int, int] | None:
         """The fewest and the most batches that the run may have; None where only it can tell."""
         fewest, most = self.largest.num_batches, self.least.num_batches
+        if not self.least.is_exact and fewest != most:
+            return None
         return None if fewest is None or most is None else (fewest, most)
 
     @property

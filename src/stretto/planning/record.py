@@ -34,6 +34,7 @@ def to_record(plan: Plan) -> dict[str, object]:
         "batch_size": repr(plan.policy),
         "world_size": plan.world_size,
         "micro_batch_size": plan.micro_batch_size,
+        "is_exact": plan.is_exact,
         "num_batches": plan.num_batches,
         "num_samples": plan.num_samples,
         "end": clock(horizon, plan.end),

@@ -164,6 +164,11 @@ class PlannedSizes:
         """How many batches the run has, or None where only the run can tell."""
         return None if self.end is None else self.end.batch
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether every batch is known: not where an epoch of unknown length may end inside one."""
+        return self.horizon.dataset_num_samples is not None or self.horizon.last_batch == "carry"
+
     def sample_at_batch(self, batch: int, /) -> int:
         """Return the position at which batch number `batch` (from 0) begins.
 
@@ -260,6 +265,7 @@ write the time in 'sp', 'ep' or 'dur' like those it goes with
     """
 
     why: str
+    instead: str = "write the time in 'sp', 'ep' or 'dur' like those it goes with"
 
     def sample_at_batch(self, batch: int, /) -> int:
         """Refuse."""
@@ -276,7 +282,7 @@ write the time in 'sp', 'ep' or 'dur' like those it goes with
             cannot(
                 "tell batches from samples before the run",
                 why=f"the batch sizes are not known, as {self.why}",
-                instead="write the time in 'sp', 'ep' or 'dur' like those it goes with",
+                instead=self.instead,
             )
         )
 
@@ -285,7 +291,8 @@ def resolve_horizon(horizon: Horizon, policy: PolicyLike) -> Horizon:
     """Return `horizon` with the batch sizes that `policy` gives, so that all units convert.
 
     Schedules that mix batches with samples, epochs or tokens are bound to this one. Where the
-    sizes are decided during the run, exactly those are refused, with the unit to use instead.
+    sizes are decided during the run, or an epoch of unknown length may end inside a batch, exactly
+    those are refused, with the unit to use instead.
 
     >>> from stretto.batching import LinearRamp
     >>> horizon = Horizon("2ep", dataset_num_samples=100)
@@ -295,15 +302,38 @@ def resolve_horizon(horizon: Horizon, policy: PolicyLike) -> Horizon:
     Raises:
         BatchSizeError: the policy cannot be followed on this run.
     """
+    sizes = known_sizes(horizon, policy)
+    if isinstance(sizes, UnknownSizes):
+        return horizon.with_batch_sizes(sizes)
+    return horizon_of(sizes)
+
+
+def known_sizes(horizon: Horizon, policy: PolicyLike) -> PlannedSizes | UnknownSizes:
+    """Return the batch sizes as far as they are known before the run.
+
+    Raises:
+        BatchSizeError: the policy cannot be followed on this run.
+    """
     policy = as_policy(policy)
-    bound = policy.bind(horizon.with_batch_sizes(None))
-    why = unplannable(horizon, bound)
+    why = unplannable(horizon, policy.bind(horizon.with_batch_sizes(None)))
     if why is not None:
-        return horizon.with_batch_sizes(UnknownSizes(why[0]))
+        return UnknownSizes(why[0])
     try:
-        return horizon.with_batch_sizes(PlannedSizes(horizon, policy))
+        return PlannedSizes(horizon, policy)
     except PlanError:
-        return horizon.with_batch_sizes(UnknownSizes(_ENDLESS))
+        return UnknownSizes(_ENDLESS)
+
+
+def horizon_of(sizes: PlannedSizes) -> Horizon:
+    """Return the horizon of planned sizes, which converts as far as these are exact."""
+    if sizes.is_exact:
+        return sizes.horizon.with_batch_sizes(sizes)
+    unknown = UnknownSizes(
+        "an epoch of unknown length may end inside one of them",
+        "write the time in the unit of those it goes with, pass dataset_num_samples, or write "
+        "last_batch='carry'",
+    )
+    return sizes.horizon.with_batch_sizes(unknown)
 
 
 _ENDLESS = "they may change for ever, and only the run itself can tell when it ends"

@@ -8,9 +8,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stretto.batching import BatchSizePolicy
+from stretto.planning.cautions import bound_of
 from stretto.planning.events import Event
 from stretto.planning.stages import Stage
-from stretto.timing import Horizon, Timestamp
+from stretto.timing import Horizon, Timestamp, TimeUnit
 
 if TYPE_CHECKING:
     from stretto.planning.plan import Plan
@@ -31,6 +32,10 @@ def to_table(plan: Plan, *, max_rows: int) -> str:
     size = "as many batches as that takes,"
     if plan.num_batches is not None and plan.num_samples is not None:
         size = f"{plan.num_batches:,} batches, {plan.num_samples:,} samples"
+        bound = bound_of(plan.sizes)
+        if bound is not None:
+            is_counted = plan.horizon.max_duration.unit is TimeUnit.BATCH
+            size = f"{plan.num_batches:,} batches, {bound}" if is_counted else bound
     lines = list(_headline(plan, size, plan.policy))
     for block in blocks(_columns(plan, groups(plan.stages, max_rows))):
         lines += ["", *block]
