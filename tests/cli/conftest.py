@@ -23,6 +23,15 @@ class Points(TensorDataset):
         super().__init__(inputs, inputs.sum(1, keepdim=True))
 
 
+class Stream:
+    # Data of unknown length: an epoch has nine samples.
+    def __init__(self, split="train"):
+        self.inputs = torch.ones(9, 2)
+
+    def __iter__(self):
+        yield self.inputs, self.inputs.sum(1, keepdim=True)
+
+
 class Line(nn.Linear):
     def __init__(self):
         super().__init__(2, 1)

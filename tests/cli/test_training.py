@@ -75,6 +75,26 @@ def test_a_run_that_decides_its_sizes_says_between_which(stretto: Stretto) -> No
     assert [kept[end]["num_batches"] for end in ("least", "largest")] == [10, 5]
 
 
+def test_a_run_on_data_of_unknown_length_is_planned_as_a_bound(stretto: Stretto) -> None:
+    stream = ("run.yaml", "data.target=cli_project:Stream", "evaluate=null", "batch_size=4")
+    run = (*stream, "max_duration=18sp", "schedules.lr={cosine: {warmup: 10%}}")
+    said = stretto("plan", *run)
+    assert "run of 18sp: at least 5 batches on 1 rank" in said.out
+    assert "this plan is a bound" in said.out
+    assert json.loads(stretto("plan", *run, "--json").out)["is_exact"] is False
+    refused = stretto("plan", *run, "--batches")
+    assert (refused.code, refused.out) == (2, "")
+    assert "state data.num_samples, or write last_batch: carry" in refused.err
+    mixed = stretto("plan", *run, "schedules.lr={cosine: {warmup: 2ba}}")
+    assert "cannot tell batches from samples before the run" in mixed.err
+    said = stretto("train", *run, "--folder", "a")
+    assert "\nrun of 18sp: at least 5 batches of 4 samples" in said.out
+    assert "trained 18sp: 6 batches, 18 samples in " in said.out
+    assert "as planned?" not in said.out
+    assert json.loads(Path("a", "plan.json").read_text())["is_exact"] is False
+    assert "use --against for this run" in stretto("plan", "--against", "a").err
+
+
 def test_a_run_may_begin_whose_largest_batch_could_not_be(stretto: Stretto) -> None:
     adaptive = "batch_size={noise_scale: 1, start: 4, maximum: 512}"
     run = ("run.yaml", adaptive, "last_batch=drop", "max_duration=1ep", "--folder", "a")

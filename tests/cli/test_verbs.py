@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from stretto import __version__
+from stretto.cli.app import app
 from stretto.cli.files import packaged_run_file
 from stretto.config.schema import run_file_schema
 
@@ -234,3 +236,30 @@ def test_a_reader_that_has_seen_enough(stated: Path) -> None:
     )
     assert done.stdout == "batch,epoch,sample,token,size,micro_batches,lr\n"
     assert done.stderr == ""
+
+
+def test_the_page_on_security_names_every_verb() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text("utf-8")
+    table = [line for line in page.splitlines() if line.startswith("|")]
+    for command in app.registered_commands:
+        name = command.name or command.callback.__name__  # type: ignore[union-attr]
+        assert any(f"`stretto {name}" in line.split("|")[1] for line in table), name
+
+
+@pytest.mark.usefixtures("project")
+def test_the_verbs_that_follow_a_folders_run_file_are_those_that_security_names(
+    stretto: Stretto,
+) -> None:
+    code = (
+        "from pathlib import Path\ndef size(now, current):\n    Path('ran').touch()\n    return 4"
+    )
+    Path("evil.py").write_text(code)
+    Path("given").mkdir()
+    run = Path("run.yaml").read_text()
+    text = re.sub("batch_size: .*", "batch_size: {target: 'evil:size'}", run)
+    Path("given", "run.yaml").write_text(text)
+    for verb in (("report", "given"), ("inspect", "given")):
+        stretto(*verb)
+        assert not Path("ran").exists()
+    stretto("plan", "--against", "given")
+    assert Path("ran").exists()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -549,3 +551,49 @@ def test_a_loader_takes_integers_of_numpy(num_workers: int) -> None:
     seen = sorted(value for step in loader for micro in step for value in micro.batch.tolist())
     assert seen == list(range(10))
     assert json.loads(json.dumps(loader.state_dict()))["clock"]["token"] == 30
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "drop", "carry"])
+@pytest.mark.parametrize(
+    ("run", "policy"),
+    [("2ep", 4), ("1.5ep", "0sp:2 50%:5"), ("7ba", 3), ("7ba", NoiseScale(2, 6)), ("16sp", 3)],
+)
+def test_the_length_of_a_loader_is_its_number_of_steps(
+    run: str, policy: Any, last_batch: LastBatch
+) -> None:
+    def make() -> StepLoader:
+        return StepLoader(numbers(10), policy, max_duration=run, last_batch=last_batch)
+
+    loader = make()
+    length = len(loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert length == len(list(loader)) == len(loader)
+
+
+@pytest.mark.parametrize(
+    ("data", "policy", "run"),
+    [
+        (list(range(10)), NoiseScale(2, 6), "2ep"),
+        (list(range(10)), 2, "1h"),
+        (iter([torch.arange(9)]), 4, "18sp"),
+    ],
+    ids=["adaptive", "wall clock", "unknown length"],
+)
+def test_a_loader_has_no_length_where_only_the_run_can_tell(
+    data: Any, policy: Any, run: str
+) -> None:
+    loader = StepLoader(data, policy, max_duration=run)
+    with pytest.raises(TypeError, match="cannot tell how many steps a run of"):
+        len(loader)
+    assert loader  # whether there is one can be asked all the same
+
+
+def test_unpacking_a_micro_batch_says_what_to_unpack() -> None:
+    step = next(StepLoader(TensorDataset(torch.ones(4), torch.ones(4)), 4, max_duration="1ep"))
+    (micro,) = step
+    with pytest.raises(DataError, match=r"write 'inputs, targets = micro.batch'"):
+        _inputs, _targets = micro
+    inputs, targets = micro.batch
+    assert torch.equal(inputs, targets)
+    assert pickle.loads(pickle.dumps(micro)).weight == 1.0

@@ -75,6 +75,7 @@ def batch_that_does_not_tell() -> Iterator[torch.Tensor]:
 CASES: list[tuple[str, Callable[[], object]]] = [
     ("ordering-no-samples", lambda: SampleOrder(0)),
     ("ordering-seed", lambda: SampleOrder(5, "7")),  # type: ignore[arg-type]
+    ("data-unpack", lambda: [*next(loader()).micro_batches[0]]),
     ("data-none", lambda: loader(None)),
     ("data-mapping", lambda: loader({"x": 1})),
     ("data-empty", lambda: loader([])),

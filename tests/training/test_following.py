@@ -111,10 +111,14 @@ def test_a_packing_run_is_the_same_with_any_workers(batch_size: str, problem: Ma
             get_num_samples_in_batch=lambda batch: len(batch["lengths"]),
             get_num_tokens_in_batch=lambda batch: sum(batch["lengths"]),
         )
-        run.trainer(
+        trainer = run.trainer(
             batch_size=policies[batch_size], micro_batch_size=2, loss=loss, callbacks=[sizes],
             loading=Loading(collate_fn=pack, num_workers=workers), max_duration="2.2ep",
-        ).fit()  # fmt: skip
+        )  # fmt: skip
+        assert trainer.plan is None
+        why = "tokens" if batch_size == "ramp in tokens" else "what the run measures"
+        assert why in trainer.horizon.batch_sizes.why, "and it says why"
+        trainer.fit()
         runs.append((sizes.seen, run.weights().tolist()))
     assert len({size for _, size in runs[0][0]}) > 2
     assert runs[0] == runs[1]

@@ -17,7 +17,8 @@ from stretto.cli.progress import ProgressDisplay, position, show_metrics, show_s
 from stretto.config.files import RunFile, dump_run_file, read_run_file
 from stretto.config.training import build_trainer, resolved
 from stretto.errors import ConfigError, StrettoError, cannot
-from stretto.planning import PlanRange, decided_between, plan_range
+from stretto.planning import PlanRange, UnknownSizes, bound_of, decided_between, plan_range
+from stretto.timing import TimeUnit
 from stretto.training import Callback
 from stretto.training.algorithms import NoiseReport
 from stretto.training.algorithms.noise_report import FILE
@@ -146,11 +147,16 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
         many = f"from {fewest:,} batches of {largest:,} samples to {most:,} of {least:,}"
         yield f"run of {run}: {many}, which it decides as it goes"
     elif plan is None or plan.num_batches is None:
-        yield f"run of {run}; how many batches that is, only the run can tell"
+        known = trainer.horizon.batch_sizes
+        why = f" (the batch sizes: {known.why})" if isinstance(known, UnknownSizes) else ""
+        yield f"run of {run}; how many batches that is, only the run can tell{why}"
     else:
         sizes = [stage.size for stage in plan.stages]
         many = f"{sizes[0]:,}" if len(set(sizes)) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
-        yield f"run of {run}: {plan.num_batches:,} batches of {many} samples"
+        count = f"{plan.num_batches:,} batches"
+        if not plan.is_exact and run.unit is not TimeUnit.BATCH:
+            count = bound_of(plan.sizes) or count
+        yield f"run of {run}: {count} of {many} samples"
     if found is not None:
         yield f"going on from {found}, at {position(trainer)}"
         yield from (f"changed since: {line}" for line in trainer.changes)

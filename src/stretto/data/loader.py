@@ -168,6 +168,32 @@ class StepLoader(Iterator[Step]):
     def __iter__(self) -> Iterator[Step]:
         return self
 
+    def __len__(self) -> int:
+        """Return how many steps the whole run has, those that are done included.
+
+        >>> len(StepLoader(range(10), 4, max_duration="2ep"))
+        6
+
+        Raises:
+            TypeError: only the run itself can tell; see `is_planned`.
+        """
+        run, sizes = self.horizon.max_duration, self.horizon.batch_sizes
+        if run.unit is TimeUnit.BATCH:
+            return int(run.amount)
+        count = sizes.num_batches if isinstance(sizes, PlannedSizes) else None
+        if count is None:
+            raise TypeError(
+                cannot(
+                    f"tell how many steps a run of {run} has",
+                    why="only the run itself can tell, with these batch sizes and data",
+                    instead="write max_duration in 'ba', or count what loader.timer.batch says",
+                )
+            )
+        return count
+
+    def __bool__(self) -> bool:
+        return True  # whether it is there, as of any iterator; not whether it has a length
+
     def __next__(self) -> Step:
         if self._pending is not None:
             self.finish()

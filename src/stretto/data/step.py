@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, NoReturn, final
 
+from stretto.errors import DataError, cannot
 from stretto.timing import Timestamp
 
 
-class MicroBatch(NamedTuple):
+# Not frozen, as `Step`.
+@final
+@dataclass(slots=True)
+class MicroBatch:
     """What one forward and backward pass on one rank takes.
 
     >>> MicroBatch(batch=[7, 8, 9], num_samples=3, num_tokens=0, weight=0.375).weight
@@ -28,6 +32,21 @@ class MicroBatch(NamedTuple):
     Then gradients, summed over micro-batches and averaged over ranks, are those of the mean over
     the whole batch. 0 for a dummy, which only keeps the ranks in step.
     """
+
+    def __iter__(self) -> NoReturn:
+        """Refuse: a micro-batch has a weight, too, which must not be overlooked.
+
+        Raises:
+            DataError: always.
+        """
+        raise DataError(
+            cannot(
+                "unpack a micro-batch",
+                why="the samples are one part of it, beside their weight",
+                instead="write 'inputs, targets = micro.batch', and multiply the loss by "
+                "micro.weight",
+            )
+        )
 
 
 # Not frozen: that costs a microsecond for each step, a tenth of all that is spent on it here.

@@ -1,5 +1,6 @@
 """A run without training: where every batch begins, how large it is, what happens when."""
 
+from stretto.planning.cautions import bound_of
 from stretto.planning.clock import (
     StepPlan,
     advance,
@@ -13,7 +14,7 @@ from stretto.planning.events import Event
 from stretto.planning.length import check_length
 from stretto.planning.plan import Plan, PlannedBatch, plan
 from stretto.planning.range import PlanRange, decided_between, plan_range
-from stretto.planning.sizes import PlannedSizes, known_sizes, resolve_horizon
+from stretto.planning.sizes import PlannedSizes, UnknownSizes, known_sizes, resolve_horizon
 from stretto.planning.stages import FirstLast, Stage, check_least
 
 __all__ = [
@@ -25,7 +26,9 @@ __all__ = [
     "PlannedSizes",
     "Stage",
     "StepPlan",
+    "UnknownSizes",
     "advance",
+    "bound_of",
     "check_least",
     "check_length",
     "check_plannable",

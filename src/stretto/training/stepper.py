@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 import torch
@@ -291,7 +292,7 @@ class Stepper:
         batch = self._moved(micro.batch)
         for transform in self._transforms:
             batch = transform(batch)
-        return micro._replace(batch=batch)
+        return replace(micro, batch=batch)
 
     def _moved(self, batch: Any) -> Any:
         # One micro-batch at a time, so that no more of them lie on the device than are used.

@@ -171,6 +171,9 @@ class Trainer:
             make_plan, self.loader, self.hyperparameters, evaluations, checkpoint, log
         )
         self.plan, self._refusal = self._planned()
+        """The run as it is planned. None if its batches are not known before the run, for example
+        because their sizes follow tokens that have to be counted: `horizon.batch_sizes` says why.
+        `plan.is_exact` says whether it is only a bound."""
         given = self.hyperparameters.schedules
         for line in growth_alone(self.loader.policy, given, self.hyperparameters.rule):
             warnings.warn(line, UserWarning, stacklevel=2)
