@@ -593,7 +593,7 @@ def test_unpacking_a_micro_batch_says_what_to_unpack() -> None:
     step = next(StepLoader(TensorDataset(torch.ones(4), torch.ones(4)), 4, max_duration="1ep"))
     (micro,) = step
     with pytest.raises(DataError, match=r"write 'inputs, targets = micro.batch'"):
-        _inputs, _targets = micro
+        _inputs, _targets = micro  # type: ignore[var-annotated]
     inputs, targets = micro.batch
     assert torch.equal(inputs, targets)
     assert pickle.loads(pickle.dumps(micro)).weight == 1.0
