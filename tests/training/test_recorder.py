@@ -143,6 +143,127 @@ def test_a_folder_that_is_a_file_is_refused(problem: Make, tmp_path: Path) -> No
         problem().trainer(folder=tmp_path / "file").fit()
 
 
+def cut_run(problem: Make, folder: Path) -> Any:
+    """A run that was stopped behind its tenth batch, and one that will go on with it."""
+    settings = {"folder": folder, "checkpoint": Checkpointing("100ep"), "log": Logging("2ba")}
+    problem().trainer(callbacks=[StopAt(10)], **settings).fit()
+    return problem().trainer(**settings)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.csv"])
+def test_a_file_that_is_gone_when_the_run_goes_on_is_told(
+    name: str, problem: Make, tmp_path: Path
+) -> None:
+    again = cut_run(problem, tmp_path)
+    size = (tmp_path / name).stat().st_size
+    (tmp_path / name).unlink()
+    again.resume()
+    with pytest.warns(RuntimeWarning) as told:
+        again.fit()
+    (said,) = (str(one.message) for one in told)
+    assert f"{tmp_path / name} lacks {size:,} of the {size:,} bytes it had" in said
+    assert "batch 10" in said
+    lines, rows = (5, 0) if name == "metrics.jsonl" else (0, 10)
+    assert [line["ba"] for line in metrics(tmp_path)] == list(range(2, 17, 2))[lines:]
+    assert samples(tmp_path) == [*range(0, 60, 8), *range(60, 120, 8)][rows:]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.csv"])
+@pytest.mark.parametrize("end", ["in a line", "between lines", "in the first line"])
+def test_a_file_that_is_shorter_than_its_checkpoint_says_is_told_and_stays_readable(
+    name: str, end: str, problem: Make, tmp_path: Path
+) -> None:
+    again = cut_run(problem, tmp_path)
+    text = (tmp_path / name).read_text()
+    lines = text.splitlines(keepends=True)
+    left = {
+        "in a line": text[:-9],
+        "between lines": "".join(lines[:-2]),
+        "in the first line": text[:5],
+    }[end]
+    (tmp_path / name).write_text(left)
+    again.resume()
+    with pytest.warns(RuntimeWarning, match=rf"{name} lacks [\d,]+ of the {len(text):,} bytes"):
+        again.fit()
+    written = (tmp_path / name).read_text().splitlines(keepends=True)
+    whole = left.splitlines(keepends=True)
+    whole = whole if end == "between lines" else whole[:-1]
+    assert written[: len(whole)] == whole
+    assert len(metrics(tmp_path)) == 8 if name == "ledger.csv" else len(whole) + 3
+    assert len(samples(tmp_path)) == 16 if name == "metrics.jsonl" else max(len(whole) - 1, 0) + 6
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.csv"])
+def test_no_line_is_glued_to_half_of_one_that_another_program_left(
+    name: str, problem: Make, tmp_path: Path
+) -> None:
+    """As long as the checkpoint says, and yet cut inside a line there."""
+    again = cut_run(problem, tmp_path)
+    text = (tmp_path / name).read_text()
+    (tmp_path / name).write_text("x" + text)
+    again.resume()
+    with pytest.warns(RuntimeWarning, match=f"{name} lacks"):
+        again.fit()
+    written = (tmp_path / name).read_text().splitlines()
+    assert written[1:-6] == text.splitlines()[1 : len(written) - 6]
+
+
+def test_half_a_line_that_a_full_disk_left_is_cut_off_when_fit_is_called_again(
+    problem: Make, tmp_path: Path
+) -> None:
+    trainer = problem().trainer(folder=tmp_path, log=Logging("2ba"), callbacks=[StopAt(4)])
+    trainer.fit()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"ep": 1')
+    with pytest.warns(RuntimeWarning, match="metrics.jsonl ends in half a line, which is cut off"):
+        trainer.fit()
+    assert [line["ba"] for line in metrics(tmp_path)] == list(range(2, 17, 2))
+
+
+def test_metrics_that_go_nowhere_are_no_reason_to_keep_no_checkpoint(
+    problem: Make, tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/null")
+    settings = {"folder": tmp_path, "checkpoint": Checkpointing("1ep")}
+    trainer = problem().trainer(**settings)
+    trainer.fit()
+    assert trainer.unsaved is None
+    again = problem().trainer(**settings, max_duration="3ep")
+    assert again.resume() is not None
+    again.fit()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.csv", "run.lock"])
+def test_what_cannot_be_written_to_is_named(name: str, problem: Make, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(TrainingError, match=f"{name}: it is a directory"):
+        problem().trainer(folder=tmp_path).fit()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.csv", "run.lock"])
+def test_a_pipe_is_refused_and_not_waited_for(name: str, problem: Make, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(TrainingError, match=f"{name}: it is a pipe"):
+        problem().trainer(folder=tmp_path).fit()
+
+
+def test_a_file_that_cannot_be_synchronized_is_named(
+    problem: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synchronize = os.fsync
+
+    def fail(file: int) -> None:
+        if Path(f"/proc/self/fd/{file}").readlink().name == "ledger.csv":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        synchronize(file)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    trainer = problem().trainer(folder=tmp_path, checkpoint=Checkpointing("2ep"))
+    with pytest.warns(RuntimeWarning, match=r"ledger.csv: Input/output error"):
+        trainer.fit()
+    assert "ledger.csv" in str(trainer.unsaved)
+
+
 def test_lines_are_kept_while_the_disk_is_full(
     problem: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from stretto.errors import TrainingError, cannot
+from stretto.training.appending import check_appendable
 
 LOCK = "run.lock"
 
@@ -26,6 +27,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        check_appendable(folder / LOCK)
         file = (folder / LOCK).open("a+b", buffering=0)
     except OSError as error:
         raise unwritable(folder, error) from error
@@ -81,10 +83,12 @@ def set_aside(path: Path) -> Path:
 
 def unwritable(folder: Path, error: OSError) -> TrainingError:
     """Return the error for a run folder that cannot be written to."""
+    name = Path(os.fsdecode(error.filename or folder)).name
+    why = (error.strerror or str(error)).lower()
     return TrainingError(
         cannot(
             f"keep a run in {folder}",
-            why=(error.strerror or str(error)).lower(),
+            why=why if name == folder.name else f"{name}: {why}",
             instead="choose a folder that can be written to",
         )
     )

@@ -12,7 +12,7 @@ from stretto.data import Step
 from stretto.errors import CheckpointError, TrainingError, cannot
 from stretto.timing import Horizon, Timestamp
 from stretto.timing.timestamp import NANOSECONDS
-from stretto.training.appending import Appender
+from stretto.training.appending import Appender, check_appendable, cut_back
 from stretto.training.finite import SkippedSteps
 from stretto.training.lock import set_aside, unwritable
 from stretto.training.loggers import JsonLinesLogger, MetricLogger
@@ -93,6 +93,8 @@ class Recorder:
     def _open_files(self, folder: Path) -> None:
         ledger = folder / LEDGER
         try:
+            for name in FILES:
+                check_appendable(folder / name)
             if not self._goes_on and ledger.exists() and ledger.stat().st_size:
                 raise _another_run(folder)
             folder.mkdir(parents=True, exist_ok=True)
@@ -250,14 +252,24 @@ class Recorder:
         self._lengths = dict.fromkeys(FILES, 0)
 
     def _cut(self, folder: Path) -> None:
-        for name, length in self._lengths.items():
-            path = folder / name
-            size = path.stat().st_size if path.exists() else 0
-            if size > length == 0:
+        """Cut the files back to where the checkpoint left them; say what they lack."""
+        for name in FILES:
+            path, length = folder / name, self._lengths.get(name)
+            size = path.stat().st_size if path.is_file() else 0
+            if size > 0 == length:
                 set_aside(path)
-            elif size > length:
-                with path.open("r+b") as file:
-                    file.truncate(length)
+                continue
+            left = cut_back(path, length)
+            if length is not None and left < length:
+                told = (
+                    f"lacks {length - left:,} of the {length:,} bytes it had when the checkpoint "
+                    f"was written; lines from before batch {self._since.batch} are missing"
+                )
+            elif length is None and left < size:
+                told = "ends in half a line, which is cut off"
+            else:
+                continue
+            warnings.warn(f"{path} {told}", RuntimeWarning, stacklevel=2)
         self._lengths = {}
 
 

@@ -7,7 +7,6 @@ for the disk, and no thread talks to another rank.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from stretto.checkpoint import (
 )
 from stretto.errors import CheckpointError, TrainingError, cannot
 from stretto.timing import BoundTrigger, Horizon, Timestamp
+from stretto.training.appending import synchronize_file
 from stretto.training.best import Best
 from stretto.training.ranks import Ranks
 from stretto.training.resuming import FOLDER
@@ -288,8 +288,14 @@ class _Job:
             abandon_checkpoint(self.path)
             return
         for file in self._files:
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
+            try:
+                synchronize_file(file)
+            except OSError as error:
+                why = f"{file.name}: {error.strerror or error}"
+                instead = "make room, or put the file back"
+                raise CheckpointError(
+                    cannot(f"write {self.path}", why=why, instead=instead)
+                ) from error
         finish_checkpoint(self.path, self._records, world_size=self._writers)
         newest, others = self._stay
         keep(self.path.parent, newest=newest, also=others)
