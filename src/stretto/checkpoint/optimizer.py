@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stretto.checkpoint.optimizer_values import check_groups, check_value
 from stretto.checkpoint.sharding import Stored, is_spread, replicate_like, shard_like
 from stretto.errors import CheckpointError, cannot
 
@@ -66,14 +67,32 @@ def unpack_optimizer(
     Raises:
         CheckpointError: it was another optimizer's.
     """
-    if record["type"] != type(optimizer).__name__:
-        raise _other(optimizer, f"it was saved from {record['type']}")
+    try:
+        if record["type"] != type(optimizer).__name__:
+            raise _other(optimizer, f"it was saved from {str(record['type'])[:80]}")
+        groups = [
+            {name: _value(value) for name, value in group.items()}
+            for group in record["param_groups"]
+        ]
+        state = _states(optimizer, groups, tensors, record["values"])
+        check_groups(optimizer, groups)
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _other(optimizer, f"{type(error).__name__}: {error}") from error
+
+
+def _states(
+    optimizer: Optimizer,
+    groups: list[dict[str, Any]],
+    tensors: Mapping[str, Tensor | Stored],
+    values: Mapping[str, Any],
+) -> dict[int, dict[str, Any]]:
+    """The state of each parameter; what belongs to a group is put there."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Any]] = {}
-    groups = [
-        {name: _value(value) for name, value in group.items()} for group in record["param_groups"]
-    ]
-    for key, value in (*tensors.items(), *record["values"].items()):
+    for key, value in values.items():
+        check_value(optimizer, key, value)
+    for key, value in (*tensors.items(), *values.items()):
         head, name = key.split(".", 1)
         if head == "group":
             number, name = name.split(".", 1)
@@ -81,12 +100,8 @@ def unpack_optimizer(
         elif int(head) >= len(parameters):
             raise _other(optimizer, f"it is of more than {len(parameters)} parameters")
         else:
-            index = int(head)
-            state.setdefault(index, {})[name] = _laid_out(parameters[index], value)
-    try:
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
-    except (ValueError, KeyError) as error:
-        raise _other(optimizer, str(error)) from error
+            state.setdefault(int(head), {})[name] = _laid_out(parameters[int(head)], value)
+    return state
 
 
 def _laid_out(parameter: Tensor, value: Any) -> Any:

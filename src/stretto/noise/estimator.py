@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, final
 
@@ -132,4 +133,6 @@ class NoiseEstimator:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from saved averages."""
+        for value in state.values():
+            math.isfinite(value)  # raises if that is no number
         self._average = RatioAverage.from_state(state)

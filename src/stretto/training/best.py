@@ -9,6 +9,7 @@ from typing import Any, final
 
 from stretto.batching.following import check_monitored, metrics_of
 from stretto.checkpoint import checkpoint_path
+from stretto.training.records import count, number
 from stretto.training.settings import Checkpointing, Evaluation
 
 
@@ -69,8 +70,9 @@ class Best:
         """Go on from what was best, if that was the same metric."""
         self.start_over()
         if state["monitor"] == self._monitor and state["value"] is not None:
-            self.value, self.sample = float(state["value"]), state["sample"]
-            self._kept = state.get("kept", self.sample)
+            self.value, self.sample = number(state, "value"), count(state, "sample")
+            if state.get("kept", self.sample) is not None:
+                self._kept = count({"kept": self.sample, **state}, "kept")
 
     def start_over(self) -> None:
         """Forget what was best."""

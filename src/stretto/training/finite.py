@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stretto.errors import TrainingError, cannot
 from stretto.timing import Timestamp
+from stretto.training.records import count
 
 MOST_IN_A_ROW = 20
 """Spoiled steps in a row after which skipping more of them would only hide that all is lost."""
@@ -111,7 +112,7 @@ class SkippedSteps:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from saved counts."""
-        self.count, self._in_a_row = state["count"], state["in_a_row"]
+        self.count, self._in_a_row = count(state, "count"), count(state, "in_a_row")
 
 
 def spoiled(at: Timestamp) -> TrainingError:

@@ -17,6 +17,7 @@ from stretto.training.finite import SkippedSteps
 from stretto.training.lock import set_aside, unwritable
 from stretto.training.loggers import JsonLinesLogger, MetricLogger
 from stretto.training.ranks import Ranks
+from stretto.training.records import count
 from stretto.training.running_loss import RunningLoss
 from stretto.training.stepper import MicroLoss
 
@@ -241,10 +242,10 @@ class Recorder:
     def load_state_dict(self, state: Mapping[str, Any], *, is_own: bool) -> None:
         """Continue from saved sums, and where files are its own, from where those were."""
         self.loss.load_state_dict(state["loss"], self._ranks)
-        self._size = state.get("size")
+        self._size = None if state.get("size") is None else count(state, "size", least=1)
         # Files of this folder that belong to another past are none to go on with.
         self._goes_on = is_own
-        self._lengths = {name: int(state["files"][name]) for name in FILES} if is_own else {}
+        self._lengths = {name: count(state["files"], name) for name in FILES} if is_own else {}
 
     def start_over(self) -> None:
         """Set the files aside: what a run left that had no checkpoint yet is done once more."""

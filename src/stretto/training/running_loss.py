@@ -8,6 +8,7 @@ from typing import final
 import torch
 
 from stretto.training.ranks import Ranks
+from stretto.training.records import number
 from stretto.training.stepper import MicroLoss
 
 _FOLD = 256
@@ -51,7 +52,8 @@ class RunningLoss:
     def load_state_dict(self, state: Mapping[str, float], ranks: Ranks) -> None:
         """Continue from saved sums, which the first rank takes over for all."""
         self._pending = []
-        self._sum, self._weight = (state["sum"], state["weight"]) if ranks.is_first else (0.0, 0.0)
+        saved = number(state, "sum"), number(state, "weight")
+        self._sum, self._weight = saved if ranks.is_first else (0.0, 0.0)
 
     def _fold(self) -> None:
         if self._pending:

@@ -20,6 +20,7 @@ from stretto.memory.release import attempt, release_memory
 from stretto.memory.rewind import Rewind
 from stretto.timing import Timestamp
 from stretto.training.ranks import Ranks
+from stretto.training.records import count
 
 T = TypeVar("T")
 
@@ -117,9 +118,9 @@ class SafetyNet:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the size that was in force."""
-        self.largest, self.size = int(state["largest"]), int(state["size"])
-        self._quiet, self._patience = int(state["quiet"]), int(state["patience"])
-        self.splits = int(state["splits"])
+        self.largest, self.size = count(state, "largest", least=1), count(state, "size", least=1)
+        self._quiet, self._patience = count(state, "quiet"), count(state, "patience")
+        self.splits = count(state, "splits")
         self._careful, self._most_seen = _CAREFUL_STEPS, 0
 
     def _cut(self, micro: MicroBatch) -> list[MicroBatch]:

@@ -23,7 +23,7 @@ from stretto.checkpoint import (
     unpack_optimizer,
 )
 from stretto.data import StepLoader
-from stretto.errors import CheckpointError, StrettoError, cannot
+from stretto.errors import CheckpointError, cannot
 from stretto.training.best import Best
 from stretto.training.callback import Callback, restore_states
 from stretto.training.evaluate import Evaluator
@@ -31,6 +31,7 @@ from stretto.training.finite import SkippedSteps
 from stretto.training.randomness import random_state, restore_random_state
 from stretto.training.ranks import Ranks
 from stretto.training.recorder import Recorder
+from stretto.training.records import count, number, section
 from stretto.training.setup import BuiltWith, changes, gone
 from stretto.training.stepper import Stepper
 
@@ -132,36 +133,20 @@ class RunState:
             CheckpointError: it was captured from another model, optimizer or data, or its records
                 are none of ours.
         """
-        try:
-            records = checkpoint.records
+        records = checkpoint.records
+        with section(path, "model"):
             self._restore_model(checkpoint, path)
-            unpack_optimizer(
-                self._optimizer, _stored(checkpoint, "optimizer"), records["optimizer"]
-            )
-            left = self._restore_records(records, is_own=is_own)
+        with section(path, "optimizer"):
+            tensors = _stored(checkpoint, "optimizer")
+            unpack_optimizer(self._optimizer, tensors, records["optimizer"])
+        left = self._restore_records(records, path, is_own=is_own)
+        with section(path, "setup"):
             setup = records.get("setup", {})
             self._built.prevail(setup.get("optimizer", {}))
             lines = [*changes(setup, self._setup), *map(gone, left)]
-            if self._loader.has_dropped_state:
-                lines.append("batch_size: begins afresh, and what the one before kept is dropped")
-            return lines
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
-            if isinstance(error, StrettoError):
-                raise
-            raise CheckpointError(
-                cannot(
-                    f"resume from {path}",
-                    why=f"its records are not those of a run ({type(error).__name__}: {error})",
-                    instead="resume from another checkpoint",
-                )
-            ) from error
+        if self._loader.has_dropped_state:
+            lines.append("batch_size: begins afresh, and what the one before kept is dropped")
+        return lines
 
     def _restore_model(self, checkpoint: CheckpointReader, path: Path) -> None:
         own = self._model.state_dict()
@@ -181,24 +166,39 @@ class RunState:
                 )
             ) from None
 
-    def _restore_records(self, records: Mapping[str, Any], *, is_own: bool) -> list[str]:
+    def _restore_records(
+        self, records: Mapping[str, Any], path: Path, *, is_own: bool
+    ) -> list[str]:
         """Put the records back; return the types of callbacks whose state nobody takes."""
-        self._stepper.load_state_dict(records)
+        with section(path, "scaler"):
+            for name in records.get("scaler") or ():
+                number(records["scaler"], name)
+        with section(path, "net"):
+            self._stepper.load_state_dict(records)
         if self._stepper.net is not None:
             self._loader.set_micro_batch_size(self._stepper.net.largest)
-        self._loader.load_state_dict(records["loader"])
-        self._recorder.load_state_dict(records["recorder"], is_own=is_own)
-        left = restore_states(self._callbacks, records["callbacks"])
-        for evaluator in self._evaluators:
-            evaluator.measured_at = records["evaluated"].get(evaluator.name, -1)
-        if self._ranks.rank < len(records["random"]):
-            restore_random_state(records["random"][self._ranks.rank])
-        self._skipped.load_state_dict(records.get("skipped", {"count": 0, "in_a_row": 0}))
-        if is_own and "best" in records:
-            self._best.load_state_dict(records["best"])
-            self._best.confirm(self._loader.timer.sample)  # which is the one that is read
-        else:
-            self._best.start_over()
+        with section(path, "loader"):
+            for name in records["loader"]["clock"]:
+                count(records["loader"]["clock"], name)
+            self._loader.load_state_dict(records["loader"])
+        with section(path, "recorder"):
+            self._recorder.load_state_dict(records["recorder"], is_own=is_own)
+        with section(path, "callbacks"):
+            left = restore_states(self._callbacks, records["callbacks"])
+        with section(path, "evaluated"):
+            evaluated = dict(records["evaluated"])
+            for one in self._evaluators:
+                one.measured_at = count({one.name: -1} | evaluated, one.name, least=-1)
+        with section(path, "random"):
+            if self._ranks.rank < len(records["random"]):
+                restore_random_state(records["random"][self._ranks.rank])
+        with section(path, "skipped"):
+            self._skipped.load_state_dict(records.get("skipped", {"count": 0, "in_a_row": 0}))
+        self._best.start_over()
+        with section(path, "best"):
+            if is_own and "best" in records:
+                self._best.load_state_dict(records["best"])
+                self._best.confirm(self._loader.timer.sample)  # which is the one that is read
         return left
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, final
 
 from torch.optim import SGD
 
 from stretto.batching import NoiseScale, NoRule, PolicyState, Signals, checked_size, couplings_in
+from stretto.batching.averages import RatioAverage
 from stretto.data import Step
 from stretto.noise import NoiseEstimator, NoiseTerms
 from stretto.training.callback import Callback
+from stretto.training.records import count, number
 
 if TYPE_CHECKING:
     from stretto.training.trainer import Trainer
@@ -179,7 +182,11 @@ class NoiseReport(Callback):
         """Go on from saved averages."""
         self._estimator.load_state_dict(state["estimator"])
         self._decided = [(at, self._bounded(size)) for at, size in state["decided"]]
-        self._state = state["policy"]
+        self._state = dict(state["policy"])
+        if self._state:
+            count(self._state, "size", least=1)
+            for one in fields(RatioAverage):
+                number(self._state, one.name)
         self._told = None if state["told"] is None else tuple(state["told"])
         self._size, self._moves = state["size"], state["moves"]
 

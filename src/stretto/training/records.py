@@ -1,0 +1,76 @@
+"""Reading the records of a checkpoint, so that an error names the file and the key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stretto.errors import CheckpointError, StrettoError, cannot, shown
+
+_MOST = 2**63
+
+
+@contextmanager
+def section(path: Path, name: str) -> Iterator[None]:
+    """Name the checkpoint, and the section of its records, in whatever that leads to.
+
+    Raises:
+        StrettoError: what was raised within, with the place added.
+        CheckpointError: for errors that show that the section is none of a run.
+    """
+    try:
+        yield
+    except StrettoError as error:
+        said = str(error) if str(path) in str(error) else f"{error} ({name!r} in {path})"
+        raise type(error)(said) from error
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise CheckpointError(
+            cannot(
+                f"resume from {path}",
+                why=f"{name!r} in its state.json is not that of a run "
+                f"({type(error).__name__}: {error})",
+                instead="resume from another checkpoint",
+            )
+        ) from error
+
+
+def number(record: Mapping[str, Any], key: str) -> float:
+    """Return a number of a record; nan and infinity are numbers.
+
+    >>> number({"sum": 0.5}, "sum")
+    0.5
+
+    Raises:
+        LookupError: it is missing.
+        ValueError: it is no number.
+    """
+    value = record[key]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, int) and abs(value) >= _MOST):
+        raise ValueError(f"{key!r} is {shown(value)}, and not a number")
+    return float(value)
+
+
+def count(record: Mapping[str, Any], key: str, *, least: int = 0) -> int:
+    """Return a count of a record.
+
+    >>> count({"splits": 2}, "splits")
+    2
+
+    Raises:
+        LookupError: it is missing.
+        ValueError: it is no integer, or less than `least`.
+    """
+    value = record[key]
+    if type(value) is not int or not least <= value < _MOST:
+        raise ValueError(f"{key!r} is {shown(value)}, and not a count")
+    return value
