@@ -16,6 +16,7 @@ from stretto.config.run import RunConfig
 from stretto.config.training import build_trainer, resolved
 from stretto.errors import ConfigError, StrettoError
 from stretto.report.ledger import compare
+from stretto.timing import Time
 from stretto.training import TensorBoardLogger, WandbLogger
 
 RUN: dict[str, Any] = {
@@ -121,6 +122,20 @@ def test_everything_is_handed_over(tmp_path: Path) -> None:
     assert set(measured) == {"validation/loss", "validation/l1"}
     assert measured["validation/loss"] == pytest.approx(2 * measured["validation/l1"])
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+def test_scale_schedule_reaches_callbacks() -> None:
+    freezing = {
+        "target": "stretto.training.algorithms:LayerFreezing",
+        "layers": ["first"],
+        "start": "2ep",
+        "end": "80%",
+    }
+    trainer = build_trainer(config(callbacks=[freezing], scale_schedule=0.5))
+    assert trainer.horizon.max_duration == Time("1ep")
+    assert repr(trainer.callbacks[0]) == (
+        "LayerFreezing(['first'], start='1ep', end='0.8dur', level=1.0)"
+    )
 
 
 def test_the_seed_makes_the_model() -> None:

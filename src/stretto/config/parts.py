@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from stretto.config.building import Building
 from stretto.config.fields import Target
-from stretto.config.plans import Run, make_data
+from stretto.config.plans import Run, make_data, scale_of
 from stretto.config.run import RunConfig
 from stretto.config.sections import Evaluate
 from stretto.config.source import NO_SOURCE, Source
@@ -220,14 +220,15 @@ def make_loggers(config: RunConfig) -> list[MetricLogger]:
 
 
 def make_callbacks(config: RunConfig, source: Source) -> list[Callback]:
-    """Return the listeners that the file names."""
+    """Return the listeners that the file names, with times for a run of the length it has."""
     made = []
     for number, section in enumerate(config.callbacks):
         callback = call_target(section, source=source, path=("callbacks", number))
         if not isinstance(callback, Callback):
             kind = "a stretto.training.Callback"
             raise wrong_kind(f"callbacks.{number}", section.target, callback, kind, source)
-        made.append(callback)
+        with source.at("callbacks", number):
+            made.append(callback.scaled(scale_of(config)))
     return made
 
 

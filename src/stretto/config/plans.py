@@ -204,7 +204,7 @@ def build_run(
         ConfigError: something cannot be built; the message says where it stands.
     """
     building = Building(world_size, planned_micro_batch_size(config), source)
-    ratio = Fraction(repr(config.scale_schedule or 1))
+    ratio = scale_of(config)
     with source.at("max_duration"):
         horizon = Horizon(
             config.max_duration,
@@ -236,6 +236,11 @@ def build_run(
         {name: path for name, (path, _) in intervals.items()},
         None if rule is None else rule.build(building, ("learning_rate_rule",)),
     )
+
+
+def scale_of(config: RunConfig) -> Fraction:
+    """Return how many times as long as written the run is."""
+    return Fraction(repr(config.scale_schedule or 1))
 
 
 def planned_micro_batch_size(config: RunConfig) -> int | None:

@@ -121,7 +121,8 @@ class RunConfig(Section):
     world_size: Count | None = None
     """How many ranks a plan is for; left out: one. Training has those that torchrun starts."""
     scale_schedule: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Makes the run this many times as long, with every time that is not a fraction of it."""
+    """Makes the run this many times as long, with every time that is not a fraction of it. The
+    number of samples in the data stays."""
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: Source = NO_SOURCE) -> Self:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 from stretto.batching import Signals
+from stretto.batching.policy import stretched
 from stretto.data import Step
+from stretto.schedules import Schedule
+from stretto.timing import Time, Trigger
+from stretto.timing.time import Number
 
 if TYPE_CHECKING:
     from stretto.training.trainer import Trainer
@@ -82,6 +87,29 @@ class Callback:
     def log_values(self, trainer: Trainer) -> Mapping[str, float]:  # noqa: ARG002
         """Return what belongs on the line of metrics that is about to be logged, by name."""
         return {}
+
+    def scaled(self, ratio: Number) -> Self:
+        """Return the callback for a run `ratio` times as long (`scale_schedule`).
+
+        It is a copy in which every attribute that is a `Time`, a trigger or a schedule is
+        stretched; without any, it is the callback itself. Override it for times kept otherwise.
+
+        >>> from stretto.training.algorithms import LayerFreezing
+        >>> LayerFreezing(["embed"], start="2ep", end="80%").scaled(0.5)
+        LayerFreezing(['embed'], start='1ep', end='0.8dur', level=1.0)
+        """
+        times = {
+            name: value.scaled(ratio)
+            if isinstance(value, (Trigger, Schedule))
+            else stretched(value, ratio)
+            for name, value in vars(self).items()
+            if isinstance(value, (Time, Trigger, Schedule))
+        }
+        if not times:
+            return self
+        other = copy.copy(self)
+        vars(other).update(times)
+        return other
 
     def state_dict(self) -> dict[str, Any]:
         """Return what must survive a resume, as JSON."""

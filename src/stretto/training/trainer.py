@@ -22,6 +22,7 @@ from stretto.planning import Plan
 from stretto.planning.cautions import growth_alone
 from stretto.schedules import ScheduleLike
 from stretto.timing import Horizon, TimeLike, Timer
+from stretto.timing.time import Number
 from stretto.training.agreement import check_agreement
 from stretto.training.assembly import Assembly
 from stretto.training.callback import Callback
@@ -32,6 +33,7 @@ from stretto.training.measuring import keeps_gradients_apart
 from stretto.training.preparation import make_loader, make_plan
 from stretto.training.ranks import Ranks, told_of_the_end
 from stretto.training.resuming import find_checkpoint, open_verified, set_newer_aside
+from stretto.training.scaling import Timed
 from stretto.training.settings import (
     Checkpointing,
     Evaluation,
@@ -85,13 +87,16 @@ class Trainer:
         checkpoint: when checkpoints are written; needs `folder`.
         log: when metrics are logged.
         callbacks: listeners.
+        scale_schedule: makes the run this many times as long, with every time in the arguments
+            above that is not a fraction of it. Callbacks that have times are copied
+            (`trainer.callbacks`). The number of samples in the data stays.
         folder: where metrics, the ledger and checkpoints go; one for each run.
 
     Raises:
         StrettoError: something in the settings cannot be; the message says what to write.
     """
 
-    # Fifteen parameters, all but two by keyword: what a run is, one each, the rest in groups.
+    # Sixteen parameters, all but two by keyword: what a run is, one each, the rest in groups.
     def __init__(
         self,
         model: nn.Module,
@@ -109,10 +114,17 @@ class Trainer:
         checkpoint: Checkpointing | None = None,
         log: Logging = Logging(),  # noqa: B008
         callbacks: Sequence[Callback] = (),
+        scale_schedule: Number | None = None,
         folder: str | Path | None = None,
     ) -> None:
         evaluations = (evaluate,) if isinstance(evaluate, Evaluation) else evaluate or ()
         check_parts(model, optimizer, loss, evaluations=evaluations, callbacks=callbacks)
+        timed = Timed(
+            max_duration, batch_size, schedules or {}, evaluations, checkpoint, log, callbacks
+        )
+        if scale_schedule is not None:
+            timed = timed.scaled(scale_schedule)
+        max_duration, batch_size, schedules, evaluations, checkpoint, log, callbacks = timed
         self.folder = Path(folder) if folder is not None else None
         self.callbacks = tuple(callbacks)
         """The listeners, in the order in which they are told."""
@@ -165,7 +177,7 @@ class Trainer:
             ranks=self._ranks,
         )
         self.hyperparameters = Hyperparameters(
-            optimizer, schedules or {}, self.horizon, rule=stepping.learning_rate_rule
+            optimizer, schedules, self.horizon, rule=stepping.learning_rate_rule
         )
         self._make_plan = partial(
             make_plan, self.loader, self.hyperparameters, evaluations, checkpoint, log
