@@ -151,6 +151,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("training-clip-text", lambda: Stepping(clip_norm="1.0")),  # type: ignore[arg-type]
     ("training-precision", lambda: Stepping(precision="fp8")),  # type: ignore[arg-type]
     ("training-reduction", lambda: Stepping(loss_reduction="none")),  # type: ignore[arg-type]
+    ("training-shifts-labels", lambda: Stepping(shifts_labels=True)),
     ("training-weight", lambda: Stepping(loss_weight="words")),  # type: ignore[arg-type]
     ("training-device", lambda: trainer(stepping=Stepping(device="teapot"))),
     ("training-keep", lambda: Checkpointing(keep=0)),

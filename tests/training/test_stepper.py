@@ -9,7 +9,7 @@ from torch import nn
 
 from stretto.data import DataSpec
 from stretto.errors import TrainingError
-from stretto.training import Callback, Stepping
+from stretto.training import Callback, Stepping, Trainer
 from stretto.training.algorithms import LayerFreezing
 
 Make = Callable[..., Any]
@@ -102,3 +102,76 @@ def test_buffers_are_part_of_a_checkpoint(problem: Make) -> None:
     tensors, _ = trainer._state.capture()
     assert torch.equal(tensors["model"]["0.running_mean"], run.model[0].running_mean)
     assert tensors["model"]["0.num_batches_tracked"] == 16
+
+
+class Causal(nn.Module):
+    """A language model; `shifts` as Hugging Face's do."""
+
+    def __init__(self, *, shifts: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)).double()
+        self.shifts = shifts
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits, labels = self.net(batch["input_ids"]), batch["labels"]
+        if self.shifts:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return nn.functional.cross_entropy(logits.transpose(1, 2), labels)
+
+
+def rows(kind: str) -> list[dict[str, torch.Tensor]]:
+    """Sequences with labels, of which some are left out, the first of some among them."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for number in range(12):
+        whole = torch.randint(0, 9, (7,), generator=generator)
+        classes = torch.randint(0, 9, (6,), generator=generator)
+        labels = {"inputs": whole[:-1], "shifted": whole[1:], "classes": classes}[kind].clone()
+        labels[torch.rand(6, generator=generator) < 0.1 * (number % 5)] = -100
+        made.append({"input_ids": whole[:-1], "labels": labels})
+    return made
+
+
+@pytest.mark.parametrize("stated", [False, True])
+@pytest.mark.parametrize("kind", ["inputs", "shifted", "classes"])
+def test_the_gradient_is_that_of_the_mean_over_all_targets_whoever_shifts_them(
+    kind: str, stated: bool
+) -> None:
+    """Uneven micro-batches give what one batch gives: each target counts once, and no other."""
+    shifts = kind == "inputs"
+    weights = []
+    for micro_batch_size in (1, None):
+        model = Causal(shifts=shifts)
+        Trainer(
+            model,
+            rows(kind),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            loss=lambda model, batch: model(batch),
+            max_duration="3ba",
+            batch_size=12,
+            micro_batch_size=micro_batch_size,
+            stepping=Stepping(loss_weight="tokens", shifts_labels=shifts if stated else None),
+        ).fit()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(weights[0], weights[1], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(("kind", "shifts"), [("inputs", False), ("shifted", True)])
+def test_labels_that_contradict_what_is_stated_are_warned_of(kind: str, shifts: bool) -> None:
+    model = Causal(shifts=shifts)
+    with pytest.warns(UserWarning, match=f"shifts_labels={shifts}, and the labels of the first"):
+        Trainer(
+            model,
+            rows(kind),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            loss=lambda model, batch: model(batch),
+            max_duration="3ba",
+            batch_size=12,
+            stepping=Stepping(loss_weight="tokens", shifts_labels=shifts),
+        ).fit()
+
+
+def test_a_shift_is_refused_where_no_targets_are_counted() -> None:
+    with pytest.raises(TrainingError, match="not weighed by target tokens"):
+        Stepping(shifts_labels=True)

@@ -152,6 +152,7 @@ def make_stepping(config: RunConfig, run: Run, source: Source) -> Stepping:
         loss_weight=bound_target(weight, source=source, path=("stepping", "loss_weight"))
         if isinstance(weight, Target)
         else weight,
+        shifts_labels=section.shifts_labels,
         loss_reduction=section.loss_reduction,
         precision=section.precision,
         clip_norm=section.clip_norm,

@@ -153,6 +153,9 @@ class SteppingSection(Section):
     """Whether the model runs through torch.compile."""
     loss_weight: LossWeight = "samples"
     """What the loss is a mean over: samples, tokens, or what a function counts in a batch."""
+    shifts_labels: bool | None = None
+    """With `loss_weight: tokens`: whether the model shifts labels of the shape of its inputs; left
+    out: told from the batches."""
     loss_reduction: Literal["mean", "sum"] = "mean"
     """What the loss function returns."""
     device: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -32,37 +32,56 @@ def count_tokens(batch: Any) -> int | None:
     return sum(known) if known else None
 
 
-def count_target_tokens(batch: Any) -> int:
+def count_target_tokens(batch: Any, *, shifts_labels: bool | None = None) -> int:
     """Return how many tokens the loss of a language model is a mean over: labels that are not -100.
 
-    - `labels` of the shape of `input_ids` are shifted inside the model, as Hugging Face's are:
-      the first label of each sequence predicts nothing. Not so where the batch has a decoder's
-      own inputs.
-    - other `labels` all count.
-    - in a pair `(inputs, targets)` of tensors the integer targets count, as they are.
+    Labels are those of `labels` beside `input_ids`, or the integer targets of a pair
+    `(inputs, targets)`. A causal model of Hugging Face's gets labels that are its inputs and shifts
+    them inside, so the first label of each sequence predicts nothing and does not count.
 
-    >>> labels = torch.tensor([[5, 6, 7], [8, 9, -100]])
-    >>> count_target_tokens({"input_ids": labels, "labels": labels})
-    3
-    >>> count_target_tokens((torch.zeros(2, 3), labels))
-    5
+    >>> ids = torch.tensor([[5, 6, 7], [8, 9, 2]])
+    >>> count_target_tokens({"input_ids": ids, "labels": ids})
+    4
+    >>> count_target_tokens((ids[:, :-1], ids[:, 1:]))
+    4
+
+    Args:
+        batch: the batch.
+        shifts_labels: whether the model shifts labels of the shape of its inputs. None: told from
+            the batch (see `shifts_told_by`); where it does not tell, yes.
 
     Raises:
         DataError: the batch has no labels.
     """
-    counts = [_targets(part) for part in _named_parts(batch) if _is_tensor(part.get("labels"))]
-    if counts:
-        return sum(counts)
-    targets = batch[1] if isinstance(batch, Sequence) and len(batch) == 2 else None
-    if _is_tensor(targets) and not targets.is_floating_point():
-        return _labelled(targets)
-    raise DataError(
-        cannot(
-            f"count the target tokens of a batch of type {type(batch).__name__}",
-            why="it has no 'labels', and is no pair of inputs and integer targets",
-            instead="pass a function that counts them as loss_weight",
+    pairs = list(_labels_and_inputs(batch))
+    if not pairs:
+        raise DataError(
+            cannot(
+                f"count the target tokens of a batch of type {type(batch).__name__}",
+                why="it has no 'labels', and is no pair of inputs and integer targets",
+                instead="pass a function that counts them as loss_weight",
+            )
         )
-    )
+    return sum(_targets(labels, inputs, shifts=shifts_labels) for labels, inputs in pairs)
+
+
+def shifts_told_by(batch: Any) -> bool | None:
+    """Return whether the model must shift the labels of a batch; None if they do not tell.
+
+    - Labels that are the inputs, where they are not -100: yes.
+    - Labels that are the inputs one place further: no, they are shifted already.
+    - Other labels of that shape, as those of masked language models or of token classes: no.
+
+    >>> ids = torch.tensor([[5, 6, 7], [8, 9, 2]])
+    >>> shifts_told_by((ids, ids)), shifts_told_by((ids[:, :-1], ids[:, 1:]))
+    (True, False)
+    """
+    told = {
+        _Labels.of(labels, inputs).are_inputs
+        for labels, inputs in _labels_and_inputs(batch)
+        if inputs is not None
+    } - {None}
+    return told.pop() if len(told) == 1 else None
 
 
 def longest_sequence(batch: Any) -> int | None:
@@ -78,12 +97,52 @@ def longest_sequence(batch: Any) -> int | None:
     return max((length for length in lengths if length is not None), default=None)
 
 
-def _targets(part: Mapping[str, Any]) -> int:
-    labels, inputs = part["labels"], part.get("input_ids")
-    is_decoder_separate = "decoder_input_ids" in part or "decoder_attention_mask" in part
-    if _is_tensor(inputs) and inputs.shape == labels.shape and not is_decoder_separate:
-        labels = labels[..., 1:]
-    return _labelled(labels)
+def _labels_and_inputs(batch: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield all labels in a batch, with the inputs of their shape, if there are any."""
+    has_names = False
+    for part in _named_parts(batch):
+        labels, inputs = part.get("labels"), part.get("input_ids")
+        if _is_tensor(labels):
+            has_names = True
+            is_decoder_separate = "decoder_input_ids" in part or "decoder_attention_mask" in part
+            is_alike = _is_tensor(inputs) and inputs.shape == labels.shape
+            yield labels, inputs if is_alike and not is_decoder_separate else None
+    if has_names or not isinstance(batch, Sequence) or len(batch) != 2:
+        return
+    inputs, labels = batch
+    if _is_tensor(labels) and not labels.is_floating_point():
+        is_alike = _is_tensor(inputs) and inputs.shape == labels.shape and labels.dim() > 1
+        yield labels, inputs if is_alike and not inputs.is_floating_point() else None
+
+
+class _Labels(NamedTuple):
+    """What labels tell, beside inputs of their shape."""
+
+    targets: int
+    """Those that are not -100."""
+    after_first: int
+    """Those of them that are not the first of a sequence."""
+    are_inputs: bool | None
+    """Whether they are the inputs, and not those one place further; None if they may be either."""
+
+    @classmethod
+    def of(cls, labels: Tensor, inputs: Tensor) -> _Labels:
+        counts, left_out = labels != IGNORED_LABEL, labels == IGNORED_LABEL
+        same = (labels == inputs) | left_out
+        moved = (labels[..., :-1] == inputs[..., 1:]) | left_out[..., :-1]
+        told = [counts.sum(), counts[..., 1:].sum(), same.all(), moved.all()]
+        # In one go: on an accelerator each look waits for it.
+        targets, after_first, is_same, is_moved = torch.stack([one.long() for one in told]).tolist()
+        return cls(targets, after_first, None if is_same and is_moved else bool(is_same))
+
+
+def _targets(labels: Tensor, inputs: Tensor | None, *, shifts: bool | None) -> int:
+    if inputs is None:
+        return _labelled(labels)
+    if shifts is not None:
+        return _labelled(labels[..., 1:] if shifts else labels)
+    found = _Labels.of(labels, inputs)
+    return found.targets if found.are_inputs is False else found.after_first
 
 
 def _labelled(labels: Tensor) -> int:

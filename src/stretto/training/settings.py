@@ -68,6 +68,11 @@ class Stepping:
     `size -> factor`; None: not at all."""
     loss_weight: Literal["samples", "tokens"] | Callable[[Any], int] = "samples"
     """What the loss is a mean over: samples, target tokens, or what a function counts."""
+    shifts_labels: bool | None = None
+    """With `loss_weight="tokens"`: whether the model shifts labels of the shape of its inputs, so
+    that the first label of each sequence is no target. None: told from each batch. Labels that are
+    the inputs are shifted in the model, as Hugging Face's causal models do; labels that are the
+    inputs one place further, or anything else, such as classes of tokens, all count."""
     loss_reduction: Literal["mean", "sum"] = "mean"
     """What the loss function returns."""
     precision: Precision = "fp32"
@@ -94,6 +99,14 @@ class Stepping:
             object.__setattr__(self, "learning_rate_rule", as_rule(self.learning_rate_rule))
         if not callable(self.loss_weight):
             _one_of("loss_weight", self.loss_weight, ("samples", "tokens"))
+        if self.shifts_labels is not None and self.loss_weight != "tokens":
+            raise TrainingError(
+                cannot(
+                    f"use shifts_labels={self.shifts_labels!r}",
+                    why="the loss is not weighed by target tokens",
+                    instead="write loss_weight='tokens', or leave it out",
+                )
+            )
         _one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
         _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
         _one_of("non_finite", self.non_finite, ("stop", "skip", "ignore"))

@@ -54,6 +54,7 @@ def describe_setup(
         "num_workers": loading.num_workers or 0,
         "keyed_randomness": loading.keyed_randomness,
         "loss_weight": _text(stepping.loss_weight),
+        "shifts_labels": stepping.shifts_labels,
         "loss_reduction": stepping.loss_reduction,
         "precision": stepping.precision,
         "clip_norm": stepping.clip_norm,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stretto.data import DataSpec, MicroBatch, Step, count_target_tokens, move_batch
+from stretto.data import DataSpec, MicroBatch, Step, move_batch
 from stretto.errors import TrainingError, cannot
 from stretto.noise import NoiseSums
 from stretto.training.finite import FiniteCheck
@@ -29,6 +29,7 @@ from stretto.training.norm_meter import NormLayerMeter
 from stretto.training.ranks import Ranks, touching_all
 from stretto.training.safety_net import SafetyNet
 from stretto.training.settings import LossFunction, Stepping
+from stretto.training.units import unit_counter
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -82,7 +83,7 @@ class Stepper:
         self._ranks = ranks
         self._transforms = transforms
         self._count_tokens = count_tokens
-        self.count = _counter(settings)
+        self.count = unit_counter(settings)
         self._is_sum = settings.loss_reduction == "sum"
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._clip_norm = settings.clip_norm
@@ -320,12 +321,6 @@ class Stepper:
 
 
 _NOTHING = contextlib.nullcontext()
-
-
-def _counter(settings: Stepping) -> Callable[[Any], int] | None:
-    if callable(settings.loss_weight):
-        return settings.loss_weight
-    return count_target_tokens if settings.loss_weight == "tokens" else None
 
 
 def _nothing_to_learn(step: Step) -> TrainingError:

@@ -1,0 +1,63 @@
+"""What the loss is a mean over, counted in a batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, final
+
+from stretto.data import count_target_tokens
+from stretto.data.tokens import shifts_told_by
+from stretto.training.settings import Stepping
+
+
+def unit_counter(settings: Stepping) -> Callable[[Any], int] | None:
+    """Return what counts the units of a batch; None: they are its samples."""
+    if callable(settings.loss_weight):
+        return settings.loss_weight
+    return (
+        TargetTokens(shifts_labels=settings.shifts_labels)
+        if settings.loss_weight == "tokens"
+        else None
+    )
+
+
+@final
+class TargetTokens:
+    """Counts target tokens; warns if the first labels contradict what is stated.
+
+    >>> import torch
+    >>> labels = torch.tensor([[5, 6, 7]])
+    >>> TargetTokens(shifts_labels=None)({"input_ids": labels, "labels": labels})
+    2
+
+    Args:
+        shifts_labels: see `Stepping.shifts_labels`.
+    """
+
+    def __init__(self, *, shifts_labels: bool | None) -> None:
+        self._shifts = shifts_labels
+        self._is_checked = shifts_labels is None
+
+    def __call__(self, batch: Any) -> int:
+        """Return the target tokens of a batch."""
+        if not self._is_checked:
+            told = shifts_told_by(batch)
+            self._is_checked = told is not None
+            if self._shifts and told is False:
+                _warn(
+                    "not input_ids: a model that shifts them is trained on other targets", "False"
+                )
+            elif told and not self._shifts:
+                _warn("input_ids: a model that does not shift them learns to copy", "True")
+        return count_target_tokens(batch, shifts_labels=self._shifts)
+
+
+def _warn(why: str, other: str) -> None:
+    stated = "False" if other == "True" else "True"
+    warnings.warn(
+        f"shifts_labels={stated}, and the labels of the first batch are {why}; "
+        f"leave shifts_labels out, or write {other}",
+        UserWarning,
+        stacklevel=2,
+    )
