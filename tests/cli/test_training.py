@@ -75,6 +75,16 @@ def test_a_run_that_decides_its_sizes_says_between_which(stretto: Stretto) -> No
     assert [kept[end]["num_batches"] for end in ("least", "largest")] == [10, 5]
 
 
+def test_a_rampup_that_has_no_stages_left_is_noted(stretto: Stretto) -> None:
+    rampup = ("run.yaml", "micro_batch_size=4", "max_duration=1ep", "--folder", "a")
+    said = stretto("train", *rampup, "batch_size={rampup: 4, over: 50%}")
+    assert "\nnote: the batch size ramp has no stages left: it starts at its end" in said.out
+    planned = stretto(
+        "plan", "run.yaml", "micro_batch_size=4", "batch_size={rampup: 16, over: 50%}"
+    )
+    assert "DoublingRamp(start=4, end=16, over=Time('0.5dur'))" in planned.out
+
+
 def test_a_run_on_data_of_unknown_length_is_planned_as_a_bound(stretto: Stretto) -> None:
     stream = ("run.yaml", "data.target=cli_project:Stream", "evaluate=null", "batch_size=4")
     run = (*stream, "max_duration=18sp", "schedules.lr={cosine: {warmup: 10%}}")
@@ -89,6 +99,7 @@ def test_a_run_on_data_of_unknown_length_is_planned_as_a_bound(stretto: Stretto)
     assert "cannot tell batches from samples before the run" in mixed.err
     said = stretto("train", *run, "--folder", "a")
     assert "\nrun of 18sp: at least 5 batches of 4 samples" in said.out
+    assert "\nnote: the number of samples in the data set is not known: each epoch" in said.out
     assert "trained 18sp: 6 batches, 18 samples in " in said.out
     assert "as planned?" not in said.out
     assert json.loads(Path("a", "plan.json").read_text())["is_exact"] is False

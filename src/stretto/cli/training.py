@@ -157,6 +157,7 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
         if not plan.is_exact and run.unit is not TimeUnit.BATCH:
             count = bound_of(plan.sizes) or count
         yield f"run of {run}: {count} of {many} samples"
+    yield from (f"note: {line}" for line in (plan.warnings if plan is not None else ()))
     if found is not None:
         yield f"going on from {found}, at {position(trainer)}"
         yield from (f"changed since: {line}" for line in trainer.changes)

@@ -43,11 +43,14 @@ class Bundle(NamedTuple):
 
     def samples(self) -> list[Any]:
         """Return the samples; their tensors are views."""
-        starts, tensors = dict.fromkeys(self.joined, 0), []
-        for dtype, shape in self.shapes:
-            start, count = starts[dtype], shape.numel()
-            tensors.append(self.joined[dtype][start : start + count].view(shape))
-            starts[dtype] += count
+        parts = {
+            dtype: iter(joined.split([shape.numel() for one, shape in self.shapes if one == dtype]))
+            for dtype, joined in self.joined.items()
+        }
+        tensors = [
+            next(parts[dtype]) if len(shape) == 1 else next(parts[dtype]).view(shape)
+            for dtype, shape in self.shapes
+        ]
         samples: list[Any] = _Reader(self.rest, tensors).load()
         return samples
 
