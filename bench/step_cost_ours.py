@@ -1,8 +1,8 @@
 """The same run with stretto's Trainer, with everything on that its claim names.
 
-The exact clock in all units, a cosine learning rate, and a logged line every 3,200 samples (some
-30 lines) into `metrics.jsonl`; the data set's own `get_batch` is the same indexing operation as in
-the yardstick, and the order is stretto's own, shuffled.
+The exact clock in all units, a cosine learning rate, and a run folder with a logged line every
+3,200 samples (some 30 lines) in `metrics.jsonl`. The data are `Rows`, whose own `get_batch` is the
+indexing operation of the yardstick, or a `TensorDataset`; the order is stretto's own, shuffled.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import tempfile
 from typing import Any
 
 import torch
-from step_cost_setting import BATCH, Batch, Rows, Stopwatch, network, sgd
+from step_cost_setting import BATCH, Batch, Rows, Stopwatch, network, sgd, tensors
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 from stretto.batching import LinearRamp
 from stretto.schedules import Cosine
@@ -33,7 +34,17 @@ def run_ramp(data: Rows, stopwatch: Stopwatch) -> None:
     _fit(data, stopwatch, RAMP)
 
 
-def _fit(data: Rows, stopwatch: Stopwatch, batch_size: Any) -> None:
+def run_tensors(data: Rows, stopwatch: Stopwatch) -> None:
+    """Batches of 32 from a `TensorDataset`."""
+    _fit(tensors(data), stopwatch, BATCH)
+
+
+def run_tensors_ramp(data: Rows, stopwatch: Stopwatch) -> None:
+    """The same ramp from a `TensorDataset`."""
+    _fit(tensors(data), stopwatch, RAMP)
+
+
+def _fit(data: Rows | TensorDataset, stopwatch: Stopwatch, batch_size: Any) -> None:
     model = network(stopwatch)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(

@@ -21,7 +21,15 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from step_cost_setting import BATCH, Rows, Stopwatch, run_bare, run_bare_without_loader
+from step_cost_setting import (
+    BATCH,
+    Rows,
+    Stopwatch,
+    run_bare,
+    run_bare_tensors,
+    run_bare_tensors_with_loader,
+    run_bare_without_loader,
+)
 
 Loop = Callable[[Rows, Stopwatch], None]
 
@@ -32,13 +40,17 @@ DISTRIBUTIONS = {"ignite": "pytorch-ignite", "composer": "mosaicml"}
 def loops_of(name: str) -> dict[str, Loop]:
     """Return the loops to time, the yardstick first."""
     if name == "stretto":
-        from step_cost_ours import run_fixed, run_ramp
+        from step_cost_ours import run_fixed, run_ramp, run_tensors, run_tensors_ramp
 
         return {
             "bare": run_bare,
             "bare without DataLoader": run_bare_without_loader,
             "stretto": run_fixed,
             "stretto, ramp": run_ramp,
+            "bare, TensorDataset": run_bare_tensors,
+            "bare, TensorDataset, DataLoader": run_bare_tensors_with_loader,
+            "stretto, TensorDataset": run_tensors,
+            "stretto, TensorDataset, ramp": run_tensors_ramp,
         }
     from step_cost_peers import LOOPS
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 BATCH = 32
 FEATURES, HIDDEN, CLASSES = 64, 64, 10
@@ -54,6 +55,11 @@ class Rows(Dataset[Batch]):
 def as_it_is(batch: Batch) -> Batch:
     """Collate what is collated already."""
     return batch
+
+
+def tensors(data: Rows) -> TensorDataset:
+    """Return the same samples as a `TensorDataset`."""
+    return TensorDataset(data.rows, data.labels)
 
 
 def data_loader(data: Rows) -> DataLoader[Batch]:
@@ -145,6 +151,30 @@ def run_bare(data: Rows, stopwatch: Stopwatch) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+def run_bare_tensors(data: Rows, stopwatch: Stopwatch) -> None:
+    """Train on a `TensorDataset` that is indexed a batch at a time, with torch's scheduler."""
+    samples = tensors(data)
+    batches = torch.randperm(len(samples)).split(BATCH)
+    _train((samples[indices] for indices in batches), stopwatch)
+
+
+def run_bare_tensors_with_loader(data: Rows, stopwatch: Stopwatch) -> None:
+    """The same as torch's tutorials write it: its loader takes the samples one by one."""
+    _train(DataLoader(tensors(data), batch_size=BATCH, shuffle=True), stopwatch)
+
+
+def _train(batches: Iterable[Batch], stopwatch: Stopwatch) -> None:
+    model = network(stopwatch)
+    optimizer = sgd(model)
+    scheduler = torch_cosine(optimizer, stopwatch.last)
+    for rows, labels in batches:
+        loss = functional.cross_entropy(model(rows), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
 
 
 def run_bare_without_loader(data: Rows, stopwatch: Stopwatch) -> None:
