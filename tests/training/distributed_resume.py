@@ -129,7 +129,7 @@ def train(
     )
     resumed = trainer.resume("auto")
     started = trainer.timer.state_dict()
-    trainer.fit()
+    trainer.fit(on_signal="return")
     return {
         "samples": watch.samples,
         "states": watch.states,

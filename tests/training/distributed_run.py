@@ -112,7 +112,11 @@ def main(settings: dict[str, Any], out: Path) -> None:
     )
     if resume:
         trainer.resume()
-    trainer.fit()
+    ended = None
+    try:
+        trainer.fit()
+    except SystemExit as stop:
+        ended = stop.code
     rank = int(os.environ.get("RANK", "0"))
     net = trainer._loop.stepper.net
     report = {
@@ -121,6 +125,7 @@ def main(settings: dict[str, Any], out: Path) -> None:
         "losses": remember.losses,
         "clock": trainer.timer.state_dict(),
         "stop_reason": trainer.stop_reason,
+        "ended": ended,
         "net": None if net is None else net.state_dict(),
     }
     (out / f"rank{rank}.json").write_text(json.dumps(report))

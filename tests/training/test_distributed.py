@@ -95,7 +95,8 @@ def test_a_signal_on_one_rank_stops_all_and_any_number_goes_on(
     stopped = launch(2, tmp_path / "cut", stop_rank=1, **ramp)
     assert {rank["clock"]["batch"] for rank in stopped} <= {5, 6}
     assert stopped[1]["stop_reason"] == "received SIGTERM"
-    assert stopped[0]["stop_reason"] == "another rank was told to stop"
+    assert stopped[0]["stop_reason"] == "received SIGTERM on another rank"
+    assert [rank["ended"] for rank in stopped] == [143, 143]
     three = launch(3, tmp_path / "cut", resume=True, **ramp)
     expected = torch.tensor(whole["weights"])
     assert torch.allclose(torch.tensor(three[2]["weights"]), expected, rtol=0, atol=1e-12)

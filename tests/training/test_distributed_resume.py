@@ -104,7 +104,7 @@ def test_any_number_of_ranks_goes_on_from_any_other(
                 # It comes while the batch is computed, so that one is the last.
                 assert rank["clock"]["batch"] == stop[1] + 1
                 is_told = number == stop[0]
-                reason = "received SIGTERM" if is_told else "another rank was told to stop"
+                reason = "received SIGTERM" + ("" if is_told else " on another rank")
                 assert rank["stop_reason"] == reason
             seen += rank["samples"]
         before = ranks[0]

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from stretto.errors import TrainingError
 from stretto.training import Callback, Checkpointing, Evaluation
 from stretto.training.algorithms import LayerFreezing, StochasticDepth
 from stretto.training.interrupt import Interrupts
+from stretto.training.lock import locked
 
 Make = Callable[..., Any]
 
@@ -46,6 +48,70 @@ def test_one_that_is_open_around_another_hears_of_it_too(usual_handler: Any) -> 
             pass
         os.kill(os.getpid(), signal.SIGINT)
         assert (around.received, within.received) == ("SIGINT", None)
+
+
+class Kill(Callback):
+    """Sends a signal in an event of choice, once."""
+
+    def __init__(self, number: signal.Signals, event: str) -> None:
+        self._left, self.number = 1, number
+        setattr(self, event, self._kill)
+
+    def _kill(self, *_: object) -> None:
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), self.number)
+
+    def on_batch_end(self, trainer: Any, step: Any) -> None: ...
+    def on_evaluation_end(self, trainer: Any, name: str, metrics: Any) -> None: ...
+
+
+RAISED = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit}
+
+
+@pytest.mark.parametrize("number", RAISED)
+def test_a_signal_ends_the_program_when_the_checkpoint_is_written(
+    number: signal.Signals, problem: Make, tmp_path: Path
+) -> None:
+    """A script's next line would save a model that is not trained."""
+    trainer = problem().trainer(
+        folder=tmp_path,
+        checkpoint=Checkpointing("10ep"),
+        callbacks=[Kill(number, "on_batch_end")],
+    )
+    with pytest.raises(RAISED[number]) as ended:
+        trainer.fit()
+    assert getattr(ended.value, "code", 143) == 143
+    assert trainer.stop_reason == f"received {number.name}"
+    (path,) = (tmp_path / "checkpoints").iterdir()
+    assert int(path.name[-12:]) == trainer.timer.sample
+    with locked(tmp_path):  # nothing is held any more
+        pass
+    trainer.fit()  # and it goes on
+    assert (trainer.timer.sample, trainer.stop_reason) == (120, None)
+
+
+@pytest.mark.parametrize("number", RAISED)
+def test_a_signal_that_comes_after_the_last_batch_is_not_lost(
+    number: signal.Signals, problem: Make
+) -> None:
+    run = problem()
+    trainer = run.trainer(
+        evaluate=Evaluation(run.data, "2ep"), callbacks=[Kill(number, "on_evaluation_end")]
+    )
+    with pytest.raises(RAISED[number]):
+        trainer.fit()
+    assert (trainer.timer.sample, trainer.stop_reason) == (120, None)
+
+
+@pytest.mark.parametrize("number", RAISED)
+def test_whoever_asks_for_it_gets_control_back(number: signal.Signals, problem: Make) -> None:
+    trainer = problem().trainer(callbacks=[Kill(number, "on_batch_end")])
+    trainer.fit(on_signal="return")
+    assert trainer.stop_reason == f"received {number.name}"
+    assert trainer.timer.sample < 120
+    with pytest.raises(TrainingError, match="write 'raise', 'return'"):
+        trainer.fit(on_signal="ignore")
 
 
 def test_a_run_that_is_stopped_at_its_start_computes_nothing(problem: Make, tmp_path: Path) -> None:

@@ -251,16 +251,16 @@ class StopAt(Callback):
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
+    ("how", "reason", "raised"),
     [
-        (lambda _: os.kill(os.getpid(), signal.SIGINT), "received SIGINT"),
-        (lambda _: os.kill(os.getpid(), signal.SIGTERM), "received SIGTERM"),
-        (lambda trainer: trainer.stop("enough"), "enough"),
+        (lambda _: os.kill(os.getpid(), signal.SIGINT), "received SIGINT", KeyboardInterrupt),
+        (lambda _: os.kill(os.getpid(), signal.SIGTERM), "received SIGTERM", SystemExit),
+        (lambda trainer: trainer.stop("enough"), "enough", None),
     ],
     ids=["SIGINT", "SIGTERM", "stop"],
 )
 def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
-    problem: Make, tmp_path: Path, how: Any, reason: str
+    problem: Make, tmp_path: Path, how: Any, reason: str, raised: Any
 ) -> None:
     settings: dict[str, Any] = {
         "batch_size": {"ramp": "double", "start": 4, "end": 16, "over": "50%"},
@@ -273,7 +273,12 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
 
     first = problem()
     trainer = first.trainer(folder=tmp_path / "cut", callbacks=[StopAt(7, how)], **settings)
-    trainer.fit()
+    if raised is None:
+        trainer.fit()
+    else:
+        with pytest.raises(raised) as ended:
+            trainer.fit()
+        assert raised is KeyboardInterrupt or ended.value.code == 143
     assert trainer.stop_reason == reason
     assert trainer.timer.batch in (7, 8)  # a signal is seen before the next batch or during it
     second = problem()

@@ -53,7 +53,7 @@ def train(arguments: Sequence[str], *, folder: Path | None, resume: str | None) 
         if is_first:
             for line in introduce(trainer, path, found):
                 console.print(line, markup=False, soft_wrap=True)
-        trainer.fit()
+        trainer.fit(on_signal="return")
     if is_first:
         for line in summarise(trainer, results):
             console.print(line, markup=False, soft_wrap=True)

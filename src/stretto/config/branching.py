@@ -175,7 +175,7 @@ class Trunk:
         with Interrupts() as interrupts:
             trainer, losses = self._trainer(size, seed=seed, samples=samples)
             end_if(interrupts.received)
-            trainer.fit()
+            trainer.fit(on_signal="return")
             end_if(interrupts.received)
         _check_not_stopped(trainer)
         rate = float(trainer.optimizer.param_groups[0]["lr"])

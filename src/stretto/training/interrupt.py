@@ -7,6 +7,9 @@ import threading
 from types import FrameType
 from typing import Any, final
 
+SIGNALS = ("SIGTERM", "SIGINT")
+"""Those that end a run; where ranks have received several, the first of these counts."""
+
 
 @final
 class Interrupts:
@@ -44,6 +47,20 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+
+
+def raise_for(received: str | None) -> None:
+    """Raise what Python raises when a signal ends a program, if one was received.
+
+    >>> raise_for(None)
+
+    Raises:
+        KeyboardInterrupt: it was SIGINT.
+        SystemExit: it was SIGTERM; its code is 143.
+    """
+    if received == "SIGINT":
+        raise KeyboardInterrupt
+    end_if(received)
 
 
 def end_if(received: str | None) -> None:

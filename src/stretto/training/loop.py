@@ -15,7 +15,7 @@ from stretto.training.best import Best
 from stretto.training.callback import Events
 from stretto.training.evaluate import Evaluator
 from stretto.training.finite import SkippedSteps, spoiled
-from stretto.training.interrupt import Interrupts
+from stretto.training.interrupt import SIGNALS, Interrupts
 from stretto.training.measuring import Measurements
 from stretto.training.ranks import Ranks
 from stretto.training.recorder import Recorder
@@ -56,6 +56,8 @@ class Loop:
     flush_is_due: BoundTrigger
     stop_reason: str | None = None
     """Why the run is to stop after this batch; None: it goes on."""
+    signal: str | None = None
+    """The signal that this rank or another one has received; None: none."""
     _all_stop: bool = False
 
     @property
@@ -79,7 +81,9 @@ class Loop:
 
     def _steps(self) -> Iterator[Step]:
         """The steps of the loader, until the run is over or stopped."""
-        self._all_stop = bool(self.ranks.agree((self.stop_reason is not None,))[0])
+        self._all_stop, self.signal = False, None
+        if self.ranks.agree((self.stop_reason is not None,))[0]:
+            self._stop_together()
         while not self._is_stopped:
             try:
                 step = next(self.loader, None)
@@ -94,6 +98,21 @@ class Loop:
     def _is_stopped(self) -> bool:
         # Of several ranks none may leave the loop alone, so only what they agreed on counts.
         return self._all_stop if self.ranks.world_size > 1 else self.stop_reason is not None
+
+    def _stop_together(self) -> None:
+        """Stop on all ranks, for the same reason; every rank must call it."""
+        self._all_stop = True
+        self.signal = self._received()
+        self.stop(
+            "another rank was told to stop"
+            if self.signal is None
+            else f"received {self.signal} on another rank"
+        )
+
+    def _received(self) -> str | None:
+        """The signal that any rank has received; every rank must call it."""
+        counts = self.ranks.agree([self.interrupts.received == name for name in SIGNALS])
+        return next((name for name, ranks in zip(SIGNALS, counts, strict=True) if ranks), None)
 
     def _take(self, step: Step) -> Timestamp:
         """Compute one step and move the clock."""
@@ -153,8 +172,7 @@ class Loop:
         )
         self.stepper.finish(step, sums[1])
         if sums[2]:
-            self.stop("another rank was told to stop")
-            self._all_stop = True
+            self._stop_together()
         end = 5 + len(saving)
         signals = self.measurements.signals(step, sums[end:])
         return Shared(int(sums[0]), sums[3], bool(sums[4]), Progress(*sums[5:end]), signals)
@@ -193,6 +211,7 @@ class Loop:
         if not is_cut:
             self._save()
         self._announce(self.recorder.paused(self.saver.wait))
+        self.signal = self._received()  # one that came too late to stop anything counts as well
 
     def _log(self) -> None:
         values = {**self.loader.told(), **self.events.values()}

@@ -98,7 +98,7 @@ class Stepping:
         if self.learning_rate_rule is not None:
             object.__setattr__(self, "learning_rate_rule", as_rule(self.learning_rate_rule))
         if not callable(self.loss_weight):
-            _one_of("loss_weight", self.loss_weight, ("samples", "tokens"))
+            one_of("loss_weight", self.loss_weight, ("samples", "tokens"))
         if self.shifts_labels is not None and self.loss_weight != "tokens":
             raise TrainingError(
                 cannot(
@@ -107,10 +107,10 @@ class Stepping:
                     instead="write loss_weight='tokens', or leave it out",
                 )
             )
-        _one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
-        _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
-        _one_of("non_finite", self.non_finite, ("stop", "skip", "ignore"))
-        _one_of("noise_from", self.noise_from, ("micro_batches", "norm_layers"))
+        one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
+        one_of("non_finite", self.non_finite, ("stop", "skip", "ignore"))
+        one_of("noise_from", self.noise_from, ("micro_batches", "norm_layers"))
         steps: object = self.measure_noise
         if steps not in ("auto", None) and (whole(steps) or 0) < 1:
             raise TrainingError(
@@ -209,7 +209,7 @@ class Checkpointing:
     """Whether less or more of the metric is better."""
 
     def __post_init__(self) -> None:
-        _one_of("mode", self.mode, ("min", "max"))
+        one_of("mode", self.mode, ("min", "max"))
         if (whole(self.keep) or 0) < 1:
             raise TrainingError(
                 cannot(
@@ -249,7 +249,12 @@ class Logging:
         return parse_trigger(self.flush)
 
 
-def _one_of(name: str, value: object, choices: Sequence[str]) -> None:
+def one_of(name: str, value: object, choices: Sequence[str]) -> None:
+    """Check that a setting is one of those that exist.
+
+    Raises:
+        TrainingError: it is not.
+    """
     if value not in choices:
         shown = ", ".join(repr(choice) for choice in choices)
         raise TrainingError(

@@ -28,6 +28,7 @@ from stretto.training.assembly import Assembly
 from stretto.training.callback import Callback
 from stretto.training.checks import check_parts
 from stretto.training.fitting import find_fitting, largest_share, with_found_maximum
+from stretto.training.interrupt import raise_for
 from stretto.training.lock import locked
 from stretto.training.measuring import keeps_gradients_apart
 from stretto.training.preparation import make_loader, make_plan
@@ -41,6 +42,7 @@ from stretto.training.settings import (
     Logging,
     LossFunction,
     Stepping,
+    one_of,
 )
 
 if TYPE_CHECKING:
@@ -225,7 +227,11 @@ class Trainer:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run is to stop, or did, before its end; None: it did not."""
+        """Why the run stops, or did, before its end; None: it goes on, or reached its end.
+
+        `"received SIGINT"` or `"received SIGTERM"` after a signal (with `" on another rank"` on the
+        other ranks), else what was passed to `stop`.
+        """
         return self._loop.stop_reason
 
     @property
@@ -260,17 +266,25 @@ class Trainer:
         """
         self._loop.stop(reason)
 
-    def fit(self) -> None:
+    def fit(self, *, on_signal: Literal["raise", "return"] = "raise") -> None:
         """Train until `max_duration` is reached, or the run is stopped.
 
-        SIGINT and SIGTERM end it after the batch, with a checkpoint where those are kept. A run
-        that was stopped goes on where it is called again.
+        SIGINT and SIGTERM end it after the batch, with a checkpoint where those are kept; all ranks
+        end alike. A run that was stopped goes on where it is called again.
+
+        Args:
+            on_signal: what happens then. `"raise"`: an exception ends the program, so that nothing
+                after this call takes the model for a trained one; `"return"`: it returns, and
+                `stop_reason` says why.
 
         Raises:
+            KeyboardInterrupt: SIGINT was received, and the checkpoint is written.
+            SystemExit: SIGTERM was; its code is 143.
             TrainingError: the folder holds another run, a live one writes to it, or it cannot be
                 written to; or a loss or gradient is not finite (see `Stepping.non_finite`).
             PlanError: a stage that is still to come has fewer samples than there are ranks.
         """
+        one_of("on_signal", on_signal, ("raise", "return"))
         if self._refusal is not None:
             raise self._refusal
         loop = self._loop
@@ -288,6 +302,8 @@ class Trainer:
             loop.stepper.clear()  # a gradient from before is no part of the first batch
             with loop.events.fit(), told_of_the_end():
                 loop.run()
+        if on_signal == "raise":
+            raise_for(loop.signal or loop.interrupts.received)
 
     def _open(self, held: ExitStack) -> None:
         """Take hold of the run folder, on the first rank; the others hear if that fails.
