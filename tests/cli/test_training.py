@@ -147,6 +147,61 @@ def test_goes_on_from_a_checkpoint(stretto: Stretto) -> None:
     assert "it is not said which" in nowhere.err
 
 
+def test_without_a_run_file_a_resume_takes_that_of_the_folder(stretto: Stretto) -> None:
+    stretto("train", "run.yaml", "max_duration=1ep", "--folder", "a")
+    for resume, more in (("latest", ["--folder", "a"]), ("auto", ["folder=a"])):
+        said = stretto("train", "max_duration=2ep", *more, "--resume", resume)
+        assert said.code == 0, said.err
+        assert "run.yaml: Line with 3 parameters, in a" in said.out
+        assert "target: cli_project:Line" in Path("a/run.yaml").read_text()
+
+
+@pytest.mark.parametrize("resume", ["latest", "auto", "b"])
+def test_no_run_goes_on_with_the_packaged_run_file(resume: str, stretto: Stretto) -> None:
+    for folder in ("a", "b"):
+        stretto("train", "run.yaml", "max_duration=1ep", "--folder", folder)
+    Path("a/run.yaml").unlink()
+    before = sorted(path.name for path in Path("a").rglob("*"))
+    said = stretto("train", "--folder", "a", "--resume", resume)
+    assert said.code == 2
+    assert "there is no run.yaml that says how it was trained" in said.err
+    assert f"stretto train RUN.YAML --folder a --resume {resume}" in said.err
+    assert sorted(path.name for path in Path("a").rglob("*")) == before
+    other = stretto("train", "run.yaml", "max_duration=2ep", "--folder", "a", "--resume", "latest")
+    assert other.code == 0, "one that is named is the user's choice"
+
+
+def test_the_packaged_run_file_is_written_over_no_other(stretto: Stretto) -> None:
+    Path("mine").mkdir()
+    Path("mine/run.yaml").write_text(Path("run.yaml").read_text())
+    said = stretto("train", "max_duration=1ba", "--folder", "mine")
+    assert said.code == 2
+    assert "write 'stretto train mine/run.yaml'" in said.err
+    assert [path.name for path in Path("mine").iterdir()] == ["run.yaml"]
+    assert Path("mine/run.yaml").read_text() == Path("run.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "train run.yaml --folder s3://bucket/run",
+        "train run.yaml folder=s3://bucket/run",
+        "train folder=s3://bucket/run",
+        "train run.yaml --folder a --resume s3://bucket/run",
+        "plan --against s3://bucket/run",
+        "report s3://bucket/run",
+        "inspect s3://bucket/run",
+        "critical-batch-size --checkpoint s3://bucket/run",
+    ],
+)
+def test_a_url_is_no_folder(arguments: str, stretto: Stretto) -> None:
+    before = sorted(Path().iterdir())
+    said = stretto(*arguments.split())
+    assert said.code == 2
+    assert "'s3://bucket/run': it is a URL" in said.err
+    assert sorted(Path().iterdir()) == before
+
+
 def test_a_run_that_is_refused_leaves_what_describes_the_other_one(stretto: Stretto) -> None:
     for folder in ("a", "b"):
         assert stretto("train", "run.yaml", "max_duration=1ep", "--folder", folder).code == 0

@@ -11,6 +11,7 @@ from typing import Any
 from stretto.cli.converting import convert
 from stretto.cli.files import find_run_file
 from stretto.cli.planning import plan as plan_verb
+from stretto.cli.training import unnamed_run_file
 from stretto.config.fields import Target
 from stretto.config.files import parse_run_file, read_run_file
 from stretto.config.plans import build_plan
@@ -84,6 +85,12 @@ def written(name: str, text: str, read: Callable[[], object]) -> Callable[[], ob
 def target(text: str, **arguments: Any) -> Target:
     """A section that names something of Python's."""
     return Target.model_validate({"target": text, **arguments})
+
+
+def unnamed_beside_a_run_file() -> None:
+    """Begin a run where a run file is, and name none."""
+    Path("run.yaml").touch()
+    unnamed_run_file(Path(), None)
 
 
 LONG = "{ramp: linear, start: 1, end: 100_000_000, over: 9ep}"
@@ -195,6 +202,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-train-group", trained(optimizer={"target": "torch.optim:SGD",
                                               "groups": {"head": {"parameters": "zzz"}}})),
     # commands
+    ("config-command-unnamed-resume", lambda: unnamed_run_file(Path("runs/a"), "latest")),
+    ("config-command-unnamed-own", unnamed_beside_a_run_file),
     ("config-command-override", lambda: find_run_file(["run.yaml", "seed"])),
     ("config-command-unit", partial(
         plan_verb, [], as_json=False, batches=False, plot=None, unit="ep", against=None)),

@@ -102,6 +102,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("training-optimizer", lambda: trainer(optimizer="adamw")),
     ("training-other-optimizer", lambda: trainer(optimizer=sgd())),
     ("training-loss", lambda: trainer(loss="mse")),
+    ("training-folder-url", lambda: trainer(folder="s3://bucket/run")),
+    ("training-resume-url", lambda: trainer().resume("gs://bucket/run")),
     ("training-on-signal", lambda: trainer().fit(on_signal="ignore")),  # type: ignore[arg-type]
     ("training-loss-shape", lambda: trainer(loss=lambda m, b: m(b[0])).fit()),
     ("training-loss-number", lambda: trainer(loss=lambda m, b: m(b[0]).mean().item()).fit()),

@@ -262,3 +262,17 @@ def test_the_folder_in_which_one_is_can_be_named(
     trainer.resume(".")
     assert trainer.timer.sample == 60
     trainer.fit()
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_url_is_no_folder(
+    kind: Any, problem: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TrainingError, match=r"'s3://bucket/run': it is a URL.*copy or mount"):
+        problem().trainer(folder=kind("s3://bucket/run"))
+    with pytest.raises(TrainingError, match=r"it is a URL.*; write '/data/run'"):
+        problem().trainer(folder=kind("file:///data/run"))
+    with pytest.raises(CheckpointError, match="cannot resume from 'gs://bucket/run'"):
+        problem().trainer(folder="a").resume(kind("gs://bucket/run"))
+    assert not list(tmp_path.iterdir())

@@ -7,6 +7,15 @@ from typing import Annotated
 
 import typer
 
+from stretto._location import local_path
+from stretto.errors import ConfigError
+
+
+def _local(folder: Path | None) -> Path | None:
+    """A folder that was named on the command line; a URL is refused."""
+    return None if folder is None else local_path(folder, "use", ConfigError)
+
+
 app = typer.Typer(
     name="stretto",
     help="Train PyTorch models with a batch size that changes, on one exact clock.",
@@ -33,7 +42,8 @@ def train(
     run_file: RunFileArguments = None,
     *,
     folder: Annotated[
-        Path | None, typer.Option(help="Where to keep the run.", show_default=False)
+        Path | None,
+        typer.Option(help="Where to keep the run.", show_default=False, callback=_local),
     ] = None,
     resume: Annotated[
         str | None,
@@ -75,6 +85,7 @@ def plan(
         Path | None,
         typer.Option(
             metavar="RUN_FOLDER",
+            callback=_local,
             help="Compare the plan with what a run did, batch for batch; without a run file, "
             "the plan is that of the run.",
             show_default=False,
@@ -174,7 +185,9 @@ def critical_batch_size(
     checkpoint: Annotated[
         Path,
         typer.Option(
-            metavar="PATH", help="A checkpoint of the run, or its folder, whose newest is meant."
+            metavar="PATH",
+            callback=_local,
+            help="A checkpoint of the run, or its folder, whose newest is meant.",
         ),
     ],
     sizes: Annotated[
@@ -228,7 +241,10 @@ def critical_batch_size(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The folder of a run.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_FOLDER", help="The folder of a run.", callback=_local),
+    ],
     *,
     plot: Annotated[
         Path | None,
@@ -252,7 +268,10 @@ def report(
 @app.command()
 def inspect(
     path: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or the folder of a run.")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A checkpoint, or the folder of a run.", callback=_local
+        ),
     ],
     *,
     json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,

@@ -25,14 +25,20 @@ def find_run_file(
         arguments: a path, or none, then `key=value` for each override.
         folder: a run folder whose run file is meant where no path is given.
     """
+    path, overrides = split_arguments(arguments)
+    if path is not None:
+        return path, overrides
+    return (packaged_run_file() if folder is None else folder / RUN_FILE), overrides
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Return the run file that a command line names, if it names one, and the overrides."""
     path, overrides = None, list(arguments)
     if overrides and ("=" not in overrides[0] or _is_file(overrides[0])):
         path = Path(overrides.pop(0))
     for override in overrides:
         parse_override(override)  # what is no override is refused before any file is looked at
-    if path is not None:
-        return path, overrides
-    return (packaged_run_file() if folder is None else folder / RUN_FILE), overrides
+    return path, overrides
 
 
 def _is_file(text: str) -> bool:

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, final
 
 from rich.console import Console
 
-from stretto.cli.files import PLAN, RUN_FILE, add_working_folder, find_run_file
+from stretto._location import local_path
+from stretto.cli.files import PLAN, RUN_FILE, add_working_folder, packaged_run_file, split_arguments
 from stretto.cli.progress import ProgressDisplay, position, show_metrics, show_seconds
 from stretto.config.files import RunFile, dump_run_file, read_run_file
+from stretto.config.overrides import parse_override
 from stretto.config.training import build_trainer, resolved
 from stretto.errors import ConfigError, StrettoError, cannot
 from stretto.planning import PlanRange, UnknownSizes, bound_of, decided_between, plan_range
@@ -23,6 +25,7 @@ from stretto.training import Callback
 from stretto.training.algorithms import NoiseReport
 from stretto.training.algorithms.noise_report import FILE
 from stretto.training.interrupt import exit_code
+from stretto.training.resuming import FOLDER as CHECKPOINTS
 
 if TYPE_CHECKING:
     from stretto.training import Trainer
@@ -36,7 +39,8 @@ LEDGER = "ledger.csv"
 def train(arguments: Sequence[str], *, folder: Path | None, resume: str | None) -> None:
     """Train as a run file says, and say what came of it."""
     add_working_folder()
-    path, overrides = find_run_file(arguments)
+    named, overrides = split_arguments(arguments)
+    path = named or unnamed_run_file(folder or _overridden_folder(overrides), resume)
     run_file = read_run_file(path, overrides)
     console = Console(highlight=False)
     is_first = os.environ.get("RANK", "0") == "0"
@@ -133,6 +137,50 @@ def choose_folder(run_file: RunFile, stem: str, folder: Path | None, *, resumes:
             )
         )
     return next(place for place in _numbered(RUNS / stem) if not place.exists())
+
+
+def unnamed_run_file(folder: Path | None, resume: str | None) -> Path:
+    """Return the run file that is meant where none is named: the folder's own, else the packaged.
+
+    Args:
+        folder: the run folder, if that is named.
+        resume: what the run goes on from; None: it begins.
+
+    Raises:
+        ConfigError: the packaged one is not what the folder was trained with.
+    """
+    if folder is None:
+        return packaged_run_file()
+    own = folder / RUN_FILE
+    has_begun = (folder / LEDGER).exists() or (folder / CHECKPOINTS).exists()
+    if own.exists():
+        if resume is None and not has_begun:
+            raise ConfigError(
+                cannot(
+                    f"begin a run in {folder} with the packaged run file",
+                    why="it would be written over the run.yaml that is there",
+                    instead=f"write 'stretto train {shlex.quote(str(own))}', or name another "
+                    "--folder",
+                )
+            )
+        return own
+    if resume is not None and (resume != "auto" or has_begun):
+        raise ConfigError(
+            cannot(
+                f"go on in {folder} with the packaged run file",
+                why=f"there is no {RUN_FILE} that says how it was trained",
+                instead="name the file: 'stretto train RUN.YAML "
+                f"--folder {shlex.quote(str(folder))} --resume {shlex.quote(resume)}'",
+            )
+        )
+    return packaged_run_file()
+
+
+def _overridden_folder(overrides: Sequence[str]) -> Path | None:
+    """The folder that `folder=...` on the command line names."""
+    values = dict(map(parse_override, overrides))
+    folder = values.get(("folder",))
+    return local_path(folder, "keep a run in", ConfigError) if isinstance(folder, str) else None
 
 
 def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]:

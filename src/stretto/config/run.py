@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationError, model_validator
 
+from stretto._location import local_path
 from stretto.config.batch_sizes import BatchSize
 from stretto.config.coupled_sizes import CoupledSizes
 from stretto.config.fields import (
@@ -39,6 +40,12 @@ from stretto.timing import LastBatch
 def _schedule_key(text: str) -> str:
     parse_name(text)
     return text
+
+
+def _local(folder: str | None) -> str | None:
+    if folder is not None:
+        local_path(folder, "keep a run in", ConfigError)
+    return folder
 
 
 def _top_level(value: Any) -> Any:
@@ -112,7 +119,7 @@ class RunConfig(Section):
     """When metrics are written."""
     callbacks: list[Target] = Field(default_factory=list)
     """Listeners and algorithms: each makes a `stretto.training.Callback`."""
-    folder: str | None = None
+    folder: Annotated[str | None, AfterValidator(_local)] = None
     """Where the run is kept; left out: a new folder in `runs`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of samples, and of all chance in building and training the model."""

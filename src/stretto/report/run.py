@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from stretto._location import local_path
 from stretto.batching.policy import as_float
 from stretto.errors import DataError, cannot
 
@@ -60,6 +61,7 @@ def read_metrics(folder: Path) -> RunMetrics:
     Raises:
         DataError: there are none, or a line is not one of them.
     """
+    folder = local_path(folder, "read the run in", DataError)
     lines = list(_lines(folder / METRICS))
     if not lines:
         raise _unreadable(folder / METRICS, "it holds no line yet")

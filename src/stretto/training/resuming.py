@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
+from stretto._location import local_path
 from stretto.checkpoint import (
     CheckpointReader,
     candidates,
@@ -17,8 +18,11 @@ from stretto.checkpoint import (
 from stretto.checkpoint.manifest import reading
 from stretto.checkpoint.reading import find
 from stretto.errors import CheckpointError, TrainingError, cannot
+from stretto.timing import Timestamp
+from stretto.training.agreement import check_agreement
 from stretto.training.lock import locked, set_aside, unwritable
 from stretto.training.ranks import Ranks
+from stretto.training.recorder import Recorder
 
 FOLDER = "checkpoints"
 """Where in a run folder its checkpoints lie."""
@@ -72,6 +76,30 @@ def set_newer_aside(run_folder: Path, sample: int) -> list[Path]:
         raise unwritable(folder, error) from error
 
 
+def open_run(
+    held: ExitStack, folder: Path | None, recorder: Recorder, at: Timestamp, ranks: Ranks
+) -> None:
+    """Take hold of the run folder, on the first rank; the others hear if that fails.
+
+    Before that, compare where the ranks are: one may have resumed alone.
+    """
+    place = {unit: str(at.get(unit)) for unit in ("ep", "ba", "sp", "tok")}
+    settings = {f"position in {unit}": text for unit, text in place.items()}
+    check_agreement(settings, ranks, call="fit()")
+
+    def open_folder() -> str:
+        if folder is not None:
+            held.enter_context(locked(folder))
+        recorder.open(at)
+        if folder is not None:
+            set_newer_aside(folder, at.sample)
+        return ""
+
+    ranks.from_first(open_folder)
+    if not ranks.is_first:
+        recorder.open(at)
+
+
 def _held(run_folder: Path | None) -> AbstractContextManager[None]:
     """Nobody else writes there while checkpoints are looked at and, if damaged, renamed."""
     try:
@@ -83,7 +111,7 @@ def _held(run_folder: Path | None) -> AbstractContextManager[None]:
 
 def _find(asked: str | Path, run_folder: Path | None) -> Path | None:
     if str(asked) not in ("auto", "latest"):
-        path = Path(asked)
+        path = local_path(asked, "resume from", CheckpointError)
         path = path if path.name else path.resolve()  # '.'
         with reading(path):
             is_run = (path / FOLDER).is_dir()

@@ -14,26 +14,25 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from stretto._location import local_path
 from stretto.batching import PolicyLike, as_policy
 from stretto.data import DataSpec
-from stretto.errors import PlanError
+from stretto.errors import PlanError, TrainingError
 from stretto.optim import Hyperparameters
 from stretto.planning import Plan
 from stretto.planning.cautions import growth_alone
 from stretto.schedules import ScheduleLike
 from stretto.timing import Horizon, TimeLike, Timer
 from stretto.timing.time import Number
-from stretto.training.agreement import check_agreement
 from stretto.training.assembly import Assembly
 from stretto.training.callback import Callback
 from stretto.training.checks import check_parts
 from stretto.training.fitting import find_fitting, largest_share, with_found_maximum
 from stretto.training.interrupt import raise_for
-from stretto.training.lock import locked
 from stretto.training.measuring import keeps_gradients_apart
 from stretto.training.preparation import make_loader, make_plan
 from stretto.training.ranks import Ranks, told_of_the_end
-from stretto.training.resuming import find_checkpoint, open_verified, set_newer_aside
+from stretto.training.resuming import find_checkpoint, open_run, open_verified
 from stretto.training.scaling import Timed
 from stretto.training.settings import (
     Checkpointing,
@@ -127,7 +126,7 @@ class Trainer:
         if scale_schedule is not None:
             timed = timed.scaled(scale_schedule)
         max_duration, batch_size, schedules, evaluations, checkpoint, log, callbacks = timed
-        self.folder = Path(folder) if folder is not None else None
+        self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
         self.callbacks = tuple(callbacks)
         """The listeners, in the order in which they are told."""
         self.changes: tuple[str, ...] = ()
@@ -296,7 +295,7 @@ class Trainer:
             held.callback(loop.recorder.close)
             held.callback(loop.saver.close)
             self.loader.take_back()
-            self._open(folder)
+            open_run(folder, self.folder, loop.recorder, self.timer.timestamp, self._ranks)
             held.enter_context(loop.interrupts)
             self.model.train()
             loop.stepper.clear()  # a gradient from before is no part of the first batch
@@ -304,28 +303,6 @@ class Trainer:
                 loop.run()
         if on_signal == "raise":
             raise_for(loop.signal or loop.interrupts.received)
-
-    def _open(self, held: ExitStack) -> None:
-        """Take hold of the run folder, on the first rank; the others hear if that fails.
-
-        Before that, compare where the ranks are: one may have resumed alone.
-        """
-        recorder, at = self._loop.recorder, self.timer.timestamp
-        place = {unit: str(at.get(unit)) for unit in ("ep", "ba", "sp", "tok")}
-        settings = {f"position in {unit}": text for unit, text in place.items()}
-        check_agreement(settings, self._ranks, call="fit()")
-
-        def open_folder() -> str:
-            if self.folder is not None:
-                held.enter_context(locked(self.folder))
-            recorder.open(at)
-            if self.folder is not None:
-                set_newer_aside(self.folder, at.sample)
-            return ""
-
-        self._ranks.from_first(open_folder)
-        if not self._ranks.is_first:
-            recorder.open(at)
 
     def evaluate(self) -> dict[str, float]:
         """Measure the model on every evaluation's data and return it by `name/metric`.

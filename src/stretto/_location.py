@@ -1,0 +1,40 @@
+"""Folders that a run is kept in or read from: paths of the file system, and no URLs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from stretto.errors import StrettoError, cannot, shown
+
+# `pathlib` makes one slash of two; a drive of Windows has one letter.
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>.*)", re.DOTALL)
+
+
+def local_path(path: str | Path, what: str, error: type[StrettoError]) -> Path:
+    """Return a path; a URL, of which `pathlib` would make a folder in the working one, is refused.
+
+    Args:
+        path: as it was given.
+        what: what it is for, such as "keep a run in".
+        error: the type to raise.
+
+    >>> local_path("runs/a", "keep a run in", StrettoError).as_posix()
+    'runs/a'
+
+    Raises:
+        StrettoError: it is a URL.
+    """
+    url = _URL.match(str(path))
+    if url is None:
+        return Path(path)
+    instead = "write the path of a local folder such as 'runs/name', and copy or mount the storage"
+    if url["scheme"].lower() == "file":
+        instead = f"write {shown('/' + url['rest'])}"
+    raise error(
+        cannot(
+            f"{what} {shown(url['scheme'] + '://' + url['rest'])}",
+            why="it is a URL, and only paths of the file system are read and written",
+            instead=instead,
+        )
+    )
