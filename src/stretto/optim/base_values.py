@@ -57,9 +57,9 @@ def write(group: dict[str, Any], key: str, value: Any) -> None:
     current = group[key]
     if isinstance(current, Tensor):
         current.fill_(value)
-    elif isinstance(current, tuple):
-        pairs = zip(current, value, strict=True)
-        group[key] = tuple(old.fill_(new) if isinstance(old, Tensor) else new for old, new in pairs)
+    elif isinstance(current, tuple) and isinstance(current[0], Tensor):
+        for tensor, number in zip(current, value, strict=True):
+            tensor.fill_(number)
     else:
         group[key] = value
 

@@ -33,8 +33,7 @@ class _Setting:
         """Return the value at a time."""
         value = self.base.value
         if isinstance(value, tuple):
-            pairs = zip(value, self.factors, strict=True)
-            return tuple(one * factor(timestamp) for one, factor in pairs)
+            return tuple([one * at(timestamp) for one, at in zip(value, self.factors, strict=True)])
         factor = self.factors[0](timestamp)
         return value * factor * rule if self.follows_rule else value * factor
 

@@ -104,4 +104,5 @@ def check_index(text: str, name: Name, value: object) -> None:
 
 def _is_numeric(value: object) -> bool:
     items = value if isinstance(value, tuple) else (value,)
-    return all(isinstance(one, SupportsFloat) and not isinstance(one, bool) for one in items)
+    is_each = [isinstance(one, SupportsFloat) and not isinstance(one, bool) for one in items]
+    return bool(is_each) and all(is_each)
