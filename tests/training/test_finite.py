@@ -205,3 +205,16 @@ def test_who_goes_on_where_all_is_lost_is_told_again() -> None:
             skipped.add(Timestamp())
         with pytest.raises(TrainingError, match="20 steps in a row"):
             skipped.add(Timestamp())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_default_type_of_float64_trains(problem: Make, precision: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        run = problem()
+        trainer = run.trainer(stepping=Stepping(clip_norm=1.0, precision=precision))
+        trainer.fit()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert trainer.timer.batch == 16
+    assert run.weights().isfinite().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from tests.training.conftest import squared_error
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from stretto.errors import TrainingError
-from stretto.training import Callback, Stepping, Trainer, safety_net
+from stretto.data import DataSpec
+from stretto.errors import DataError, TrainingError
+from stretto.report.ledger import read_ledger
+from stretto.training import Callback, Checkpointing, Loading, Stepping, Trainer, safety_net
 from stretto.training.safety_net import SafetyNet
 
 Make = Callable[..., Any]
@@ -59,21 +62,20 @@ class Noisy(nn.Module):
         return outputs
 
 
-def noisy_trainer(memory: Memory, data: TensorDataset, size: int) -> Trainer:
+def noisy_trainer(memory: Memory, data: TensorDataset, size: int | None) -> Trainer:
     torch.manual_seed(3)
     model = Noisy()
-    trainer = Trainer(
+    return Trainer(
         model,
         data,
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
         loss=memory,
         max_duration="2ep",
         batch_size="0sp:8 40sp:16",
+        micro_batch_size=size,
         callbacks=[Count(memory)],
         stepping=Stepping(clip_norm=1.0),
     )
-    trainer._loop.stepper.net = SafetyNet(model, trainer.loader.spec, trainer._ranks, size=size)
-    return trainer
 
 
 def state(trainer: Trainer) -> list[Tensor]:
@@ -84,11 +86,14 @@ def state(trainer: Trainer) -> list[Tensor]:
     ]
 
 
-def test_a_step_that_is_taken_again_is_the_step_of_the_smaller_size(problem: Make) -> None:
+@pytest.mark.parametrize("given", [16, None])
+def test_a_step_that_is_taken_again_is_the_step_of_the_smaller_size(
+    problem: Make, given: int | None
+) -> None:
     """To the last bit: weights, optimizer, what batch normalisation has seen, and all chance."""
     data = problem().data
     memory = Memory((0, 16), (4, 4))
-    trainer = noisy_trainer(memory, data, 16)
+    trainer = noisy_trainer(memory, data, given)
     trainer.fit()
     assert trainer._loop.stepper.net.splits == 1  # type: ignore[union-attr]
 
@@ -98,7 +103,7 @@ def test_a_step_that_is_taken_again_is_the_step_of_the_smaller_size(problem: Mak
                 trainer._loop.stepper.net.size = 4
 
     free = Memory((0, 16))
-    other = noisy_trainer(free, data, 16)
+    other = noisy_trainer(free, data, given)
     other._loop.events._listeners["on_batch_start"].append(Shrink().on_batch_start)
     other.fit()
     assert memory.sizes == free.sizes
@@ -147,6 +152,114 @@ def test_it_grows_back_and_waits_longer_if_that_was_too_early(
     assert (largest[59], net.size) == (8, 8)
 
 
+def test_each_size_is_tried_after_equally_many_quiet_steps(
+    problem: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a size that turns out to be too large makes the next try come later."""
+    monkeypatch.setattr(safety_net, "QUIET_STEPS", 5)
+    run, memory = problem(num_samples=480), Memory((0, 8), (2, 1), (3, 8))
+    trainer = run.trainer(loss=memory, callbacks=[Count(memory)], max_duration="30ba")
+    trainer.fit()
+    largest = dict(memory.sizes)
+    changes = [batch for batch in range(1, 30) if largest[batch] != largest[batch - 1]]
+    assert [(batch, largest[batch]) for batch in changes] == [(2, 1), (7, 2), (12, 4), (17, 8)]
+    net = trainer._loop.stepper.net
+    assert (net.splits, net.size) == (3, None)
+
+
+def test_a_size_that_fits_for_as_long_is_not_taken_back(
+    problem: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that runs out long after a growth says nothing about the growth."""
+    monkeypatch.setattr(safety_net, "QUIET_STEPS", 5)
+    run, memory = problem(num_samples=480), Memory((0, 4), (1, 8), (20, 4), (21, 8))
+    trainer = run.trainer(loss=memory, callbacks=[Count(memory)], max_duration="40ba")
+    trainer.fit()
+    largest = dict(memory.sizes)
+    changes = [batch for batch in range(1, 40) if largest[batch] != largest[batch - 1]]
+    assert changes == [5, 20, 25]
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 8, 5])
+def test_the_ledger_says_how_many_micro_batches_there_were(
+    problem: Make, tmp_path: Path, micro_batch_size: int | None
+) -> None:
+    run, memory = problem(), Memory((0, 8), (3, 2))
+    trainer = run.trainer(
+        loss=memory,
+        callbacks=[Count(memory)],
+        max_duration="5ba",
+        micro_batch_size=micro_batch_size,
+        folder=tmp_path,
+    )
+    trainer.fit()
+    rows = [row.counts for row in read_ledger(tmp_path)]
+    before = 2 if micro_batch_size == 5 else 1
+    assert [row["micro_batches"] for row in rows] == [before] * 3 + [4, 4]
+    assert {row["size"] for row in rows} == {8}
+
+
+def test_a_batch_that_cannot_be_cut_is_an_error_that_says_why(problem: Make) -> None:
+    class Packed:
+        """Collated to one row, as packed sequences are."""
+
+        def __len__(self) -> int:
+            return 60
+
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.ones(5).double()
+
+    run = problem()
+    run.data = DataSpec(Packed(), get_num_samples_in_batch=lambda batch: int(batch[0, 0]))
+    memory = Memory((0, 0))
+
+    def loss(model: Any, batch: Any) -> Any:
+        return memory(model, (batch, torch.zeros(1, 2).double()))
+
+    trainer = run.trainer(
+        loss=loss,
+        max_duration="2ba",
+        loading=Loading(collate_fn=lambda samples: torch.stack(samples).sum(dim=0, keepdim=True)),
+    )
+    with pytest.raises(DataError, match="cut a batch of 8 samples") as caught:
+        trainer.fit()
+    assert "memory ran out" in caught.value.__notes__[0]
+
+
+def test_a_run_goes_on_with_the_size_it_came_to(problem: Make, tmp_path: Path) -> None:
+    """Unless another one is given."""
+    settings: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing("2ba")}
+    memory = Memory((0, 8), (1, 2))
+    problem().trainer(loss=memory, callbacks=[Count(memory)], max_duration="4ba", **settings).fit()
+    sizes = []
+    for given in (None, 4):
+        again = problem().trainer(micro_batch_size=given, max_duration="8ba", **settings)
+        again.resume()
+        sizes.append(again._loop.stepper.net.size)
+        assert again.loader.micro_batch_size == given
+    assert sizes == [2, 4]
+
+
+def test_memory_that_runs_out_in_the_update_is_not_tried_again(problem: Make) -> None:
+    """Some weights may have moved: it ends with what to do about it."""
+
+    class Short(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.steps += 1
+            if self.steps == 3:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return super().step(closure)
+
+    run = problem()
+    run.optimizer = Short(run.model.parameters(), lr=0.1)
+    trainer = run.trainer(optimizer=run.optimizer)
+    with pytest.raises(TrainingError, match=r"update the weights with Short.*foreach=False"):
+        trainer.fit()
+    assert run.optimizer.steps == 3
+
+
 def test_a_sample_that_does_not_fit_is_told(problem: Make) -> None:
     run, memory = problem(), Memory((0, 8), (1, 0))
     trainer = run.trainer(loss=memory, callbacks=[Count(memory)])
@@ -171,8 +284,23 @@ def test_its_state_goes_on(problem: Make) -> None:
     run = problem()
     ranks = run.trainer()._ranks
     spec = run.trainer().loader.spec
-    net = SafetyNet(run.model, spec, ranks, size=64)
+    net = SafetyNet(run.model, spec, ranks, size=64, is_found=True)
     net.size, net._quiet, net._patience, net.splits = 16, 7, 400, 2
-    other = SafetyNet(run.model, spec, ranks, size=8)
+    net._is_on_trial = True
+    other = SafetyNet(run.model, spec, ranks, size=8, is_found=True)
     other.load_state_dict(net.state_dict())
     assert other.state_dict() == net.state_dict()
+
+
+@pytest.mark.parametrize("size", [8, None])
+def test_a_size_that_was_given_anew_counts(problem: Make, size: int | None) -> None:
+    run = problem()
+    spec, ranks = run.trainer().loader.spec, run.trainer()._ranks
+    net = SafetyNet(run.model, spec, ranks, size=64)
+    net.size, net._patience, net.splits = 16, 400, 2
+    other = SafetyNet(run.model, spec, ranks, size=size)
+    other.load_state_dict(net.state_dict())
+    assert (other.largest, other.size, other.splits) == (size, size, 2)
+    again = SafetyNet(run.model, spec, ranks, size=64)
+    again.load_state_dict(net.state_dict())
+    assert (again.largest, again.size, again.splits) == (64, 16, 2)

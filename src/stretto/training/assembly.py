@@ -153,8 +153,13 @@ class Assembly:
             # Where nobody changes them, the loader has counted what the data have.
             count_tokens=spec.count_tokens if spec.tokens_vary else None,
         )
-        if trainer.fitting is not None:
-            stepper.net = SafetyNet(model, spec, self.ranks, size=trainer.fitting.size)
+        stepper.net = SafetyNet(
+            model,
+            spec,
+            self.ranks,
+            size=trainer.loader.micro_batch_size,
+            is_found=trainer.fitting is not None,
+        )
         return stepper
 
     def _evaluators(self, stepper: Stepper) -> list[Evaluator]:
@@ -189,7 +194,7 @@ class Assembly:
             loading=self.loading,
             stepping=self.stepping,
             device=self.ranks.device.type,
-            finds_micro_batch_size=stepper.net is not None,
+            finds_micro_batch_size=trainer.fitting is not None,
             optimizer=built.values,
         )
         return RunState(

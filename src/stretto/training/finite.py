@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from math import isfinite
 from typing import final
 
@@ -36,8 +37,10 @@ class FiniteCheck:
         groups: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
         for parameter in parameters:
             groups.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        # The kernel takes float32 alone, whatever the default type is.
+        scalar = partial(torch.full, (1,), dtype=torch.float32)
         self._groups = [
-            (group, torch.zeros(1, device=device), torch.ones(1, device=device))
+            (group, scalar(fill_value=0.0, device=device), scalar(fill_value=1.0, device=device))
             for (device, _), group in groups.items()
         ]
         everything = [parameter for group in groups.values() for parameter in group]

@@ -128,7 +128,12 @@ class Loop:
         )
         if shared.signals.noise_numerator is not None:
             self.events.tell("on_noise", step, shared.signals)
-        self.recorder.batch(step, gradient.losses if is_taken else (), after)
+        self.recorder.batch(
+            step,
+            gradient.losses if is_taken else (),
+            after,
+            num_micro_batches=gradient.num_micro_batches,
+        )
         if self.saver.is_busy:
             self._announce(self.saver.advance(shared.saving))
         return after

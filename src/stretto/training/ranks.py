@@ -152,6 +152,21 @@ class Ranks:
         check_sharding(model, world_size=self.world_size, device=self.device)
         return model if is_fully_sharded(model) else model.to(self.device)
 
+    def share_buffers(self, model: nn.Module) -> None:
+        """Copy the first rank's buffers to all ranks now, instead of in the model's next pass.
+
+        A rank that fails in that pass would leave the others waiting. After the next `average`,
+        passes copy them again.
+
+        Args:
+            model: what `wrap` has returned.
+        """
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            if model.will_sync_module_buffers():
+                with together():
+                    model._sync_buffers()  # what the pass would call
+            model.require_forward_param_sync = False
+
     def average(self, model: nn.Module) -> None:
         """Average over ranks what each has accumulated in a model that `wrap` has returned.
 
@@ -194,8 +209,7 @@ def touching_all(model: nn.Module, loss: Tensor) -> Tensor:
     >>> layer.weight.grad
     tensor([[0.]])
     """
-    tables = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
-    sparse = {id(one.weight) for one in tables if one.sparse}
+    sparse = sparse_tables(model)
     row = torch.zeros(1, dtype=torch.int64, device=loss.device)
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -206,6 +220,16 @@ def touching_all(model: nn.Module, loss: Tensor) -> Tensor:
             real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
             loss = loss + real.sum()
     return loss
+
+
+def sparse_tables(model: nn.Module) -> set[int]:
+    """Return the ids of the weights whose gradients are sparse.
+
+    >>> sparse_tables(nn.Embedding(2, 3))
+    set()
+    """
+    tables = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
+    return {id(one.weight) for one in tables if one.sparse}
 
 
 @contextmanager

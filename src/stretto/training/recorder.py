@@ -109,8 +109,22 @@ class Recorder:
             self._ledger.add(",".join((*_COLUMNS, *self._values())) + "\n")
         self._goes_on = True
 
-    def batch(self, step: Step, losses: Sequence[MicroLoss], after: Timestamp) -> None:
-        """Take one finished batch: `after` is the clock behind it."""
+    def batch(
+        self,
+        step: Step,
+        losses: Sequence[MicroLoss],
+        after: Timestamp,
+        *,
+        num_micro_batches: int,
+    ) -> None:
+        """Take one finished batch.
+
+        Args:
+            step: the batch.
+            losses: those of this rank; none where the step was left out.
+            after: the clock behind it.
+            num_micro_batches: into how many the step was cut on this rank.
+        """
         # What came behind the batch before lies between the two; what comes behind this one does
         # not lie before `after`, which the next line of metrics may be measured up to.
         self._paused_nanoseconds += self._paused_after_batch
@@ -127,7 +141,7 @@ class Recorder:
             values = ",".join(map(repr, self._values().values()))
             self._ledger.add(
                 f"{at.batch},{at.epoch},{at.sample},{at.token},{step.size},"
-                f"{tokens},{len(step.micro_batches)},{values}\n"
+                f"{tokens},{num_micro_batches},{values}\n"
             )
 
     def log(self, timestamp: Timestamp, values: Mapping[str, float]) -> dict[str, float]:

@@ -175,8 +175,9 @@ class RunState:
                 number(records["scaler"], name)
         with section(path, "net"):
             self._stepper.load_state_dict(records)
-        if self._stepper.net is not None:
-            self._loader.set_micro_batch_size(self._stepper.net.largest)
+        net = self._stepper.net
+        if net is not None and net.is_found and net.largest is not None:
+            self._loader.set_micro_batch_size(net.largest)
         with section(path, "loader"):
             for name in records["loader"]["clock"]:
                 count(records["loader"]["clock"], name)

@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
-from stretto.errors import TrainingError, cannot
+from stretto.memory.recognise import is_out_of_memory
 from stretto.noise import NoiseSums
+from stretto.training.allocation import allocate_state, no_memory
 from stretto.training.finite import FiniteCheck
 from stretto.training.fully_sharded import is_fully_sharded, sync_gradients, zero_gradient
+from stretto.training.losses import nothing_to_learn, scalar
 from stretto.training.noise_meter import Measured, MicroBatchMeter, NoiseMeter, Pass
 from stretto.training.norm_meter import NormLayerMeter
-from stretto.training.ranks import Ranks, touching_all
+from stretto.training.ranks import Ranks, sparse_tables, touching_all
 from stretto.training.safety_net import SafetyNet
 from stretto.training.settings import LossFunction, Stepping
 from stretto.training.units import unit_counter
@@ -50,6 +52,8 @@ class Gradient(NamedTuple):
     """Units of this rank, where they are summed over ranks; else 0."""
     tokens: int | None
     """Tokens of this rank, where the batches were changed on their way; else the loader knows."""
+    num_micro_batches: int
+    """Into how many the step was cut on this rank: more than the loader made if memory ran out."""
 
 
 @final
@@ -116,6 +120,7 @@ class Stepper:
             step,
             compute=lambda pieces, averages: self._gradient(step, pieces, averages=averages),
             clear=self.clear,
+            prepare=lambda: self._ranks.share_buffers(self._model),
             average=lambda: self._ranks.average(self._model),
         )
 
@@ -134,19 +139,21 @@ class Stepper:
             self.net.load_state_dict(state["net"])
 
     def _settle(self) -> None:
-        """Have the ranks average once, before there is a gradient.
+        """Allocate the optimizer's state, and have the ranks average once, before the first step.
 
         After its first pass `DistributedDataParallel` lays gradients out anew, and with three ranks
         or more it is the layout that says in which order they are summed. With that pass behind it
         a run that goes on sums to the last bit as one that never stopped.
         """
         self._is_settled = True
+        allocate_state(self._optimizer, leave_out=sparse_tables(self._model))
         self._ranks.average(self._model)
         self.clear()
 
     def _gradient(
         self, step: Step, micro_batches: Sequence[MicroBatch], *, averages: bool
     ) -> Gradient:
+        num_micro_batches = len(micro_batches)
         if self.meter is not None:
             self.meter.has_finite_gradient = False  # a step that failed may have left it
         meter = self.meter if self.meter is not None and self.meter.is_due(step) else None
@@ -158,7 +165,7 @@ class Stepper:
         late = self.count is not None and self._ranks.world_size > 1
         whole = step.size if self.count is None or late else sum(counts)
         if not whole:
-            raise _nothing_to_learn(step)
+            raise nothing_to_learn(step)
         losses = []
         for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
             is_last = index == len(micro_batches) - 1
@@ -167,13 +174,13 @@ class Stepper:
             measured = _NOTHING if meter is None else meter.measure(one)
             with self._without_sync(is_last=meets, meter=meter), measured:
                 with self.autocast(), self._muted(units):
-                    loss = _scalar(self._loss(self._model, self._moved(micro.batch)))
+                    loss = scalar(self._loss(self._model, self._moved(micro.batch)))
                 self._backward(loss, units, whole)
             if units:
                 factor = 1.0 if self._is_sum else float(units)
                 losses.append(MicroLoss(loss.detach(), factor, float(units)))
         own_units = sum(counts) if late else 0
-        return Gradient(losses, own_units, self._tokens(micro_batches))
+        return Gradient(losses, own_units, self._tokens(micro_batches), num_micro_batches)
 
     def is_finite(self, gradient: Gradient) -> bool:
         """Return whether losses and gradient are finite on this rank; true where nobody looks.
@@ -224,7 +231,7 @@ class Stepper:
         if self.count is None or self._ranks.world_size == 1:
             return
         if units == 0:
-            raise _nothing_to_learn(step)
+            raise nothing_to_learn(step)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         torch._foreach_mul_(gradients, step.size / units)  # no public spelling of it
 
@@ -232,14 +239,28 @@ class Stepper:
         """Clip, step and clear the gradients; return whether the weights have moved.
 
         They have not where the gradient overflowed under loss scaling.
+
+        Raises:
+            TrainingError: memory ran out. Some weights may have moved, so nothing is tried again.
         """
         has_moved = True
-        if self.scaler is not None:
-            has_moved = self._scaled_update(self.scaler)
-        else:
-            if self._clip_norm is not None:
-                nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-            self._optimizer.step()
+        try:
+            if self.scaler is not None:
+                has_moved = self._scaled_update(self.scaler)
+            else:
+                if self._clip_norm is not None:
+                    nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+                self._optimizer.step()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise no_memory(
+                f"update the weights with {type(self._optimizer).__name__}",
+                "memory ran out, and some weights may have changed already",
+                error,
+                instead="resume from the last checkpoint with foreach=False in the optimizer, an "
+                "optimizer that keeps less state, or a smaller micro_batch_size",
+            ) from error
         self.clear()
         return has_moved
 
@@ -321,26 +342,3 @@ class Stepper:
 
 
 _NOTHING = contextlib.nullcontext()
-
-
-def _nothing_to_learn(step: Step) -> TrainingError:
-    return TrainingError(
-        cannot(
-            f"take the step at {step.timestamp.get('sp')}",
-            why="its batch has nothing to weigh the loss by, such as target tokens",
-            instead="give labels other than -100, or weigh by samples",
-        )
-    )
-
-
-def _scalar(loss: object) -> Tensor:
-    if isinstance(loss, Tensor) and not loss.dim():
-        return loss
-    shape = list(loss.shape) if isinstance(loss, Tensor) else None
-    raise TrainingError(
-        cannot(
-            f"learn from a loss of type {type(loss).__name__}",
-            why="it is no tensor" if shape is None else f"its shape is {shape}",
-            instead="return a scalar tensor, such as losses.mean()",
-        )
-    )

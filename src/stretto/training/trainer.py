@@ -78,8 +78,8 @@ class Trainer:
         batch_size: samples of one optimizer step over all ranks: a number, a text such as
             `"0tok:768 250Btok:1536"`, a function, or a policy.
         micro_batch_size: the most samples of one forward pass on one rank; None: the whole share;
-            `"auto"`: as many as fit into memory, found before the run and made smaller in it
-            where memory runs out nevertheless.
+            `"auto"`: as many as fit into memory, found before the run. With each of them, a step
+            that runs out of memory is repeated with smaller micro-batches.
         schedules: by hyper-parameter (`"lr"`, `"weight_decay"`, `"lr@group"`), a schedule or
             several that multiply.
         loading: how samples are ordered and fetched.

@@ -1,0 +1,77 @@
+"""Runs whose memory runs out where the step cannot be repeated in smaller pieces."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from stretto.training import Trainer
+from stretto.training.allocation import allocate_state
+from stretto.training.safety_net import SafetyNet
+
+
+def short(*_: object, **__: object) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+class ShortUpdate(torch.optim.SGD):
+    step = short
+
+
+def mean(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(batch[0]).mean()
+    return loss
+
+
+def trainer(kind: type[torch.optim.SGD] = torch.optim.SGD, loss: Any = mean) -> Trainer:
+    model = nn.Linear(3, 1)
+    return Trainer(
+        model,
+        TensorDataset(torch.zeros(20, 3)),
+        optimizer=kind(model.parameters()),
+        loss=loss,
+        max_duration="2ep",
+        batch_size=4,
+    )
+
+
+def one_sample() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(loss=short).fit()
+
+
+def state() -> None:
+    class Ours(torch.optim.SGD):
+        state = property(short)
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    optimizer.__class__ = Ours
+    allocate_state(optimizer)
+
+
+def together(samples: int) -> None:
+    """Ranks that meet in each pass."""
+    loader = trainer().loader
+    net = SafetyNet(
+        nn.SyncBatchNorm(3),
+        loader.spec,
+        SimpleNamespace(world_size=2, rank=1),  # type: ignore[arg-type]
+        size=samples,
+    )
+    net.take(next(loader), compute=short, prepare=short, clear=short, average=short)
+
+
+CASES: list[tuple[str, Callable[[], object]]] = [
+    ("shortage-one-sample", one_sample),
+    ("shortage-in-update", lambda: trainer(ShortUpdate).fit()),
+    ("shortage-of-state", state),
+    ("shortage-where-ranks-wait", lambda: together(4)),
+    ("shortage-where-ranks-wait-for-one", lambda: together(1)),
+]

@@ -1,0 +1,69 @@
+"""One of two ranks runs out of memory: both repeat the step, or both end, and none waits."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("distributed_memory.py")
+
+spec = importlib.util.spec_from_file_location("distributed_memory", SCRIPT)
+assert spec is not None
+assert spec.loader is not None
+pairs = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(pairs)
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
+
+Reports = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory, torchrun: Callable[..., Any]) -> Reports:
+    """How both ranks of each pair ended: nothing for one that had to be killed."""
+    out = tmp_path_factory.mktemp("memory")
+    torchrun(SCRIPT, out, ranks=1)
+
+    def read(name: str) -> list[dict[str, Any]]:
+        files = [out / f"{name}.{rank}.json" for rank in range(2)]
+        return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+    return read
+
+
+def named(parallel: str) -> list[Any]:
+    return [pytest.param(case, id=case.name) for case in pairs.CASES if case.parallel == parallel]
+
+
+@pytest.mark.parametrize("case", named("ddp"))
+def test_both_repeat_the_step_as_if_they_had_begun_with_the_smaller_size(
+    reports: Reports, case: Any
+) -> None:
+    first, second = reports(case.name)
+    for rank in (first, second):
+        assert "error" not in rank
+        assert (rank["short"]["splits"], rank["short"]["size"]) == (1, pairs.ROOM)
+        assert rank["small"]["splits"] == 0
+        assert rank["short"]["state"] == rank["small"]["state"]
+    weights = [
+        {name: values for name, values in rank["short"]["state"].items() if "running" not in name}
+        for rank in (first, second)
+    ]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("case", named("fsdp"))
+def test_ranks_that_meet_in_each_pass_end_with_errors(reports: Reports, case: Any) -> None:
+    both = reports(case.name)
+    kind, message = both[case.rank]["error"]
+    assert kind == "TrainingError"
+    assert f"memory ran out on rank {case.rank}" in message
+    assert message.endswith("with micro_batch_size=2")
+    kind, message = both[1 - case.rank]["error"]
+    assert kind == "TrainingError"
+    assert "one of them has ended" in message
