@@ -68,7 +68,7 @@ def measure_family(name: str) -> dict[str, Any]:
     row["peaks"] = peaks
     if prediction is not None:
         row["prediction"] = {
-            "certainty": prediction.certainty,
+            "certainty": prediction.certainty_if_verified,
             "reason": prediction.reason,
             "seconds": round(predicted_seconds, 2),
             "bytes_off": {size: prediction.peak(size) - peak for size, peak in peaks.items()},

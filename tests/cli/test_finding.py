@@ -158,7 +158,7 @@ def test_the_picture(wide: Path, stretto: Stretto) -> None:
         ("--method guess", "find a batch size by 'guess'"),
         ("--device tpu --device-memory 1GiB", "find a batch size for 'tpu'"),
         ("--margin all --device-memory 1GiB", "read 'all' as memory"),
-        ("--device-memory 1GiB --method try", "only be tried on the device that has it"),
+        ("--device-memory 1GiB --method try", "trials need the device that has this memory"),
         ("--plot memory.doc", "does not say what kind of picture"),
         ("optimizer=null", "there is no 'optimizer'"),
         ("stepping.device=nonsense", "use the device 'nonsense'"),

@@ -14,8 +14,11 @@ def test_the_mask_of_dropout_is_of_bytes() -> None:
     size = 1000
     assert there.curve.peak(size) < 0.95 * here.curve.peak(size)
     assert there.peak(size) >= there.curve.peak(size)
-    assert here.certainty == "exact"
-    assert (there.certainty, "outside its caching" in there.reason) == ("estimate", True)
+    assert here.certainty_if_verified == "exact"
+    assert (there.certainty_if_verified, "outside its caching" in there.reason) == (
+        "estimate",
+        True,
+    )
 
 
 def test_softmax_is_computed_in_full_precision() -> None:

@@ -36,10 +36,10 @@ def test_predicted(name: str) -> None:
     step, make_batch = FAMILIES[name]()
     prediction = predict(step, make_batch)
     if name in PROBED:
-        assert prediction.certainty == "estimate"
+        assert prediction.certainty_if_verified == "estimate"
         assert PROBED[name] in prediction.reason
     else:
-        assert prediction.certainty == "exact"
+        assert prediction.certainty_if_verified == "exact"
         assert prediction.peak(8) == pytest.approx(real_peak(name, 8), rel=0.005)
 
 
@@ -52,7 +52,7 @@ def test_probed(name: str) -> None:
     step, make_batch = FAMILIES[name]()
     found = probe(step, make_batch)
     found.calibrate(5)
-    assert found.certainty == "calibrated"
+    assert found.certainty_if_verified == "calibrated"
     assert found.peak(12) == pytest.approx(real_peak(name, 12), rel=0.01)
 
 
@@ -63,5 +63,5 @@ def test_lstms_are_refused() -> None:
 
 def test_routing_is_bounded_from_above() -> None:
     prediction = predict(*FAMILIES["mixture of experts"]())
-    assert prediction.certainty == "upper bound"
+    assert prediction.certainty_if_verified == "upper bound"
     assert prediction.peak(4) >= real_peak("mixture of experts", 4)

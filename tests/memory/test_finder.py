@@ -28,7 +28,7 @@ class FakeOracle:
 
     def __init__(self, slope: int = 100, certainty: str = "exact", mends: int = 0) -> None:
         self.slope = slope
-        self.certainty: Any = certainty
+        self.certainty_if_verified: Any = certainty
         self.reason = f"fake, {certainty}"
         self.num_steps = 3
         self.mends = mends
@@ -37,6 +37,12 @@ class FakeOracle:
 
     def __call__(self, step: TrainingStep, make: Callable[[int], Any], **_: Any) -> FakeOracle:
         return self
+
+    def certainty(self, size: int) -> Any:
+        return self.certainty_if_verified if size in self.verified else "extrapolated"
+
+    def guess(self, limit: int) -> None:
+        return None
 
     def peak(self, size: int) -> int:
         return self.slope * size
@@ -178,14 +184,6 @@ def test_a_probe_that_took_a_step_of_that_size_is_calibrated_by_another() -> Non
     assert TRIED == [2, 999]
 
 
-def test_an_estimate_that_has_to_do_leaves_more_free() -> None:
-    estimate = FakeOracle(certainty="estimate")
-    answer = ask("predict", predict=estimate, reserve_of_estimates=LIMIT // 4)
-    assert (answer.size, answer.reserve) == (7_500, LIMIT // 4)
-    answer = ask("predict", predict=FakeOracle(), reserve_of_estimates=LIMIT // 4)
-    assert (answer.size, answer.reserve) == (10_000, 0)
-
-
 def test_what_comes_on_top_is_taken_off() -> None:
     answer = ask(predict=FakeOracle(), took=lambda size: 105 * size)
     # At the tenth 5,000 come on top; 1,050 of them are chance, and do not grow.
@@ -232,7 +230,7 @@ def test_what_is_checked_is_tried() -> None:
 def test_what_is_not_exact_is_probed_here(certainty: str) -> None:
     answer = ask(predict=FakeOracle(50, certainty), probe=FakeOracle(200, "estimate"))
     assert (answer.size, answer.certainty) == (5_000, "calibrated")
-    assert f"prediction is but an {certainty}: fake, {certainty}" in answer.notes
+    assert f"not predicted: it would only be an {certainty}: fake, {certainty}" in answer.notes
     answer = ask(predict=FakeOracle(50, certainty), is_here=False)
     assert (answer.size, answer.certainty) == (20_000, certainty)
 
@@ -251,7 +249,7 @@ def test_trials_alone(method: str, size: int) -> None:
     assert (answer.size, answer.certainty, answer.peak) == (size, "tried", None)
     assert answer.cost.fake_steps == 0
     assert max(tried for tried in TRIED if tried <= 77) == size
-    with pytest.raises(FitError, match="on the device that has it"):
+    with pytest.raises(FitError, match="the device that has this memory; leave device_memory out"):
         ask(method, is_here=False)
 
 
@@ -267,7 +265,7 @@ def test_memory_that_runs_out_in_tiny_steps() -> None:
 
     answer = ask(probe=probe, capacity=1)
     assert (answer.size, answer.too_large) == (1, 2)
-    assert "memory ran out in a tiny step" in answer.notes[1]
+    assert "memory ran out in a small step" in answer.notes[1]
 
 
 def test_nothing_fits() -> None:

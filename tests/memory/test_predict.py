@@ -41,7 +41,7 @@ def test_peak_is_the_real_one(options: dict[str, object]) -> None:
     step = gpt_step(**options)
     prediction = predict(step, tokens)
     record_step(step, tokens(2), 2)
-    assert prediction.certainty == "exact"
+    assert prediction.certainty_if_verified == "exact"
     for size in (2, 3, 8):
         assert record_step(step, tokens(size), size).peak == prediction.peak(size)
 

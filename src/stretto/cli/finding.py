@@ -16,7 +16,7 @@ from stretto.errors import ConfigError
 from stretto.memory import Answer, find_batch_size
 from stretto.memory.curve import MAXIMUM
 from stretto.memory.finder import FindMethod
-from stretto.memory.ladder import NoOracleError
+from stretto.memory.oracles import NoOracleError
 from stretto.report.memory_table import memory_table
 
 ABSTRACT = ("auto", "predict")

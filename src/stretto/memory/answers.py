@@ -2,7 +2,8 @@
 
 A fake tensor has no values. Where a step reads one (`.item()`, `if tensor.any()`), it is told 0 or
 1, and is taken once with each. Where a shape depends on values (`nonzero`, a boolean mask), it is
-told the largest that there can be. And some kernels allocate for themselves, unseen by fakes.
+told the largest that there can be. And some kernels allocate for themselves, unseen by fakes: see
+`scratch`.
 """
 
 from __future__ import annotations
@@ -16,18 +17,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from stretto.errors import FitError, cannot
 from stretto.memory.recording import Place
+from stretto.memory.scratch import CONVOLUTIONS
 
 _aten = torch.ops.aten
 
 _READS = {_aten._local_scalar_dense.default, _aten.equal.default}
 
-_SCRATCH = {
-    # oneDNN reorders inputs and weights into blocks: measured up to a quarter of a step's peak.
-    _aten.convolution.default,
-    _aten.convolution_backward.default,
-    _aten._slow_conv2d_forward.default,
-    _aten._slow_conv2d_backward.output_mask,
-}
 _REFUSED = {
     # The fake of this kernel has an empty workspace: measured 27 percent below the real peak.
     _aten.mkldnn_rnn_layer.default: "the kernels of LSTMs keep a workspace that fakes leave out",
@@ -40,10 +35,12 @@ class Answers:
 
     Args:
         value: what is said to be the value of every element that is read.
+        on_cuda: whether the step is one on CUDA.
     """
 
-    def __init__(self, value: int = 0) -> None:
+    def __init__(self, value: int = 0, *, on_cuda: bool = False) -> None:
         self.value = value
+        self.on_cuda = on_cuda
         self.reads: dict[str, Place] = {}
         self.worst_cases: dict[str, Place] = {}
         self.scratch: dict[str, Place] = {}
@@ -62,7 +59,7 @@ class Answers:
             except DataDependentOutputException:
                 self.reads.setdefault(str(func), place)
                 return self._value_of(func, args[0])
-        if func in _SCRATCH:
+        if func in CONVOLUTIONS:
             self.scratch.setdefault(str(func), place)
         elif func in _REFUSED:
             raise FitError(

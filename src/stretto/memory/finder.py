@@ -21,7 +21,7 @@ from stretto.memory.release import release_memory
 from stretto.memory.result import Answer
 from stretto.memory.search import Sizes
 from stretto.memory.step import TrainingStep
-from stretto.memory.trace import state_tensors
+from stretto.memory.trace import step_tensors
 
 FindMethod = Literal["auto", "predict", "probe", "try", "halve"]
 METHODS: tuple[FindMethod, ...] = ("auto", "predict", "probe", "try", "halve")
@@ -29,9 +29,9 @@ MARGIN = "1.5%"
 """What is left free unless said otherwise: what the same step varies by on a busy machine."""
 MARGIN_OF_PREDICTIONS = "5%"
 """And where no step was taken on the device: buffers of libraries, fragments of freed blocks."""
-MARGIN_OF_ESTIMATES = "25%"
-"""And where it is known that kernels of a CPU take scratch besides (convolutions: up to 24 percent
-of the peak of a U-Net, `bench/memory.py`)."""
+MARGIN_OF_PROBES = "25%"
+"""And where a probe answers for a device that is not here, and no step of that size was taken:
+kernels may be others for large batches."""
 
 
 def find_batch_size(
@@ -71,8 +71,8 @@ def find_batch_size(
         device: the kind of device that has it, which a prediction then is for: the kernels and the
             allocator of `cuda` take more than the tensors do. Left out: the tensors are counted.
         margin: what stays free, in percent of that (`"3%"`) or in bytes (`"512MiB"`). Left out: 1.5
-            percent, or 5 where no real step is taken on the device, and 25 where a prediction
-            alone has to do for kernels of this CPU that take scratch.
+            percent, or 5 if no real step is taken on the device. It is at least 25 percent if a
+            probe answers for a device that is not here and this machine has no room to verify it.
         minimum: the smallest size that is wanted.
         maximum: the largest size that is wanted.
         multiple_of: what sizes are to be multiples of.
@@ -100,9 +100,6 @@ def find_batch_size(
     is_here = device_memory is None
     usual = MARGIN if is_here and method != "predict" else MARGIN_OF_PREDICTIONS
     reserve = Margin.parse(usual if margin is None else margin).of(limit.bytes)
-    is_on_cpu = is_here and step.device.type == "cpu" and device != "cuda"
-    wide = MARGIN_OF_ESTIMATES if margin is None else margin
-    of_estimates = Margin.parse(wide).of(limit.bytes)
     question = Question(
         step=step,
         make_batch=_maker(batch, step.device),
@@ -110,7 +107,7 @@ def find_batch_size(
         sizes=Sizes(minimum, maximum, multiple_of, power_of_two),
         limit=limit,
         reserve=reserve,
-        reserve_of_estimates=of_estimates if is_on_cpu else reserve,
+        reserve_of_probes=Margin.parse(MARGIN_OF_PROBES).of(limit.bytes),
         is_here=is_here,
         also=tuple(also),
         device=device,
@@ -156,6 +153,6 @@ def _limit(step: TrainingStep, device_memory: str | int | None) -> Room:
         )
     release_memory()
     free = room(step.device)
-    tensors = [*step.model.parameters(), *step.model.buffers(), *state_tensors(step)]
+    tensors = step_tensors(step)
     tensors += [p.grad for p in step.parameters if p.grad is not None]
     return Room(free.bytes + held_bytes(tensors, step.device), free.source)

@@ -12,19 +12,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import final
 
 from stretto.errors import FitError, cannot
 from stretto.memory.amounts import show_bytes
 from stretto.memory.calibration import Leavings, Overhead
+from stretto.memory.oracles import NoOracleError, Oracles, needs
 from stretto.memory.predict import Certainty, predict
 from stretto.memory.probe import probe
 from stretto.memory.question import Question
 from stretto.memory.ranks import Together
-from stretto.memory.release import Attempt, attempt
-from stretto.memory.result import Answer, Cost, Oracle, peaks_around
+from stretto.memory.result import Answer, Cost, Oracle, RealOracle, peaks_around
 from stretto.memory.search import Found, Method, search
-from stretto.memory.trial import Trials, trials
+from stretto.memory.trial import WARM_UP_SIZE, Trials, trials
 
 CALIBRATED_PART = 10
 """The larger of the two steps that calibrate is this part of the answer."""
@@ -32,8 +32,6 @@ MUCH = 0.9
 """An answer of which calibration leaves less than this is tried."""
 LESS = 0.95
 """Where an answer that is checked does not fit, this part of it is tried."""
-MOST_MENDS = 8
-"""A curve that is still wrong after so many verifications is not trusted."""
 
 
 @final
@@ -62,7 +60,7 @@ class Ladder:
         self._predict = predict
         self._probe = probe
         self._notes: list[str] = []
-        self._oracles: list[Any] = []
+        self._oracles = Oracles(question.sizes, together)
         self._trials: list[Trials] = []
 
     def climb(self, method: str) -> Answer:
@@ -74,37 +72,19 @@ class Ladder:
         if method in {"try", "halve"}:
             return self._tried("bisect" if method == "try" else "halve")
         if method == "predict":
-            return self._foretold(self._make(self._predicting), is_final=True)
+            return self._foretold(self._oracles.make(self._predicting), is_final=True)
         if method == "probe":
             return self._probed()
-        try:
-            oracle = self._make(self._predicting)
-        except NoOracleError as error:
-            self._notes.append(f"not predicted: {error}")
-            return self._without_prediction()
-        if oracle.certainty == "exact" or not self._question.is_here:
-            return self._foretold(oracle)
-        self._notes.append(f"prediction is but an {oracle.certainty}: {oracle.reason}")
-        try:
-            return self._probed()
-        except NoOracleError as error:
-            self._notes.append(f"not probed: {error}")
-            return self._foretold(oracle)
-
-    def _without_prediction(self) -> Answer:
-        try:
-            return self._probed()
-        except NoOracleError as error:
-            if not self._question.is_here:
-                raise
-            self._notes.append(f"not probed: {error}")
-            return self._tried("bisect")
+        # An error of the user's own comes again in a trial, which tolerates none.
+        self._oracles.tolerated = Exception
+        for name, ask in (("predicted", self._predicted), ("probed", self._probed)):
+            try:
+                return ask()
+            except NoOracleError as error:
+                self._notes.append(f"not {name}: {error}")
+        return self._tried("bisect")
 
     # Oracles
-
-    @property
-    def _can_probe(self) -> bool:
-        return self._question.step.device.type != "meta"
 
     def _predicting(self) -> Oracle:
         question = self._question
@@ -112,96 +92,47 @@ class Ladder:
 
     def _probing(self) -> Oracle:
         question = self._question
-        return self._probe(question.step, question.make_batch, also=question.also)
-
-    def _make(self, make: Callable[[], Oracle]) -> Oracle:
-        """Return an oracle, on every rank or on none.
-
-        Raises:
-            FitError: it cannot tell, here or on another rank.
-        """
-        made: list[Oracle] = []
-        said: list[FitError] = []
-
-        def work() -> bool:
-            try:
-                done: Attempt[Oracle] = attempt(make, in_finder=True)
-            except FitError as error:
-                said.append(error)
-                return False
-            if done.result is not None:
-                made.append(done.result)
-            else:
-                said.append(FitError(f"memory ran out in a tiny step: {done.out_of_memory}"))
-            return bool(made)
-
-        if not self._together.all(work):
-            raise NoOracleError(str(said[0]) if said else "another rank could not") from (
-                said[0] if said else None
-            )
-        self._oracles.append(made[0])
-        return made[0]
-
-    def _probed(self) -> Answer:
-        if not self._can_probe:
-            raise FitError(
+        if question.step.device.type == "meta":
+            raise NoOracleError(
                 cannot(
                     "probe a model on the meta device",
                     why="real steps need real tensors",
                     instead="predict, or build the model on a device",
                 )
             )
-        return self._foretold(self._make(self._probing))
+        return self._probe(question.step, question.make_batch, also=question.also)
 
-    def _foretold(self, oracle: Oracle, *, is_final: bool = False) -> Answer:
-        """The answer of an oracle: calibrated where it can be, and not asked for without."""
-        self._notes.append(oracle.reason)
-        is_final = is_final or not self._question.is_here
-        is_probe = hasattr(oracle, "num_samples")
-        if is_final and oracle.certainty == "estimate" and not is_probe:
-            self._reserve = max(self._reserve, self._question.reserve_of_estimates)
-        found = self._fitting(oracle)
-        if is_final:
-            return self._answer(found, oracle.certainty, oracle)
-        return self._calibrated(oracle, found)
-
-    def _fitting(self, oracle: Oracle, overhead: Overhead | None = None) -> Found:
-        """The largest size by a curve, and the next: both verified by a step.
+    def _predicted(self) -> Answer:
+        """The answer of a prediction, if no real step would know better.
 
         Raises:
-            FitError: not even the smallest fits.
+            NoOracleError: there is none, or a real step would.
         """
-        usable = self._limit.bytes - self._reserve
-        own: list[Found] = []
+        oracle = self._oracles.make(self._predicting)
+        best = oracle.certainty_if_verified
+        if self._question.is_here and best != "exact":
+            raise NoOracleError(f"it would only be an {best}: {oracle.reason}")
+        return self._foretold(oracle)
 
-        def work() -> int:
-            for _ in range(MOST_MENDS):
-                own[:] = [
-                    self._under(lambda size: _needs(oracle, overhead, size) <= usable, oracle)
-                ]
-                # Corrected, the answer is no longer where the curve meets the limit.
-                if overhead is not None or _is_confirmed(oracle, own[0]):
-                    break
-            return own[0].size
+    def _probed(self) -> Answer:
+        return self._foretold(self._oracles.make(self._probing, is_real=True))
 
-        size = self._together.least(work)
-        if size == own[0].size:
-            return own[0]
-        return Found(size, self._question.sizes.above(size), ())
+    def _foretold(self, oracle: Oracle, *, is_final: bool = False) -> Answer:
+        """The answer of an oracle, calibrated on the device if that is here."""
+        self._notes.append(oracle.reason)
+        found = self._fitting(oracle)
+        if not is_final and self._question.is_here:
+            return self._calibrated(oracle, found)
+        if isinstance(oracle, RealOracle):
+            taken = self._oracles.take(oracle, found, self._limit, self._reserve)
+            if taken is None:
+                self._reserve = max(self._reserve, self._question.reserve_of_probes)
+                self._notes.append("no step of this size was taken here, so more is left free")
+            found = taken or self._fitting(oracle)
+        return self._answer(found, oracle.certainty(found.size), oracle)
 
-    def _under(self, fits: Callable[[int], bool], oracle: Oracle) -> Found:
-        question = self._question
-        try:
-            return search(fits, question.sizes)
-        except FitError:
-            need = show_bytes(oracle.peak(question.sizes.smallest))
-            raise FitError(
-                cannot(
-                    f"fit {_samples(question.sizes.smallest)} into {self._limit}",
-                    why=f"a step needs {need}, and {show_bytes(self._reserve)} stay free",
-                    instead="make the model or its samples smaller, or give it more memory",
-                )
-            ) from None
+    def _fitting(self, oracle: Oracle, overhead: Overhead | None = None) -> Found:
+        return self._oracles.largest(oracle, self._limit, self._reserve, overhead)
 
     # Real steps
 
@@ -209,7 +140,11 @@ class Ladder:
     def _trying(self) -> Iterator[Trials]:
         question = self._question
         with trials(
-            question.step, question.make_batch, reserve=question.reserve, also=question.also
+            question.step,
+            question.make_batch,
+            reserve=question.reserve,
+            also=question.also,
+            smallest=question.sizes.at_most(WARM_UP_SIZE) or question.sizes.smallest,
         ) as tried:
             self._trials.append(tried)
             yield tried
@@ -297,11 +232,12 @@ class Ladder:
         """The answer that trials alone give."""
         question = self._question
         if not question.is_here:
+            why = [*self._notes, "trials need the device that has this memory"]
             raise FitError(
                 cannot(
-                    f"try batch sizes for {question.limit}",
-                    why="memory can only be tried on the device that has it",
-                    instead="leave device_memory out to try on this one, or predict",
+                    f"find a batch size for {question.limit}",
+                    why="; ".join(why),
+                    instead="leave device_memory out, on that device",
                 )
             )
         if tried is None:
@@ -338,8 +274,10 @@ class Ladder:
         question = self._question
         peaks: dict[int, int] = {}
         if oracle is not None:
-            around = peaks_around(found.size, question.sizes)
-            peaks = {size: _needs(oracle, overhead, size) for size in around}
+            is_costly = oracle.guess(self._limit.bytes) is not None
+            ends = [size for size in (found.size, found.too_large) if size is not None]
+            around = ends if is_costly else peaks_around(found.size, question.sizes)
+            peaks = {size: needs(oracle, overhead, size) for size in around}
         return Answer(
             size=found.size,
             certainty=certainty,
@@ -355,7 +293,7 @@ class Ladder:
 
     def _cost(self) -> Cost:
         steps = {"fake": 0, "real": 0, "samples": 0}
-        for oracle in self._oracles:
+        for oracle in self._oracles.made:
             samples = getattr(oracle, "num_samples", None)
             steps["fake" if samples is None else "real"] += oracle.num_steps
             steps["samples"] += samples or 0
@@ -365,22 +303,3 @@ class Ladder:
             num_samples=steps["samples"] + sum(one.num_samples for one in self._trials),
             num_out_of_memory=sum(one.num_out_of_memory for one in self._trials),
         )
-
-
-class NoOracleError(FitError):
-    """An oracle cannot tell, where another way may."""
-
-
-def _is_confirmed(oracle: Oracle, found: Found) -> bool:
-    """Whether steps of the sizes at both ends say the same; where not, the oracle has learnt."""
-    ends = [size for size in (found.size, found.too_large) if size is not None]
-    confirmed = [oracle.verify(size) for size in ends]  # both, so that it learns from both
-    return all(confirmed)
-
-
-def _needs(oracle: Oracle, overhead: Overhead | None, size: int) -> int:
-    return oracle.peak(size) + (0 if overhead is None else overhead.at(size))
-
-
-def _samples(size: int) -> str:
-    return f"{size:,} sample" if size == 1 else f"{size:,} samples"

@@ -10,13 +10,16 @@ from stretto.memory.caching_allocator import fits, reserved
 from stretto.memory.curve import MAXIMUM, MemoryCurve, Peak, largest
 from stretto.memory.fit import fit, settled
 from stretto.memory.modules import compiled_modules
-from stretto.memory.recording import Place
+from stretto.memory.recording import Place, Recording
+from stretto.memory.search import Sizes, search
 from stretto.memory.step import TrainingStep
 from stretto.memory.tracer import Tracer
 
-Certainty = Literal["exact", "upper bound", "estimate", "calibrated", "tried"]
+Certainty = Literal["exact", "upper bound", "estimate", "extrapolated", "calibrated", "tried"]
 SIZES = (2, 3)
 """Sizes that are recorded. Never 1: a dimension of 1 is broadcast, and is another program."""
+MOST_RECORDINGS = 5
+"""A curve that is still wrong with so many recordings does not describe the step."""
 
 
 @final
@@ -29,9 +32,19 @@ class Prediction:
         self._for_cuda = for_cuda
 
     @property
-    def certainty(self) -> Certainty:
-        """How sure it is: `exact`, `upper bound` or `estimate`."""
+    def certainty_if_verified(self) -> Certainty:
+        """How sure it is of a size that was verified: `exact`, `upper bound` or `estimate`."""
         return "estimate" if self._for_cuda else self._judged()[0]
+
+    def certainty(self, size: int) -> Certainty:
+        """Return how sure it is of what a batch of that size needs.
+
+        `extrapolated` where no fake step of that size was taken: some kernels change with the size.
+        An `estimate` stays one.
+        """
+        best = self.certainty_if_verified
+        is_known = best == "estimate" or all(run.is_verified(size) for run in self._runs)
+        return best if is_known else "extrapolated"
 
     @property
     def reason(self) -> str:
@@ -47,9 +60,12 @@ class Prediction:
 
     @property
     def curve(self) -> MemoryCurve:
-        """Bytes as a function of the size; where values are read, by the way that needs more."""
-        size = max(max(run.curve.sizes) for run in self._runs)
-        return max((run.curve for run in self._runs), key=lambda curve: curve.peak(size))
+        """Bytes as a function of the size; where values are read, by the way that needs more.
+
+        Where no curve describes all sizes, that of the largest size that was verified.
+        """
+        size = max(run.largest_size for run in self._runs)
+        return max((run.curve_at(size) for run in self._runs), key=lambda curve: curve.peak(size))
 
     def peak(self, size: int) -> int:
         """Return the bytes that a batch of that size needs at once.
@@ -57,12 +73,12 @@ class Prediction:
         For CUDA, what its caching allocator reserves for them.
         """
         if self._for_cuda:
-            return max(reserved(run.curve, size) for run in self._runs)
-        return max(run.curve.peak(size) for run in self._runs)
+            return max(reserved(run.curve_at(size), size) for run in self._runs)
+        return max(run.curve_at(size).peak(size) for run in self._runs)
 
     def at(self, size: int) -> Peak:
         """Return the moment of the peak, and what is allocated at it."""
-        return max((run.curve.at(size) for run in self._runs), key=lambda peak: peak.bytes)
+        return max((run.curve_at(size).at(size) for run in self._runs), key=lambda peak: peak.bytes)
 
     def largest(self, limit: int, *, maximum: int = MAXIMUM) -> int | None:
         """Return the largest size, up to `maximum`, that needs at most `limit` bytes.
@@ -73,14 +89,32 @@ class Prediction:
             FitError: the step cannot be taken with as many samples.
         """
         while True:
-            size = largest(lambda size: self._fits(size, limit), maximum=maximum)
+            size = self._search(limit, maximum)
             if size is None or (self.verify(size) and self.verify(size + 1)):
                 return size
 
+    def guess(self, limit: int) -> int | None:
+        """Return about how many samples need `limit` bytes, for a search that takes fake steps.
+
+        None if a curve describes all sizes, and can be asked about any.
+        """
+        guesses = [run.guess(limit) for run in self._runs]
+        return min((one for one in guesses if one is not None), default=None)
+
+    def _search(self, limit: int, maximum: int) -> int | None:
+        guess = self.guess(limit)
+        if guess is None:
+            return largest(lambda size: self._fits(size, limit), maximum=maximum)
+        if not self._fits(1, limit):
+            return None
+        sizes = Sizes(maximum=maximum)
+        return search(lambda size: self._fits(size, limit), sizes, guess=guess).size
+
     def _fits(self, size: int, limit: int) -> bool:
-        if any(run.curve.peak(size) > limit for run in self._runs):
+        curves = [run.curve_at(size) for run in self._runs]
+        if any(curve.peak(size) > limit for curve in curves):
             return False
-        return not self._for_cuda or all(fits(run.curve, size, limit) for run in self._runs)
+        return not self._for_cuda or all(fits(curve, size, limit) for curve in curves)
 
     def _judged(self) -> tuple[Certainty, str]:
         return _judged(self._runs, is_compiled=self._is_compiled)
@@ -88,7 +122,8 @@ class Prediction:
     def verify(self, size: int) -> bool:
         """Take a fake step of that size, and return whether the curve has said what it needs.
 
-        Where it has not, the curve is mended by what was seen: it bends more than was thought.
+        Where it has not, the curve goes through this size from now on. If no curve can (a kernel
+        is another for other sizes), each size that is asked about gets a fake step of its own.
 
         Raises:
             FitError: the step cannot be taken with as many samples.
@@ -107,23 +142,77 @@ class _Run:
     ) -> None:
         self.tracer = Tracer(step, make_batch, value, for_cuda=for_cuda)
         self.answers = self.tracer.answers
+        self._verified: dict[int, MemoryCurve] = {}
         first, steady = (self.tracer.record(size) for size in SIZES)
         alike = settled(first, steady)
         self._recordings = [alike or self.tracer.record(SIZES[0]), steady]
-        self._verified = set(SIZES)
-        self.curve = fit(self._recordings)
+        self._curve: MemoryCurve | None = None
+        for recording in self._recordings:
+            self._verified[recording.size] = fit([recording])
+        self._fit()
+
+    @property
+    def largest_size(self) -> int:
+        """The largest size that was verified."""
+        return max(self._verified)
+
+    def is_verified(self, size: int) -> bool:
+        """Return whether a step of that size was taken."""
+        return size in self._verified
+
+    def curve_at(self, size: int) -> MemoryCurve:
+        """Return a curve that is right for a size, as far as is known."""
+        if size not in self._verified and self._curve is None:
+            self._record(size)
+        return self._verified.get(size) or self._curve or self._verified[SIZES[0]]
+
+    def guess(self, limit: int) -> int | None:
+        """Return about how many samples need `limit` bytes, if no curve describes all sizes."""
+        if self._curve is not None:
+            return None
+        peaks = sorted((size, curve.peak(size)) for size, curve in self._verified.items())
+        low = max((one for one in peaks if one[1] <= limit), default=peaks[0])
+        high = min((one for one in peaks if one > low), default=low)
+        first = peaks[0] if high == low else low
+        if high[1] <= first[1]:
+            return low[0]
+        return max(1, low[0] + (limit - low[1]) * (high[0] - first[0]) // (high[1] - first[1]))
 
     def verify(self, size: int) -> bool:
         """Take a step of that size; where the curve was wrong, mend it and return False."""
-        if size in self._verified or size < min(SIZES):
+        if size in self._verified or self._curve is None:
             return True
-        recording = self.tracer.record(size)
-        self._verified.add(size)
-        if recording.peak == self.curve.peak(size):
+        expected, recording = self._curve.peak(size), self._record(size)
+        if recording is None or recording.peak == expected:
             return True
-        self._recordings.append(recording)
-        self.curve = fit(self._recordings)
+        if size >= min(SIZES):
+            self._recordings.append(recording)
+            self._fit()
         return False
+
+    def _record(self, size: int) -> Recording | None:
+        """Take a step of that size; None where a step cannot be taken with a single sample."""
+        try:
+            recording = self.tracer.record(size)
+        except FitError:
+            if size >= min(SIZES):
+                raise
+            return None  # as batch normalisation refuses
+        self._verified[size] = fit([recording])
+        return recording
+
+    def _fit(self) -> None:
+        """Make a curve through all recordings; None where there is none."""
+        try:
+            curve = fit(self._recordings)
+        except FitError:
+            curve = None
+        is_right = (
+            curve is not None
+            and len(self._recordings) <= MOST_RECORDINGS
+            and all(curve.peak(one.size) == one.peak for one in self._recordings)
+        )
+        self._curve = curve if is_right else None
 
 
 def predict(
@@ -135,15 +224,17 @@ def predict(
     """Return what a training step needs for a batch of any size, without allocating it.
 
     The step is taken on fake tensors, with batches of 2 and 3 samples; every allocation is
-    followed, and its bytes are a polynomial in the size. Neither the model nor the optimizer is
-    touched, and the model may be on the meta device.
+    followed, and its bytes are taken to be a polynomial in the size. That is extrapolated until
+    a step of the size in question has verified it, as `largest` does. Neither the model nor the
+    optimizer is touched, and the model may be on the meta device.
 
     >>> import torch
     >>> model = torch.nn.Linear(1000, 10)
     >>> step = TrainingStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).mean())
     >>> prediction = predict(step, lambda size: torch.ones(size, 1000))
-    >>> prediction.largest(2**30), prediction.certainty
-    (265738, 'exact')
+    >>> size = prediction.largest(2**30)
+    >>> size, prediction.certainty(size), prediction.certainty(1000)
+    (265738, 'exact', 'extrapolated')
 
     Args:
         step: what is trained, and how.
@@ -184,7 +275,8 @@ def _judged(runs: list[_Run], *, is_compiled: bool) -> tuple[Certainty, str]:
     reads = [place for place in reads if place.phase != "optimizer"]
     doubts = []
     if scratch:
-        doubts.append(f"kernels allocate for themselves in {_listed(scratch)}")
+        where = _listed(scratch)
+        doubts.append(f"kernels allocate for themselves in {where}, which is bounded from above")
     if reads:
         doubts.append(f"values are read in {_listed(reads)}: it was taken with 0 and with 1")
     if doubts:

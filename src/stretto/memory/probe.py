@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from typing import Any, final
 
 from torch import nn
 
+from stretto.errors import FitError
 from stretto.memory.curve import MAXIMUM, MemoryCurve, Peak
 from stretto.memory.fit import fit
+from stretto.memory.limits import guard, held_bytes, room
 from stretto.memory.predict import SIZES, Certainty
 from stretto.memory.real import record_step
+from stretto.memory.release import release_memory
 from stretto.memory.sandbox import sandbox
 from stretto.memory.step import TrainingStep
+from stretto.memory.trace import step_tensors
 
 CALIBRATION_SHARE = 10
 """The real step that checks a probe has about this part of the size that is found."""
+
+SAFE_PART = 0.8
+"""The part of what is free here that a step may need as far as its curve says."""
 
 NOISE = Fraction(1, 10)
 """How far from a straight line an allocation may be; see `fit`."""
@@ -39,14 +49,19 @@ class Probe:
         """How many samples they had."""
         self.sizes: set[int] = set()
         """The sizes of the steps."""
+        self._recorded: dict[int, int] = {}
         self._recordings = self._record(SIZES)
         self.curve: MemoryCurve = fit(self._recordings, noise=NOISE)
         """Bytes as a function of the size."""
 
     @property
-    def certainty(self) -> Certainty:
+    def certainty_if_verified(self) -> Certainty:
         """How sure it is: an `estimate`, until a larger step has been taken: `calibrated`."""
         return "calibrated" if self._largest_seen > max(SIZES) else "estimate"
+
+    def certainty(self, size: int) -> Certainty:
+        """Return how sure it is of what a batch of that size needs; `tried` if one was taken."""
+        return "tried" if size in self._recorded else self.certainty_if_verified
 
     @property
     def reason(self) -> str:
@@ -55,7 +70,10 @@ class Probe:
 
     def peak(self, size: int) -> int:
         """Return the bytes that a batch of that size needs at once."""
-        return self.curve.peak(size)
+        return self._recorded.get(size) or self.curve.peak(size)
+
+    def guess(self, limit: int) -> int | None:
+        """Return None: its curve can be asked about any size."""
 
     def at(self, size: int) -> Peak:
         """Return the moment of the peak, and what is allocated at it."""
@@ -77,14 +95,29 @@ class Probe:
     def verify(self, size: int) -> bool:
         """Return whether a step of about a tenth of that size needs what the curve says.
 
-        One such step is taken; after it the answer is yes.
+        One such step is taken; after it the answer is yes. It is smaller where this machine has
+        no room for it.
 
         Raises:
             FitError: the larger step has too little in common with the tiny ones.
         """
-        part = size // CALIBRATION_SHARE
+        part = min(size // CALIBRATION_SHARE, self.largest_here() or 0)
         is_done = self._largest_seen > max(SIZES)
         return is_done or part <= self._largest_seen or self.calibrate(part)
+
+    def largest_here(self) -> int | None:
+        """Return the largest size that this machine seems to have room for a step of.
+
+        None: for none, or the system does not tell.
+        """
+        device = self._step.device
+        release_memory()
+        try:
+            free = room(device).bytes
+        except FitError:
+            return None
+        held = held_bytes(step_tensors(self._step), device)
+        return self.curve.largest(int(SAFE_PART * free) + held)
 
     def calibrate(self, size: int) -> bool:
         """Take a real step of that size, and return whether the curve has said what it needs.
@@ -94,9 +127,9 @@ class Probe:
         Raises:
             FitError: the step has too little in common with the tiny ones.
         """
-        (recording,) = self._record((size,))
+        expected, (recording,) = self.curve.peak(size), self._record((size,))
         self._largest_seen = max(size, self._largest_seen)
-        if recording.peak == self.curve.peak(size):
+        if recording.peak == expected:
             return True
         self._recordings.append(recording)
         self.curve = fit(self._recordings, noise=NOISE)
@@ -105,7 +138,10 @@ class Probe:
     def _record(self, sizes: Iterable[int]) -> list[Any]:
         """Take steps that leave no trace; the first makes the optimizer's state."""
         recordings = []
-        with sandbox(self._step.model, self._step.optimizer, also=self._also):
+        with (
+            self._bounds(),
+            sandbox(self._step.model, self._step.optimizer, also=self._also),
+        ):
             self._take(SIZES[0])
             for size in sizes:
                 # Kernels of a GPU that see a size for the first time may prepare for it.
@@ -113,9 +149,16 @@ class Probe:
                     self._take(size)
                 batch = self._make_batch(size)
                 recordings.append(record_step(self._step, batch, size))
+                self._recorded[size] = recordings[-1].peak
                 self._count(size)
                 del batch
         return recordings
+
+    def _bounds(self) -> AbstractContextManager[Any]:
+        """Let a step that this machine has no memory for raise an error."""
+        if self._step.device.type != "cpu" or sys.platform != "linux":
+            return contextlib.nullcontext()
+        return guard(room(self._step.device).bytes)
 
     def _take(self, size: int) -> None:
         self._step.run(self._make_batch(size))
@@ -139,7 +182,7 @@ def probe(
     >>> model = nn.Linear(1000, 10)
     >>> step = TrainingStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).mean())
     >>> found = probe(step, lambda size: torch.ones(size, 1000))
-    >>> found.peak(100) > 100 * 4 * 1000, found.certainty
+    >>> found.peak(100) > 100 * 4 * 1000, found.certainty(100)
     (True, 'estimate')
 
     Args:

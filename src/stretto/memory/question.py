@@ -9,7 +9,7 @@ from typing import Any, Literal, final
 from stretto.memory.limits import Room, held_bytes, room
 from stretto.memory.search import Sizes
 from stretto.memory.step import TrainingStep
-from stretto.memory.trace import state_tensors
+from stretto.memory.trace import step_tensors
 
 
 @final
@@ -30,8 +30,8 @@ class Question:
     also: tuple[object, ...] = ()
     device: Literal["cpu", "cuda"] | None = None
     """The kind of device that a prediction is for; None: tensors are counted, wherever they are."""
-    reserve_of_estimates: int = 0
-    """What stays free at least where a prediction that is but an estimate is the answer."""
+    reserve_of_probes: int = 0
+    """What stays free at least if no step was taken of the size that a probe answers."""
     is_checked: bool = False
     """Whether a step of the answer itself is to be taken."""
 
@@ -41,6 +41,4 @@ class Question:
 
     def held(self) -> int:
         """Bytes of the step that are there before its forward begins."""
-        step = self.step
-        tensors = [*step.model.parameters(), *step.model.buffers(), *state_tensors(step)]
-        return held_bytes(tensors, step.device)
+        return held_bytes(step_tensors(self.step), self.step.device)

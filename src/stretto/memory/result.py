@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 from stretto.memory.amounts import show_bytes
 from stretto.memory.limits import Room
@@ -16,18 +16,41 @@ class Oracle(Protocol):
     """Says what a step needs: a prediction or a probe."""
 
     @property
-    def certainty(self) -> Certainty:
-        """How sure it is."""
+    def certainty_if_verified(self) -> Certainty:
+        """How sure it is of a size that was verified."""
 
     @property
     def reason(self) -> str:
         """Why it is that sure."""
 
+    def certainty(self, size: int) -> Certainty:
+        """Return how sure it is of a size."""
+
     def peak(self, size: int) -> int:
         """Return the bytes that a batch of that size needs at once."""
 
+    def guess(self, limit: int) -> int | None:
+        """Return about how many samples need `limit` bytes if each answer costs a step.
+
+        None if it can be asked about any size for nothing.
+        """
+
     def verify(self, size: int) -> bool:
         """Return whether a step of that size confirms it."""
+
+
+@runtime_checkable
+class RealOracle(Oracle, Protocol):
+    """One that takes real steps: a probe."""
+
+    num_samples: int
+    """Samples in its steps."""
+
+    def largest_here(self) -> int | None:
+        """Return the largest size that this machine seems to have room for a step of."""
+
+    def calibrate(self, size: int) -> bool:
+        """Take a real step of that size, and return whether it confirms the oracle."""
 
 
 class Cost(NamedTuple):
@@ -81,9 +104,14 @@ class Answer:
     size: int
     """Samples of the largest micro-batch that fits."""
     certainty: Certainty
-    """`exact` (each allocation followed), `upper bound` (it needs at most what is said, so more
-    may fit), `estimate` (it may need more than is said), `calibrated` (corrected by small real
-    steps) or `tried` (a real step of this size was taken)."""
+    """How sure that is.
+
+    - `exact`: every allocation of a step of this size was followed.
+    - `upper bound`: a step needs at most what is said, so more may fit.
+    - `estimate`: it may need more than is said.
+    - `calibrated`: corrected by small real steps.
+    - `tried`: a real step of this size was taken.
+    """
     too_large: int | None
     """The next size known not to fit; None where the largest that was wanted does."""
     limit: Room

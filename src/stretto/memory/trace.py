@@ -18,6 +18,7 @@ from stretto.data.containers import mapped
 from stretto.memory.answers import Answers
 from stretto.memory.modules import ModuleWatch
 from stretto.memory.recording import Allocation, Category, Event, Place, Recording
+from stretto.memory.scratch import scratch_bytes
 from stretto.memory.shortcuts import Shortcuts
 from stretto.memory.step import TrainingStep
 
@@ -70,6 +71,9 @@ class StorageTrace(TorchDispatchMode):
             for item in result:
                 if isinstance(item, Tensor):
                     self._see(item, func)
+        scratch = scratch_bytes(func, args, result, on_cuda=self._answers.on_cuda)
+        if scratch:
+            self._pass(scratch, func)
         return result
 
     def enter(self, phase: str) -> None:
@@ -123,12 +127,22 @@ class StorageTrace(TorchDispatchMode):
         self._events.append(Event(index, is_free=False, place=place))
 
     def _add(self, storage: torch.UntypedStorage, place: Place, source: str) -> int:
-        index, key = len(self._bytes), storage._cdata
-        self._bytes.append(storage.nbytes())
-        self._places.append(place)
-        self._sources.append(source)
+        key = storage._cdata
+        index = self._note(storage.nbytes(), place, source)
         self._live[key] = index, weakref.ref(storage, lambda _: self._free(key))
         return index
+
+    def _pass(self, scratch: int, func: Any) -> None:
+        """See memory come and go that an operation takes beside its result."""
+        place = self._place
+        index = self._note(scratch, place, f"{func}, scratch")
+        self._events += [Event(index, is_free, place) for is_free in (False, True)]
+
+    def _note(self, size: int, place: Place, source: str) -> int:
+        self._bytes.append(size)
+        self._places.append(place)
+        self._sources.append(source)
+        return len(self._bytes) - 1
 
     def _free(self, key: int) -> None:
         known = self._live.pop(key, None)
@@ -178,6 +192,11 @@ def trace(
 def state_tensors(step: TrainingStep) -> list[Tensor]:
     """Return the tensors of the optimizer's state."""
     return tensors_in(list(step.optimizer.state.values()))
+
+
+def step_tensors(step: TrainingStep) -> list[Tensor]:
+    """Return the tensors that are there before a step: parameters, buffers, optimizer state."""
+    return [*step.model.parameters(), *step.model.buffers(), *state_tensors(step)]
 
 
 def tensors_in(node: Any) -> list[Tensor]:

@@ -45,9 +45,9 @@ class Tracer:
         *,
         for_cuda: bool = False,
     ) -> None:
-        self.answers = Answers(value)
         self.num_steps = 0
         self._device = "cuda" if step.device.type == "cuda" else "cpu"
+        self.answers = Answers(value, on_cuda=for_cuda or self._device == "cuda")
         self._world = FakeWorld(self._device)
         self._shortcuts = Shortcuts(self._world.mode)
         self._make_batch = make_batch

@@ -28,6 +28,7 @@ def trials(
     *,
     reserve: int = 0,
     also: Iterable[object] = (),
+    smallest: int = WARM_UP_SIZE,
 ) -> Iterator[Trials]:
     """Let real steps of any size be taken; afterwards all is as it was, to the last bit.
 
@@ -36,6 +37,7 @@ def trials(
         make_batch: makes a batch of a size, on the device of the model.
         reserve: bytes that a step must leave free.
         also: what else to put back; see `sandbox`.
+        smallest: samples of the step that makes the optimizer's state.
 
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -53,7 +55,7 @@ def trials(
         step.model, step.optimizer, also=[*loss, *also], on_disk=step.device.type == "cpu"
     ) as undo:
         try:
-            yield Trials(step, make_batch, undo=undo, reserve=reserve)
+            yield Trials(step, make_batch, undo=undo, reserve=reserve, smallest=smallest)
         finally:
             release_memory()
 
@@ -77,8 +79,10 @@ class Trials:
         *,
         undo: Callable[[], None],
         reserve: int = 0,
+        smallest: int = WARM_UP_SIZE,
     ) -> None:
         self._step = step
+        self._smallest = smallest
         self._make_batch = make_batch
         self._undo = undo
         self._reserve = reserve
@@ -116,7 +120,7 @@ class Trials:
     def warm_up(self, size: int) -> bool:
         """Take a small step, once, that makes the optimizer's state; return whether it fits."""
         if not self._is_warm:
-            self._is_warm = self._run(min(size, WARM_UP_SIZE)) is not None
+            self._is_warm = self._run(min(size, self._smallest)) is not None
         return self._is_warm
 
     def _run(

@@ -1,0 +1,84 @@
+"""What kernels allocate for themselves, unseen by fake tensors, bounded from above.
+
+Found by recording real steps with torch 2.13 on a CPU (`tests/memory/test_scratch.py`):
+
+- oneDNN copies what a convolution reads and writes into blocks of 8 or 16 channels.
+- Where oneDNN does not compute a type (float64; bf16 and fp16 on CPUs without instructions for
+  them), PyTorch unfolds the input: one column of the kernel's size for each element of the output.
+- A mean of bf16 or fp16 goes through a float32 copy on a CPU, as does the gradient of a bias.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+_BLOCK = 16
+"""Channels are padded to a multiple of this."""
+_HALF = {torch.bfloat16, torch.float16}
+_MEANS = {_aten.mean.default, _aten.mean.dim}
+
+CONVOLUTIONS = {
+    # Each with the positions of its weight, its dilation and whether it is transposed.
+    _aten.convolution.default: (1, 5, 6),
+    _aten.convolution_backward.default: (2, 6, 7),
+}
+
+
+def scratch_bytes(func: Any, args: Sequence[Any], result: Any, *, on_cuda: bool) -> int:
+    """Return the most bytes that an operation allocates for itself while it runs.
+
+    Args:
+        func: the operation.
+        args: its arguments.
+        result: what it returns.
+        on_cuda: whether it runs on CUDA, where only copies of convolutions are counted.
+
+    >>> x, weight = torch.ones(2, 16, 8, 8), torch.ones(16, 16, 1, 1)
+    >>> call = (x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    >>> conv = torch.ops.aten.convolution.default
+    >>> scratch_bytes(conv, call, conv(*call), on_cuda=False) == 4 * (2 * x.numel() + 16 * 16)
+    True
+    """
+    if func in _MEANS and args[0].dtype in _HALF and not on_cuda:
+        return 4 * int(args[0].numel())
+    if func not in CONVOLUTIONS:
+        return 0
+    results = result if isinstance(result, tuple) else (result,)
+    tensors = [one for one in (*args[:3], *results) if isinstance(one, Tensor)]
+    weight, dilation, transposed = (args[position] for position in CONVOLUTIONS[func])
+    if on_cuda or _is_blocked(weight.dtype):
+        return sum(map(_in_blocks, tensors))
+    # Convolved in its own way, one sample after the other where it is dilated or transposed.
+    is_forward = func is _aten.convolution.default
+    out = results[0] if is_forward else args[0]
+    source, image = (args[0], out) if is_forward else (args[1], out)
+    places = math.prod((source if transposed else image).shape[2:])
+    samples = 1 if transposed or any(step > 1 for step in dilation) else out.size(0)
+    columns = samples * places * math.prod(weight.shape[1:]) * weight.element_size()
+    as_float = 4 * out.numel() if weight.dtype in _HALF and not is_forward else 0
+    return int(columns + as_float)
+
+
+_SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
+    torch.float32: lambda: True,
+    torch.bfloat16: lambda: bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    torch.float16: lambda: bool(torch.ops.mkldnn._is_mkldnn_fp16_supported()),
+}
+
+
+def _is_blocked(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN computes with a type on this machine."""
+    return torch.backends.mkldnn.is_available() and _SUPPORTED.get(dtype, lambda: False)()
+
+
+def _in_blocks(tensor: Tensor) -> int:
+    """Return the bytes of a copy with its channels padded."""
+    channels = -(-tensor.size(1) // _BLOCK) * _BLOCK if tensor.dim() > 1 else 0
+    others = math.prod(tensor.shape) // max(1, tensor.size(1)) if tensor.dim() > 1 else 0
+    return max(channels * others, tensor.numel()) * tensor.element_size()
