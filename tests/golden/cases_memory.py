@@ -41,6 +41,7 @@ CASES = [
     ("memory-device", lambda: find(device_memory="1GiB", device="cpu", method="try")),
     ("memory-meta", lambda: find("meta")),
     ("memory-meta-probe", lambda: find("meta", device_memory="1GiB", method="probe")),
+    ("memory-zero", lambda: find(device_memory="0")),
     ("memory-too-little", lambda: find(device_memory="16B", margin=0)),
     ("memory-sandbox-lazy", lambda: enter(nn.LazyLinear(3))),
     ("memory-sandbox-other", lambda: enter(nn.Linear(1, 1), object())),

@@ -21,6 +21,7 @@ from stretto.memory.amounts import UNITS, Margin, parse_bytes, show_bytes
         ("1_000kB", 1_000_000),
         (" 512 MiB ", 2**29),
         ("0B", 0),
+        ("0", 0),
         ("2TiB", 2**41),
         (123, 123),
         (0, 0),
@@ -35,7 +36,7 @@ def test_amounts(text: str | int, amount: int) -> None:
     [
         ("80G", "'G' may be 1000 or 1024; write 80GiB or 80GB"),
         ("80k", "write 80KiB or 80kB"),
-        ("80", "it has no unit; write 80GiB, or an integer for bytes"),
+        ("80", "it has no unit; write 80GiB, or 80B for bytes"),
         ("", "not a number and a unit"),
         ("lots", "not a number and a unit"),
         ("-1GiB", "not a number and a unit"),

@@ -96,6 +96,7 @@ def test_a_prediction_calls_only_verified_sizes_exact(model: Callable[[], nn.Mod
 def test_an_answer_for_stated_memory_is_verified_and_fits(model: Callable[[], nn.Module]) -> None:
     answer = find_batch_size(step_of(model()), rows(2), device_memory="1500kB", margin=0)
     assert answer.certainty == "exact"
+    assert answer.peak is not None
     assert answer.peak == pytest.approx(real_peak(step_of(model()), answer.size), rel=0.001)
     assert 0.97 * 1_500_000 < answer.peak <= 1_500_000
     assert answer.cost.real_steps == 0

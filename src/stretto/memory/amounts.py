@@ -33,6 +33,8 @@ def parse_bytes(amount: str | int) -> int:
     if isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0:
         return amount
     match = _NUMBER.fullmatch(amount.strip()) if isinstance(amount, str) else None
+    if match is not None and match[2] is None and not float(match[1]):
+        return 0  # in any unit
     unit = _SPELLINGS.get((match[2] or "").lower()) if match else None
     if match is None or unit is None:
         why, instead = _advice(match)
@@ -106,7 +108,7 @@ def _advice(match: re.Match[str] | None) -> tuple[str, str]:
         return "it is not a number and a unit", example
     number, unit = match[1], match[2]
     if unit is None:
-        return "it has no unit", f"write {number}GiB, or an integer for bytes"
+        return "it has no unit", f"write {number}GiB, or {number}B for bytes"
     if unit.upper() in {"K", "M", "G", "T"}:
         letter = unit.upper()
         meant = f"{number}{letter}iB or {number}{'k' if letter == 'K' else letter}B"

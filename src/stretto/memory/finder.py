@@ -142,7 +142,16 @@ def _maker(batch: Any, device: torch.device | None) -> Callable[[int], Any]:
 def _limit(step: TrainingStep, device_memory: str | int | None) -> Room:
     """What a step may use in all."""
     if device_memory is not None:
-        return Room(parse_bytes(device_memory), "as stated")
+        stated = parse_bytes(device_memory)
+        if not stated:
+            raise FitError(
+                cannot(
+                    f"find a batch size for device_memory={shown(device_memory)}",
+                    why="it is not above zero",
+                    instead="write for example 80GiB, or leave it out to use this machine's memory",
+                )
+            )
+        return Room(stated, "as stated")
     if step.device.type == "meta":
         raise FitError(
             cannot(
