@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -15,7 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from stretto.checkpoint import pack_optimizer, unpack_optimizer
 from stretto.training.agreement import check_agreement
 from stretto.training.fully_sharded import check_sharding
-from stretto.training.ranks import Ranks, together
+from stretto.training.peers import Peers
+from stretto.training.ranks import Ranks
+from stretto.training.settings import Stepping
 
 
 class Two(nn.Module):
@@ -40,9 +44,18 @@ def over_some(model: Two) -> None:
     fully_shard(model, mesh=mesh["inner"])
 
 
-def lost() -> None:
-    with together():
-        raise RuntimeError("Connection closed by peer [127.0.0.1]:416")
+def lost(said: str = "Connection closed by peer [127.0.0.1]:416") -> None:
+    with Peers(0, 2).meeting():
+        raise RuntimeError(said)
+
+
+def late(*gave_up: int) -> None:
+    """Rank 0 waits in vain; these ranks have given up as well."""
+    store = HashStore()
+    for rank in gave_up:
+        store.set(f"gave up/{rank}", "")
+    with Peers(0, 3, store=store, timeout=timedelta(seconds=0.3)).meeting():
+        raise RuntimeError("Timed out waiting 300ms for recv operation to complete")
 
 
 def unlike(name: str, call: str = "Trainer()") -> None:
@@ -65,6 +78,10 @@ def more_parameters() -> None:
 
 CASES: list[tuple[str, Callable[[], object]]] = [
     ("ranks-lost", lost),
+    ("ranks-late", lambda: late(2)),
+    ("ranks-all-wait", lambda: late(1, 2)),
+    ("ranks-unknown", lambda: lost("Timed out waiting 300ms for recv operation to complete")),
+    ("ranks-timeout", lambda: Stepping(rank_timeout="5ba")),
     ("ranks-unlike", lambda: unlike("loading.seed")),
     ("ranks-apart", lambda: unlike("position in sp", "fit()")),
     ("ranks-parts-sharded", lambda: spread(lambda model: fully_shard(model.body))),

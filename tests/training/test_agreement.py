@@ -1,4 +1,4 @@
-"""Ranks with different settings: every one of them says which setting, before anything can hang."""
+"""Ranks that are set up unlike, or stuck: none of them hangs, and each says why."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import pytest
 
 from stretto.training.agreement import first_difference
 
-SCRIPT = Path(__file__).with_name("distributed_agreement.py")
+SCRIPT = Path(__file__).with_name("forked_ranks.py")
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_rank_names_the_first_setting_that_differs(
+def test_no_rank_waits_for_one_that_is_set_up_unlike_or_is_stuck(
     tmp_path: Path, torchrun: Callable[..., CompletedProcess[str]]
 ) -> None:
+    """Every rank names the first setting that differs, or the rank that does not come."""
     said: dict[str, list[str]] = json.loads(torchrun(SCRIPT, tmp_path, ranks=1).stdout)
     unlike: dict[str, Any] = runpy.run_path(str(SCRIPT))["UNLIKE"]
     for name, (_, expected) in unlike.items():
@@ -35,6 +36,11 @@ def test_every_rank_names_the_first_setting_that_differs(
         assert first == second
         assert f"rank {rank} has called resume()" in first
         assert f"rank {1 - rank} has called fit()" in first
+    for place in ("callback", "metric", "sharded"):
+        first, silent, third = said[f"stuck {place}"]
+        assert silent == "no answer"
+        assert "rank 1 did not come within 8 s" in first, place
+        assert "rank 1 did not come within 8 s" in third, place
 
 
 def test_a_difference_deep_in_a_long_setting_is_shown() -> None:

@@ -24,7 +24,7 @@ from pydantic_core import core_schema
 
 from stretto.config.source import show_path
 from stretto.errors import ConfigError, TimeError, cannot
-from stretto.timing import Time, TimeUnit
+from stretto.timing import Time, TimeUnit, read_wall_clock
 
 TIME_PATTERN = (
     r"^\s*[0-9][0-9_]*(\.[0-9]+|/[0-9][0-9_]*)?([eE][+-]?[0-9]+)?"
@@ -135,6 +135,15 @@ def read_length(value: object) -> Time:
             )
         )
     return time
+
+
+def read_wait(value: object) -> Time:
+    """Return a time on the wall clock.
+
+    Raises:
+        TimeError: it is not such a time, or not positive.
+    """
+    return read_wall_clock(read_length(value))
 
 
 def read_run_length(value: object) -> Time:
@@ -252,6 +261,8 @@ TimeText: TypeAlias = Annotated[Time, *_time(read_time, ["2ep", "10%", "2Btok"])
 """Any time."""
 Length: TypeAlias = Annotated[Time, *_time(read_length, ["1ep", "10%", "512sp"])]
 """A time that is longer than nothing."""
+WallClock: TypeAlias = Annotated[Time, *_time(read_wait, ["90s", "10m"])]
+"""A time on the wall clock that is longer than nothing."""
 Duration: TypeAlias = Annotated[
     Time | Literal["rest"],
     GetPydanticSchema(lambda _, __: core_schema.no_info_plain_validator_function(read_duration)),

@@ -161,6 +161,7 @@ def make_stepping(config: RunConfig, run: Run, source: Source) -> Stepping:
         noise_from=section.noise_from,
         compile=section.compile,
         device=section.device,
+        rank_timeout=section.rank_timeout,
     )
 
 

@@ -17,6 +17,7 @@ from stretto.config.fields import (
     Part,
     Section,
     Target,
+    WallClock,
     shape_of,
     shown,
 )
@@ -160,6 +161,8 @@ class SteppingSection(Section):
     """What the loss function returns."""
     device: str | None = None
     """Where to compute; left out: CUDA if there is one, else the CPU."""
+    rank_timeout: WallClock | None = None
+    """How long a rank waits for the others; left out: 10 minutes with NCCL, 30 with gloo."""
 
 
 class Evaluate(Section):

@@ -4,7 +4,7 @@ from stretto.timing.axis import Axis
 from stretto.timing.batch_sizes import BatchSizes, LastBatch
 from stretto.timing.conversion import convert
 from stretto.timing.horizon import Horizon
-from stretto.timing.time import Time, TimeLike
+from stretto.timing.time import Time, TimeLike, read_wall_clock
 from stretto.timing.timer import Timer
 from stretto.timing.timestamp import Timestamp
 from stretto.timing.triggers import AnyOf, At, BoundTrigger, Every, Trigger, parse_trigger
@@ -27,4 +27,5 @@ __all__ = [
     "Trigger",
     "convert",
     "parse_trigger",
+    "read_wall_clock",
 ]

@@ -224,6 +224,27 @@ TimeLike: TypeAlias = Time | str | timedelta
 """What is accepted as a time at the edges."""
 
 
+def read_wall_clock(value: TimeLike) -> Time:
+    """Return a time on the wall clock that is longer than nothing.
+
+    >>> read_wall_clock("1h30m").amount
+    Fraction(5400, 1)
+
+    Raises:
+        TimeError: it is not a time, or no such time.
+    """
+    time = Time(value)
+    if time.unit is not TimeUnit.SECOND or time.amount <= 0:
+        raise TimeError(
+            cannot(
+                f"wait '{time}'",
+                why="it is not a time on the wall clock that is longer than 0",
+                instead="write a time such as '90s', '10m' or '1h30m'",
+            )
+        )
+    return time
+
+
 def _trusted(amount: Fraction, unit: TimeUnit) -> Time:
     """Build a time from an amount that is known to be one of `unit`."""
     time = object.__new__(Time)

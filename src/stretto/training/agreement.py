@@ -26,7 +26,7 @@ from stretto.training.callback import Callback, overrides
 from stretto.training.ranks import Ranks
 from stretto.training.settings import Checkpointing, Evaluation, Loading, Logging, Stepping
 
-_OWN_OF_A_RANK = frozenset({"num_workers", "prefetch_factor", "pin_memory", "device"})
+_OWN_OF_A_RANK = frozenset({"num_workers", "prefetch_factor", "pin_memory", "device", "data"})
 """Settings that ranks need not share."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _LONGEST = 100
@@ -144,8 +144,8 @@ def _of_evaluation(evaluation: Evaluation) -> dict[str, Any]:
     at = f"evaluate.{evaluation.name}"
     settings = _fields(at, evaluation) | {f"{at}.every": evaluation.trigger}
     settings[f"{at}.metrics"] = {name: _text(one) for name, one in evaluation.metrics.items()}
-    settings[f"{at}.data"] = f"{DataSpec.of(evaluation.data).known_num_samples} samples"
-    return settings
+    facts = _of_data(DataSpec.of(evaluation.data))
+    return settings | {f"{at}.{name}": value for name, value in facts.items()}
 
 
 def _of_model(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
@@ -170,8 +170,7 @@ def _of_tensor(name: str, tensor: Tensor) -> str:
 
 def _fields(at: str, settings: Any) -> dict[str, Any]:
     names = [one.name for one in fields(settings) if one.name not in _OWN_OF_A_RANK]
-    # What logs, and the data themselves, are no settings.
-    return {f"{at}.{name}": getattr(settings, name) for name in names if name != "data"}
+    return {f"{at}.{name}": getattr(settings, name) for name in names}
 
 
 def _text(value: Any) -> str:

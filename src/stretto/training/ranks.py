@@ -5,9 +5,8 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any, cast, final
 
 import torch
@@ -18,13 +17,8 @@ from stretto import errors
 from stretto.checkpoint.sharding import is_spread
 from stretto.errors import StrettoError, TrainingError, cannot
 from stretto.training.fully_sharded import check_sharding, is_fully_sharded
+from stretto.training.peers import Peers, own_store
 from stretto.training.rendezvous import join_group
-
-_LOST = (
-    *("gloo/transport", "connection closed by peer", "connection reset by peer"),
-    *("ncclremoteerror", "communicator was aborted"),
-)
-"""What gloo and NCCL say where another process is gone."""
 
 
 @final
@@ -36,20 +30,27 @@ class Ranks:
 
     Args:
         device: where this rank computes.
+        timeout: how long a rank waits for the others in any collective, those of the default group
+            included; None: as torch sets it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timeout: timedelta | None = None) -> None:
         self.device = device
+        self._timeout = timeout
         self._group: Any = None
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         else:
             self.rank, self.world_size = 0, 1
+        self.peers = Peers(self.rank, self.world_size, timeout=timeout)
+        """Explains why this rank waits for the others in vain."""
         if self.world_size > 1:
-            self._group = dist.new_group(backend="gloo")
+            self._limit_waiting(dist.group.WORLD)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            self.peers.store = own_store(self._group.group_name)
 
     @classmethod
-    def from_environment(cls, device: str | None = None) -> Ranks:
+    def from_environment(cls, device: str | None = None, timeout: timedelta | None = None) -> Ranks:
         """Join the process group that `torchrun` describes, if there is one.
 
         Raises:
@@ -63,7 +64,7 @@ class Ranks:
             join_group("nccl" if found.type == "cuda" else "gloo")
             # To the end of the process: evaluations and other runs may follow the first one.
             atexit.register(_leave_group)
-        return cls(found)
+        return cls(found, timeout)
 
     @property
     def is_first(self) -> bool:
@@ -75,7 +76,7 @@ class Ranks:
         if self.world_size == 1:
             return list(values)
         packed = torch.tensor(values, dtype=torch.float64)
-        with together():
+        with self.peers.meeting():
             dist.all_reduce(packed, group=self._group)
         return cast(list[float], packed.tolist())
 
@@ -108,7 +109,7 @@ class Ranks:
         room = torch.zeros(max(lengths), dtype=torch.uint8)
         room[: payload.numel()] = payload
         gathered = [torch.empty_like(room) for _ in lengths]
-        with together():
+        with self.peers.meeting():
             dist.all_gather(gathered, room, group=self._group)
         return [
             bytes(one[:length].tolist()).decode()
@@ -140,7 +141,7 @@ class Ranks:
         if self.world_size > 1:
             for tensor in tensors:
                 if not is_spread(tensor):
-                    with together():
+                    with self.peers.meeting():
                         dist.broadcast(tensor, 0)
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -150,7 +151,12 @@ class Ranks:
             TrainingError: it is spread over ranks in a way that cannot be trained.
         """
         check_sharding(model, world_size=self.world_size, device=self.device)
-        return model if is_fully_sharded(model) else model.to(self.device)
+        if not is_fully_sharded(model):
+            return model.to(self.device)
+        for parameter in filter(is_spread, model.parameters()):
+            for group in parameter.device_mesh.get_all_groups():  # type: ignore[operator]
+                self._limit_waiting(group)
+        return model
 
     def share_buffers(self, model: nn.Module) -> None:
         """Copy the first rank's buffers to all ranks now, instead of in the model's next pass.
@@ -163,7 +169,7 @@ class Ranks:
         """
         if isinstance(model, nn.parallel.DistributedDataParallel):
             if model.will_sync_module_buffers():
-                with together():
+                with self.peers.meeting():
                     model._sync_buffers()  # what the pass would call
             model.require_forward_param_sync = False
 
@@ -186,7 +192,12 @@ class Ranks:
         if self.world_size == 1 or is_fully_sharded(model):
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+        with self.peers.meeting(inside_a_pass=True):
+            return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+
+    def _limit_waiting(self, group: Any) -> None:
+        if self._timeout is not None:
+            dist.distributed_c10d._set_pg_timeout(self._timeout, group)  # torch has no public way
 
 
 class _NothingToLearn(nn.Module):
@@ -230,47 +241,6 @@ def sparse_tables(model: nn.Module) -> set[int]:
     """
     tables = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
     return {id(one.weight) for one in tables if one.sparse}
-
-
-@contextmanager
-def together() -> Iterator[None]:
-    """Say it plainly where the ranks cannot meet; the cause is told by the one that failed.
-
-    Raises:
-        TrainingError: another rank has ended.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        raise _ended(error) from error
-
-
-@contextmanager
-def told_of_the_end() -> Iterator[None]:
-    """Say it as plainly where ranks meet inside a pass, whose own errors stay what they are.
-
-    Raises:
-        TrainingError: another rank has ended.
-    """
-    try:
-        yield
-    except StrettoError:
-        raise
-    except RuntimeError as error:
-        said = str(error).lower()
-        if not any(sign in said for sign in _LOST):
-            raise
-        raise _ended(error) from error
-
-
-def _ended(error: RuntimeError) -> TrainingError:
-    return TrainingError(
-        cannot(
-            "go on with the other ranks",
-            why=f"one of them has ended ({textwrap.shorten(str(error), 200, placeholder=' ...')})",
-            instead="look for its own error, which came first",
-        )
-    )
 
 
 def _apart(calls: Sequence[str]) -> TrainingError:

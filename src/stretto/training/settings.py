@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal, TypeAlias, final
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from stretto.batching import RuleLike, as_rule, checked_size
 from stretto.data import DataSpec
 from stretto.data.spec import is_one_shot
 from stretto.errors import TrainingError, cannot, shown
-from stretto.timing import LastBatch, TimeLike, Trigger, parse_trigger
+from stretto.timing import LastBatch, TimeLike, Trigger, parse_trigger, read_wall_clock
 from stretto.timing.number import whole
 from stretto.training.loggers import MetricLogger
 
@@ -60,6 +61,7 @@ class Stepping:
     Raises:
         TrainingError: a value is not one of those that exist, or `clip_norm` is not a positive
             number, or `measure_noise` no number of steps.
+        TimeError: `rank_timeout` is not a wall-clock time.
         BatchSizeError: the learning rate rule cannot be read.
     """
 
@@ -93,6 +95,10 @@ class Stepping:
     """Whether the model runs through `torch.compile`."""
     device: str | None = None
     """Where to compute; None: this rank's CUDA device if there is one, else the CPU."""
+    rank_timeout: TimeLike | None = None
+    """How long a rank waits for the others before the run ends with an error that names those that
+    did not come, such as `"10m"`; None: as long as the process group does (torch: 10 minutes with
+    NCCL, 30 with gloo)."""
 
     def __post_init__(self) -> None:
         if self.learning_rate_rule is not None:
@@ -129,6 +135,15 @@ class Stepping:
                     instead="write a number such as 1.0, or leave clip_norm out",
                 )
             )
+        if self.rank_timeout is not None:
+            read_wall_clock(self.rank_timeout)
+
+    @property
+    def longest_wait(self) -> timedelta | None:
+        """How long a rank waits for the others; None: as long as the process group does."""
+        if self.rank_timeout is None:
+            return None
+        return timedelta(seconds=float(read_wall_clock(self.rank_timeout).amount))
 
 
 @final

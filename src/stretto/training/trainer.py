@@ -31,7 +31,7 @@ from stretto.training.fitting import find_fitting, largest_share, with_found_max
 from stretto.training.interrupt import raise_for
 from stretto.training.measuring import keeps_gradients_apart
 from stretto.training.preparation import make_loader, make_plan
-from stretto.training.ranks import Ranks, told_of_the_end
+from stretto.training.ranks import Ranks
 from stretto.training.resuming import find_checkpoint, open_run, open_verified
 from stretto.training.scaling import Timed
 from stretto.training.settings import (
@@ -131,7 +131,7 @@ class Trainer:
         """The listeners, in the order in which they are told."""
         self.changes: tuple[str, ...] = ()
         """What is set up otherwise than in the checkpoint that was resumed, a line each."""
-        self._ranks = Ranks.from_environment(stepping.device)
+        self._ranks = Ranks.from_environment(stepping.device, stepping.longest_wait)
         self.model = self._ranks.place(model)
         spec = DataSpec.of(train_data)
         if any(callback.changes_tokens for callback in callbacks):
@@ -299,7 +299,7 @@ class Trainer:
             held.enter_context(loop.interrupts)
             self.model.train()
             loop.stepper.clear()  # a gradient from before is no part of the first batch
-            with loop.events.fit(), told_of_the_end():
+            with loop.events.fit(), self._ranks.peers.meeting(inside_a_pass=True):
                 loop.run()
         if on_signal == "raise":
             raise_for(loop.signal or loop.interrupts.received)

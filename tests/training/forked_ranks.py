@@ -1,4 +1,4 @@
-"""Ranks that are not set up alike, forked from one process; prints what each of them said."""
+"""Ranks forked from one process, set up unlike or stuck; prints what each of them said."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import torch
 import torch._dynamo  # what a rank would import at its first step
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
-from torch.nn.parallel import DistributedDataParallel  # noqa: F401
+from torch.distributed.fsdp import fully_shard  # noqa: F401  the same
 from torch.utils.data import TensorDataset
 
+from stretto import shard_blocks
 from stretto.schedules import Linear
 from stretto.training import (
     Callback,
@@ -33,42 +34,57 @@ LIMIT_SECONDS = 60
 DATA = TensorDataset(torch.randn(60, 5, generator=torch.Generator().manual_seed(1)))
 
 
-def on_ranks(work: Callable[[int], object], number: int = 2) -> list[str]:
-    """Run `work(rank)` on forked ranks; return the error of each, or what it returned."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes, ranks = [], []
-    for rank in range(number):
-        read, write = os.pipe()
-        process = os.fork()
-        if not process:
-            os.environ |= {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(number),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-            }
-            torch.set_num_threads(1)
-            try:
-                said = str(work(rank))
-            except Exception as error:  # noqa: BLE001  the test judges it
-                said = f"{type(error).__name__}: {error}"
-            os.write(write, said.encode())
-            os._exit(0)
-        os.close(write)
-        pipes.append(read)
-        ranks.append(process)
-    end = time.monotonic() + LIMIT_SECONDS
-    while time.monotonic() < end and not all(ended(one) for one in ranks):
-        time.sleep(0.02)
-    for one in ranks:
-        if not ended(one):
-            os.kill(one, signal.SIGKILL)
-        os.waitpid(one, 0)
-    return [os.read(pipe, 2**16).decode() or "no answer" for pipe in pipes]
+class Forked:
+    """Runs `work(rank)` on forked ranks.
+
+    Args:
+        work: the error that it raises, or what it returns, is what the rank says.
+        number: how many ranks there are.
+        stuck: the one that is not waited for.
+    """
+
+    def __init__(
+        self, work: Callable[[int], object], *, number: int = 2, stuck: int | None = None
+    ) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._stuck = stuck
+        self._ranks, self._pipes = [], []
+        for rank in range(number):
+            read, write = os.pipe()
+            process = os.fork()
+            if not process:
+                os.environ |= {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(number),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(self._store.port),
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                }
+                torch.set_num_threads(1)
+                try:
+                    said = str(work(rank))
+                except Exception as error:  # noqa: BLE001  the test judges it
+                    said = f"{type(error).__name__}: {error}"
+                os.write(write, said.encode())
+                os._exit(0)
+            os.close(write)
+            self._pipes.append(read)
+            self._ranks.append(process)
+
+    def said(self) -> list[str]:
+        """Wait for all that are not stuck, end the rest, and return what each has said."""
+        waited = [one for rank, one in enumerate(self._ranks) if rank != self._stuck]
+        end = time.monotonic() + LIMIT_SECONDS
+        while time.monotonic() < end and not all(map(has_ended, waited)):
+            time.sleep(0.02)
+        for one in self._ranks:
+            if not has_ended(one):
+                os.kill(one, signal.SIGKILL)
+            os.waitpid(one, 0)
+        return [os.read(pipe, 2**16).decode() or "no answer" for pipe in self._pipes]
 
 
-def ended(process: int) -> bool:
+def has_ended(process: int) -> bool:
     state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     return state == "Z"
 
@@ -158,7 +174,7 @@ def unlike(name: str, folder: Path) -> list[str]:
         make(folder, **{"checkpoint": Checkpointing("2ba")} | odd).fit()
         return "trained"
 
-    return on_ranks(work)
+    return Forked(work).said()
 
 
 def resumed_alone(folder: Path, rank_alone: int) -> list[str]:
@@ -171,13 +187,51 @@ def resumed_alone(folder: Path, rank_alone: int) -> list[str]:
         run.fit()
         return "trained"
 
-    return on_ranks(work)
+    return Forked(work).said()
+
+
+class Stop(Callback):
+    """Stops its process, as `kill -STOP` does."""
+
+    def on_batch_end(self, trainer: Trainer, step: Any) -> None:
+        del step
+        if trainer.timer.batch == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stopped(model: nn.Module, batch: Any) -> torch.Tensor:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return square(model, batch)
+
+
+def stuck() -> dict[str, Forked]:
+    """Three ranks of which rank 1 is stuck, by where it is stuck."""
+    wait = Stepping(device="cpu", rank_timeout="8s")
+
+    def callback(rank: int) -> None:
+        make(callbacks=[Stop()] if rank == 1 else [], stepping=wait).fit()
+
+    def metric(rank: int) -> None:
+        del rank
+        make(evaluate=Evaluation(DATA, "2ba", {"other": stopped}), stepping=wait).fit()
+
+    def sharded(rank: int) -> None:
+        model = shard_blocks(nn.Linear(5, 1), device="cpu")
+        make(model=model, callbacks=[Stop()] if rank == 1 else [], stepping=wait).fit()
+
+    works = {"callback": callback, "metric": metric, "sharded": sharded}
+    return {name: Forked(work, number=3, stuck=1) for name, work in works.items()}
 
 
 def main(out: Path) -> None:
+    waiting = stuck()
     said = {name: unlike(name, out / "unlike") for name in UNLIKE}
-    said["no difference"] = on_ranks(lambda rank: make(loading=Loading(num_workers=rank)).fit())
+    said["no difference"] = Forked(
+        lambda rank: make(loading=Loading(num_workers=rank)).fit()
+    ).said()
     said |= {f"resumed {rank}": resumed_alone(out / "alone", rank) for rank in range(2)}
+    said |= {f"stuck {name}": run.said() for name, run in waiting.items()}
     print(json.dumps(said))
 
 

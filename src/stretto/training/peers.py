@@ -1,0 +1,153 @@
+"""Explains why a rank waits for the others in vain: which of them ended, or did not come.
+
+The collectives of gloo and NCCL do not tell which rank they wait for. So each rank that gave up
+leaves its number in the store in which all have met; the one that is missing there is stuck.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from threading import Thread
+from typing import TYPE_CHECKING, final
+
+import torch.distributed as dist
+
+from stretto.errors import StrettoError, TrainingError, cannot
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_LOST = (
+    *("gloo/transport", "connection closed by peer", "connection reset by peer"),
+    *("ncclremoteerror", "communicator was aborted"),
+)
+"""What gloo and NCCL say where another process is gone, or does not come."""
+_LATE = "timed out waiting"
+"""What gloo says where another process does not come in time."""
+_MOST = timedelta(seconds=30)
+"""How long to wait for other ranks that give up: they began to wait at different times."""
+_MOMENT = timedelta(seconds=0.5)
+"""How long it takes until the first one that gave up has said so."""
+_POLL_SECONDS = 0.1
+_ANSWER_SECONDS = 5.0
+"""How much longer the store may take to answer."""
+
+
+@final
+class Peers:
+    """The other ranks, for a rank that waits for them.
+
+    Args:
+        rank: this rank.
+        world_size: how many there are.
+        store: where they have met, under a name that no other run uses; None: it is not known.
+        timeout: how long a rank waits; None: as torch sets it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        store: Store | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self.store = store
+        self._timeout = timeout
+
+    @contextmanager
+    def meeting(self, *, inside_a_pass: bool = False) -> Iterator[None]:
+        """Translate the error of a collective that another rank has left or never reached.
+
+        Args:
+            inside_a_pass: whether other errors may come as well; those stay what they are.
+
+        Raises:
+            TrainingError: another rank has ended, or did not come in time.
+        """
+        try:
+            yield
+        except StrettoError:
+            raise
+        except RuntimeError as error:
+            said = str(error).lower()
+            if inside_a_pass and not any(sign in said for sign in _LOST):
+                raise
+            raise self._explained(error, is_late=_LATE in said) from error
+
+    def _explained(self, error: RuntimeError, *, is_late: bool) -> TrainingError:
+        grace = _MOST if self._timeout is None else min(self._timeout, _MOST)
+        answers: list[list[int] | None] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the process that keeps the store has ended
+                answers.append(self._missing(grace, is_late))
+
+        # In a thread: if the process that keeps the store is stuck itself, no call returns.
+        asking = Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(grace.total_seconds() + _ANSWER_SECONDS)
+        missing = answers[0] if answers else None
+        if missing:
+            why, instead = self._late(missing)
+        elif not is_late and missing is None:
+            why, instead = "one of them has ended", "look for its own error, which came first"
+        elif missing is None:
+            why = "one did not come in time, and the store that knows which does not answer"
+            instead = "look at rank 0 first, which keeps the store unless torchrun does"
+        else:
+            why = "all of them wait, each for something else, or one came too late"
+            instead = (
+                "make the same calls on every rank (a loss function, metric or callback may not "
+                "meet other ranks on one of them alone), or write a longer rank_timeout"
+            )
+        said = textwrap.shorten(str(error), 200, placeholder=" ...")
+        return TrainingError(
+            cannot("go on with the other ranks", why=f"{why} ({said})", instead=instead)
+        )
+
+    def _missing(self, grace: timedelta, is_late: bool) -> list[int] | None:  # noqa: FBT001
+        """Return the ranks that did not come; None: it is not known, or none is late."""
+        if self.store is None:
+            return None
+        if is_late:
+            self.store.set("late", "")
+        elif not self._comes(["late"], _MOMENT):
+            return None
+        here = [f"here/{rank}" for rank in range(self._world_size)]
+        self.store.set(here[self._rank], "")
+        self._comes(here, grace)
+        missing = [rank for rank, key in enumerate(here) if not self.store.check([key])]
+        # All say the same: a rank that goes on later, when the others have given up, as well.
+        found: list[int] = json.loads(self.store.compare_set("missing", "", json.dumps(missing)))
+        return found
+
+    def _comes(self, keys: Sequence[str], wait: timedelta) -> bool:
+        """Wait for keys; `Store.wait` would write warnings when the time is over."""
+        assert self.store is not None
+        deadline = time.monotonic() + wait.total_seconds()
+        while not (has_come := self.store.check(list(keys))) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return has_come
+
+    def _late(self, missing: Sequence[int]) -> tuple[str, str]:
+        listed = ", ".join(map(str, missing[:8]))
+        who = f"rank {listed}" if len(missing) == 1 else f"ranks {listed}"
+        wait = "in time" if self._timeout is None else f"within {self._timeout.total_seconds():g} s"
+        return f"{who} did not come {wait}", (
+            "find out what it does, for example with py-spy; or, if it needs longer, write a "
+            "longer Stepping(rank_timeout=...)"
+        )
+
+
+def own_store(name: str) -> Store:
+    """Return the store in which the ranks have met, cut to the keys under `name`."""
+    store = dist.distributed_c10d._get_default_store()  # torch has no public way
+    return dist.PrefixStore(f"stretto/{name}", store)  # type: ignore[attr-defined,no-any-return]
