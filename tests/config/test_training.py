@@ -216,6 +216,7 @@ def test_loggers() -> None:
         ({"callbacks": [{"target": "my_project:Line"}]}, "not a stretto.training.Callback"),
         ({"loss": {"target": "my_project:NUMBER"}}, "cannot use my_project:NUMBER as a function"),
         ({"stepping": {"device": "abacus"}}, "cannot compute on 'abacus'"),
+        ({"stepping": {"rank_timeout": "5ba"}}, r"cannot wait '5ba'.*stepping.rank_timeout in"),
         (
             {"batch_size": {"plateau": "validation/loss", "start": 4, "maximum": 8}},
             r"no evaluation measures it; write evaluate: {every: 10%} \(batch_size in",

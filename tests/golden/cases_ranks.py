@@ -53,7 +53,7 @@ def late(*gave_up: int) -> None:
     """Rank 0 waits in vain; these ranks have given up as well."""
     store = HashStore()
     for rank in gave_up:
-        store.set(f"gave up/{rank}", "")
+        store.set(f"here/{rank}", "")
     with Peers(0, 3, store=store, timeout=timedelta(seconds=0.3)).meeting():
         raise RuntimeError("Timed out waiting 300ms for recv operation to complete")
 

@@ -150,4 +150,4 @@ class Peers:
 def own_store(name: str) -> Store:
     """Return the store in which the ranks have met, cut to the keys under `name`."""
     store = dist.distributed_c10d._get_default_store()  # torch has no public way
-    return dist.PrefixStore(f"stretto/{name}", store)  # type: ignore[attr-defined,no-any-return]
+    return dist.PrefixStore(f"stretto/{name}", store)  # type: ignore[attr-defined]

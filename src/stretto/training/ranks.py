@@ -154,7 +154,7 @@ class Ranks:
         if not is_fully_sharded(model):
             return model.to(self.device)
         for parameter in filter(is_spread, model.parameters()):
-            for group in parameter.device_mesh.get_all_groups():  # type: ignore[operator]
+            for group in parameter.device_mesh.get_all_groups():
                 self._limit_waiting(group)
         return model
 
