@@ -22,10 +22,9 @@ from stretto.config.training import check_complete, seed_everything
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import ConfigError, cannot
 from stretto.memory import TrainingStep
+from stretto.memory.examples import example_batches, resizable
 from stretto.training.measuring import keeps_gradients_apart
 
-EXAMPLES = 32
-"""Samples from all over the data set that are looked at for the longest one."""
 MICRO_BATCHES = 2
 """Of a step with several, the second is the one that needs the most: the gradients are there."""
 
@@ -35,7 +34,7 @@ class Finding(NamedTuple):
 
     step: TrainingStep
     batch: Any
-    """A few samples, padded to the longest of them."""
+    """A few samples, padded to the longest of them, or a function that makes other sizes."""
     num_samples: int | None
     """Samples in the data set; None where that is not known."""
 
@@ -102,9 +101,9 @@ def _examples(config: RunConfig, spec: DataSpec, source: Source) -> Any:
     if spec.is_map_style:
         collate = make_loading(config, source).collate_fn
         loader = StepLoader(spec, 1, max_duration="1ba", collate_fn=collate, rank=0, world_size=1)
-        return loader.example_batch(EXAMPLES)
+        return example_batches(loader)
     for batch in spec.data:
-        return batch
+        return resizable(spec, batch)
     raise ConfigError(
         cannot(
             "find a batch size",

@@ -294,15 +294,15 @@ class StepLoader(Iterator[Step]):
             again = draw._replace(plan=draw.plan._replace(skipped=0))
             self._draws = chain((again,), self._draws)
 
-    def example_batch(self, count: int) -> Any:
-        """Return a batch of `count` samples, or all there are, from all over a map-style data set.
+    def example_batch(self, indices: list[int]) -> Any:
+        """Return the batch of these samples of a map-style data set.
 
-        Nothing is counted, and chance is left alone.
+        Nothing is counted, and random state stays as it is.
 
-        >>> StepLoader(range(100), 4, max_duration="1ep").example_batch(4).tolist()
-        [0, 25, 50, 75]
+        >>> StepLoader(range(100), 4, max_duration="1ep").example_batch([0, 25, 99]).tolist()
+        [0, 25, 99]
         """
-        return self._source.example_batch(count)
+        return self._source.example_batch(indices)
 
     def set_micro_batch_size(self, size: int | None) -> None:
         """Cut the batches that come from here on into micro-batches of at most `size` samples.

@@ -76,13 +76,11 @@ class Source:
         if self.chunks is not None and sharded is not False:
             check_streams(self.reading.part, self.chunks, is_sharded=bool(sharded))
 
-    def example_batch(self, count: int) -> Any:
-        """Return a batch of samples from all over a map-style data set."""
+    def example_batch(self, indices: list[int]) -> Any:
+        """Return the batch of these samples of a map-style data set."""
         assert self.map_source is not None, "an iterable has no samples to look at"
-        num_samples = self.map_source.order.num_samples
-        count = min(count, num_samples)
         with kept_generators():
-            return self.map_source.fetch([i * num_samples // count for i in range(count)])
+            return self.map_source.fetch(indices)
 
     def keep(self) -> None:
         """Count what was read so far as seen."""

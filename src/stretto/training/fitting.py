@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from stretto.batching import BatchSizePolicy, awaits_maximum, with_maximum
 from stretto.data import DataSpec, StepLoader
+from stretto.data.spec import Collate
 from stretto.errors import FitError, TrainingError, cannot
 from stretto.planning import Plan, decided_between
 from stretto.timing import TimeLike
@@ -24,8 +25,6 @@ MARGIN = "3%"
 """What stays free."""
 _NO_LIMIT = 2**31
 """Stands for a largest batch size that is still to be found."""
-EXAMPLES = 32
-"""Samples that are looked at for the longest one."""
 
 
 def find_fitting(
@@ -42,7 +41,8 @@ def find_fitting(
 ) -> Answer:
     """Return the most samples that a rank can take at once, at most `most`; the same on all ranks.
 
-    The longest of a few samples from all over the data set stands for all of them.
+    The longest of a few samples from all over the data set stands for all of them, padded or
+    packed.
 
     Args:
         model: the model itself, on its device.
@@ -60,9 +60,10 @@ def find_fitting(
         FitError: not even one sample fits.
     """
     from stretto.memory import TrainingStep, find_batch_size  # for who asks for it
+    from stretto.memory.examples import example_batches
 
     _check(model, loader)
-    examples = loader.example_batch(EXAMPLES)
+    examples = example_batches(loader)
     step = TrainingStep(
         model,
         optimizer,
@@ -101,6 +102,7 @@ def with_found_maximum(
     *,
     ranks: Ranks,
     measures: Callable[[frozenset[str]], bool],
+    collate_fn: Collate | None = None,
 ) -> BatchSizePolicy:
     """Return a policy whose largest size is what the ranks can take in a single pass each.
 
@@ -113,6 +115,7 @@ def with_found_maximum(
         find: `find_fitting`, but for the loader and what is wanted of it.
         ranks: the processes of the run.
         measures: whether gradients are kept apart in a run whose policy reads these signals.
+        collate_fn: makes a batch of samples.
 
     Raises:
         TrainingError: the data are an iterable, or the model is spread over ranks.
@@ -121,7 +124,9 @@ def with_found_maximum(
     if not awaits_maximum(policy):
         return policy
     unlimited = with_maximum(policy, _NO_LIMIT)
-    loader = StepLoader(spec, unlimited, max_duration=max_duration, rank=0, world_size=1)
+    loader = StepLoader(
+        spec, unlimited, max_duration=max_duration, collate_fn=collate_fn, rank=0, world_size=1
+    )
     most = max(1, (loader.horizon.dataset_num_samples or 1) // ranks.world_size)
     size = find(loader=loader, most=most, accumulates=False).size
     if ranks.world_size == 1 and measures(loader.reads):

@@ -171,6 +171,7 @@ class Trainer:
                 find,
                 ranks=self._ranks,
                 measures=measures,
+                collate_fn=loading.collate_fn,
             ),
             max_duration,
             None if micro_batch_size == "auto" else micro_batch_size,

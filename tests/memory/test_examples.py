@@ -1,0 +1,115 @@
+"""Sizes of packed batches are found in samples, as the data specification counts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stretto import IncreaseFunction, Trainer
+from stretto.data import DataSpec, StepLoader
+from stretto.memory import Answer, TrainingStep, find_batch_size
+from stretto.memory.examples import example_batches, resizable
+from stretto.memory.real import record_step
+from stretto.training import Loading
+
+LENGTHS = [20, 50, 64, 30]
+LIMIT = 3_000_000
+
+
+def pack(samples: list[Tensor]) -> dict[str, Tensor]:
+    """Return all samples in one row, and where each begins."""
+    lengths = torch.tensor([0, *(len(sample) for sample in samples)])
+    longest = int(lengths.max())  # values are read
+    return {
+        "input_ids": torch.cat(samples)[None],
+        "starts": lengths.cumsum(0),
+        "positions": torch.cat([torch.arange(len(one)) % longest for one in samples])[None],
+    }
+
+
+def num_packed(batch: dict[str, Tensor]) -> int:
+    return len(batch["starts"]) - 1
+
+
+def data() -> DataSpec:
+    samples = [torch.zeros(LENGTHS[i % len(LENGTHS)], dtype=torch.long) for i in range(4000)]
+    return DataSpec(samples, get_num_samples_in_batch=num_packed)
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.head(self.embedding(batch["input_ids"]))
+        return functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"].flatten())
+
+
+def training_step() -> TrainingStep:
+    torch.manual_seed(0)
+    model = Packed()
+    return TrainingStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x))
+
+
+def real_peak(size: int) -> int:
+    step = training_step()
+    longest = [torch.zeros(max(LENGTHS), dtype=torch.long)]
+    step.run(pack(longest))
+    return record_step(step, pack(longest * size), size).peak
+
+
+def test_a_collate_function_that_packs_gets_as_many_samples_as_are_asked_about() -> None:
+    loader = StepLoader(data(), 4, max_duration="1ep", collate_fn=pack)
+    batches = example_batches(loader)
+    for size in (2, 3, 100):
+        assert num_packed(batches(size)) == size
+        assert batches(size)["input_ids"].shape == (1, size * max(LENGTHS))  # each is the longest
+
+
+def test_the_largest_packed_batch_is_counted_in_samples() -> None:
+    loader = StepLoader(data(), 4, max_duration="1ep", collate_fn=pack)
+    batches = example_batches(loader)
+    answer = find_batch_size(training_step(), batches, device_memory=LIMIT, margin=0)
+    assert answer.size > 100
+    assert real_peak(answer.size) <= LIMIT < real_peak(answer.size + 1)
+
+
+def test_a_trainer_finds_sizes_of_packed_batches(monkeypatch: Any) -> None:
+    def find(*about: Any, maximum: int, **_: Any) -> Answer:
+        return find_batch_size(*about, maximum=maximum, device_memory=LIMIT, margin=0)
+
+    monkeypatch.setattr("stretto.memory.find_batch_size", find)
+
+    def train(**settings: Any) -> Trainer:
+        model = Packed()
+        return Trainer(
+            model,
+            data(),
+            optimizer=torch.optim.AdamW(model.parameters()),
+            loss=lambda model, batch: model(batch),
+            max_duration="1ep",
+            loading=Loading(collate_fn=pack),
+            **settings,
+        )
+
+    found = train(batch_size=2000, micro_batch_size="auto").loader.micro_batch_size
+    assert found is not None
+    assert 0.8 * LIMIT < real_peak(found) <= LIMIT
+    grows = IncreaseFunction(lambda epoch, size: 64, 64, "auto")
+    policy = train(batch_size=grows).loader.policy
+    assert isinstance(policy, IncreaseFunction)
+    largest = policy.max_batch_size
+    assert isinstance(largest, int)
+    assert 0.8 * LIMIT < real_peak(largest) <= LIMIT
+
+
+def test_packed_batches_of_an_iterable_are_counted_in_samples() -> None:
+    batch = pack([torch.zeros(64, dtype=torch.long)] * 32)
+    spec = DataSpec(iter([batch]), get_num_samples_in_batch=num_packed)
+    answer = find_batch_size(training_step(), resizable(spec, batch), device_memory=LIMIT, margin=0)
+    assert answer.size % 32 == 0
+    assert 0.7 * LIMIT < real_peak(answer.size) <= LIMIT
