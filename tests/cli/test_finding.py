@@ -86,10 +86,6 @@ def test_a_run_that_measures_noise_keeps_one_more_gradient(
     plain = json.loads(stretto("find-batch-size", "run.yaml", *arguments).out)
     found = json.loads(stretto("find-batch-size", "measured.yaml", *arguments).out)
     assert found["size"] < plain["size"]
-    layers = stretto(
-        "find-batch-size", "measured.yaml", "stepping.noise_from=norm_layers", *arguments
-    )
-    assert json.loads(layers.out)["size"] == plain["size"]
 
 
 def test_callbacks_are_neither_made_nor_missed(wide: Path, stretto: Stretto) -> None:

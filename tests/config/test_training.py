@@ -228,13 +228,6 @@ def test_loggers() -> None:
             },
             r"no evaluation measures it; write one of 'validation/loss' \(batch_size in",
         ),
-        (
-            {
-                "stepping": {"noise_from": "norm_layers"},
-                "callbacks": [{"target": "stretto.training.algorithms:NoiseReport"}],
-            },
-            "no LayerNorm, RMSNorm or GroupNorm in it",
-        ),
     ],
 )
 def test_what_cannot_be_built(changes: dict[str, Any], message: str) -> None:

@@ -42,31 +42,6 @@ def follows(policy: Any, **settings: Any) -> Trainer:
     )
 
 
-def in_norm_layers(
-    model: nn.Module,
-    given: torch.Tensor,
-    *,
-    loss: Callable[..., Any] = lambda model, batch: model(batch).square().mean(),
-    **settings: Any,
-) -> None:
-    """One step of a run that measures noise in normalisation layers."""
-    Trainer(
-        model,
-        given,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        loss=loss,
-        max_duration="1ba",
-        batch_size=4,
-        callbacks=[NoiseReport()],
-        stepping=Stepping(noise_from="norm_layers", **settings),
-    ).fit()
-
-
-def penalised(model: nn.LayerNorm, batch: Any) -> torch.Tensor:
-    """A loss of samples, and of weights."""
-    return model(batch).sin().sum(1).mean() + model.weight.sum()
-
-
 def plateau(**settings: Any) -> Plateau:
     """A plateau with one setting changed."""
     return Plateau(**{"metric": "validation/loss", "start": 8, "maximum": 64, **settings})
@@ -79,26 +54,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("noise-sizes-negative", lambda: noise_terms([1.0, 2.0], [-1, 2], 1.0)),
     ("noise-steps", lambda: Stepping(measure_noise=0)),
     ("noise-off", lambda: follows(NoiseScale(8, 64), stepping=Stepping(measure_noise=None))),
-    ("noise-from", lambda: Stepping(noise_from=wrong)),
-    ("noise-norms-none", lambda: in_norm_layers(nn.Linear(3, 1), torch.zeros(4, 3))),
-    (
-        "noise-norms-compiled",  # which is where a compiled model has what it was made of
-        lambda: in_norm_layers(nn.ModuleDict({"_orig_mod": nn.LayerNorm(3)}), torch.zeros(4, 3)),
-    ),
-    (
-        "noise-norms-samples",
-        lambda: in_norm_layers(
-            nn.Sequential(nn.Flatten(0, 1), nn.LayerNorm(3)), torch.eye(3).expand(4, 3, 3)
-        ),
-    ),
-    (
-        "noise-norms-units",
-        lambda: in_norm_layers(nn.LayerNorm(3), torch.eye(4)[:, :3], loss_weight=lambda batch: 7),
-    ),
-    (
-        "noise-norms-elsewhere",
-        lambda: in_norm_layers(nn.LayerNorm(3), torch.eye(4)[:, :3], loss=penalised),
-    ),
     ("noise-scale-above", lambda: NoiseScale(128, 64)),
     ("noise-scale-below", lambda: NoiseScale(8, 64, minimum=16)),
     ("noise-scale-part", lambda: NoiseScale(8, 64, c=0)),

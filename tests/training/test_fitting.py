@@ -118,10 +118,6 @@ class Asked:
         ({"batch_size": 8, "callbacks": [NoiseReport()]}, True),
         ({"batch_size": 8, "callbacks": [NoiseReport(), Silent()]}, True),
         ({"batch_size": 8, "callbacks": [Silent()]}, False),
-        (
-            {"batch_size": NoiseScale(4, 8), "stepping": Stepping(noise_from="norm_layers")},
-            False,
-        ),
     ],
 )
 def test_the_gradient_that_measuring_keeps_is_asked_for(

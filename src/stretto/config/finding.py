@@ -94,7 +94,7 @@ def _measures_noise(config: RunConfig) -> bool:
         with contextlib.suppress(ConfigError):
             callbacks.append(import_target(section.target))
     kinds = [one for one in callbacks if isinstance(one, type)]
-    return keeps_gradients_apart(frozenset(reads), kinds, config.stepping.noise_from)
+    return keeps_gradients_apart(frozenset(reads), kinds)
 
 
 def _examples(config: RunConfig, spec: DataSpec, source: Source) -> Any:

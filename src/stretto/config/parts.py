@@ -158,7 +158,6 @@ def make_stepping(config: RunConfig, run: Run, source: Source) -> Stepping:
         clip_norm=section.clip_norm,
         non_finite=section.non_finite,
         measure_noise=section.measure_noise,
-        noise_from=section.noise_from,
         compile=section.compile,
         device=section.device,
         rank_timeout=section.rank_timeout,

@@ -148,8 +148,6 @@ class SteppingSection(Section):
     measure_noise: CountOrAuto = "auto"
     """In how many steps the noise of the gradient is measured once, where something follows it;
     `auto`: in each."""
-    noise_from: Literal["micro_batches", "norm_layers"] = "micro_batches"
-    """What it is measured from: micro-batches, or the weights of normalisation layers alone."""
     compile: bool = False
     """Whether the model runs through torch.compile."""
     loss_weight: LossWeight = "samples"

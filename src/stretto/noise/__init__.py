@@ -3,7 +3,6 @@
 from stretto.batching.averages import Interval
 from stretto.noise.estimator import NoiseEstimator
 from stretto.noise.measure import MicroGradients
-from stretto.noise.norm_layers import NormLayerGradients
 from stretto.noise.terms import NoiseSums, NoiseTerms, noise_terms
 
 __all__ = [
@@ -12,6 +11,5 @@ __all__ = [
     "NoiseEstimator",
     "NoiseSums",
     "NoiseTerms",
-    "NormLayerGradients",
     "noise_terms",
 ]

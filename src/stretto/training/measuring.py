@@ -47,7 +47,7 @@ class Measurements:
         self._reads_loss = LOSS in loader.reads
         if NOISE in loader.reads or events.listeners("on_noise"):
             every = _steps_between(stepping.measure_noise)
-            stepper.measure_noise(loader.spec, stepping, every=every)
+            stepper.measure_noise(loader.spec, every=every)
         self._is_idle = not self._reads_loss and stepper.meter is None
         self._metric = followed_metric(loader.reads, metrics_of(evaluations))
 
@@ -86,22 +86,17 @@ class Measurements:
         return None if self._metric is None else named.get(self._metric)
 
 
-def keeps_gradients_apart(
-    reads: frozenset[str],
-    callbacks: Iterable[type],
-    noise_from: Literal["micro_batches", "norm_layers"],
-) -> bool:
+def keeps_gradients_apart(reads: frozenset[str], callbacks: Iterable[type]) -> bool:
     """Return whether steps of several micro-batches need room for one more gradient.
 
     Args:
         reads: what the batch size policy reads.
         callbacks: the types of those of the run.
-        noise_from: where the noise is measured, if it is.
     """
     listens = any(
         issubclass(one, Callback) and one.on_noise is not Callback.on_noise for one in callbacks
     )
-    return noise_from == "micro_batches" and (NOISE in reads or listens)
+    return NOISE in reads or listens
 
 
 def _steps_between(measure_noise: Literal["auto"] | int | None) -> int:

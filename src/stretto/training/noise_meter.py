@@ -1,4 +1,4 @@
-"""What the noise of a step's gradient is measured from; here its micro-batches, on all ranks.
+"""Measures the noise of a step's gradient from its micro-batches, on all ranks.
 
 Each pass leaves `c_j = a n_j g_j` in the parameters, where `g_j` is the mean gradient of a
 micro-batch of `n_j` units. With `N` units in the step that the loss is divided by and W ranks, `a`
@@ -9,9 +9,8 @@ over all of them. The sums of `NoiseSums` follow, whatever N turns out to be in 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
@@ -61,56 +60,8 @@ class Measured:
     """Whether each rank has a part of each parameter, and each pass is one of all ranks."""
 
 
-class NoiseMeter(ABC):
-    """Measures the noise of the gradient while a step accumulates it.
-
-    Args:
-        run: what to measure.
-        averages_each: whether gradients must be averaged in each pass of a step that is measured.
-    """
-
-    def __init__(self, run: Measured, *, averages_each: bool) -> None:
-        self.every = run.every
-        self.averages_each = averages_each
-        self._spec = run.spec
-        self._ranks = run.ranks
-        self._copies = _copies_of_parts(run.parameters) if run.is_sharded else 1
-        self._divisor = 1.0
-        self._is_complete = False
-        self.has_finite_gradient = False
-        """Whether all of the step's gradient on this rank is known to be finite, by its norm."""
-
-    @final
-    def is_due(self, step: Step) -> bool:
-        """Return whether this step is measured."""
-        # Each number of a batch comes exactly once, so that no multiple is ever jumped over.
-        return step.timestamp.batch % self.every == 0
-
-    @abstractmethod
-    def begin(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Forget the step before; return what to compute."""
-
-    @abstractmethod
-    def measure(self, one: Pass) -> AbstractContextManager[None]:
-        """Return the context in which a pass runs."""
-
-    @abstractmethod
-    def forget(self) -> None:
-        """Let go of what the last step left, and of what an unfinished one did."""
-
-    @abstractmethod
-    def sums(self, scale: float) -> NoiseSums:
-        """Return this rank's part of what the terms follow from; nothing where none was measured.
-
-        Every rank must call it, before the gradient is changed.
-
-        Args:
-            scale: what the loss was multiplied by, to keep small gradients from vanishing.
-        """
-
-
 @final
-class MicroBatchMeter(NoiseMeter):
+class NoiseMeter:
     """Compares the gradients of the micro-batches of a step.
 
     A step that would be one pass, on a single rank or a fully sharded model, is cut into two; if
@@ -118,11 +69,25 @@ class MicroBatchMeter(NoiseMeter):
     """
 
     def __init__(self, run: Measured) -> None:
-        super().__init__(run, averages_each=run.is_sharded)
-        self._gradients = MicroGradients(run.parameters)
+        self.every = run.every
+        self.averages_each = run.is_sharded
+        """Whether gradients must be averaged in each pass of a step that is measured."""
+        self.has_finite_gradient = False
+        """Whether all of the step's gradient on this rank is known to be finite, by its norm."""
+        self._spec = run.spec
+        self._ranks = run.ranks
+        self._copies = _copies_of_parts(run.parameters) if run.is_sharded else 1
+        self._divisor = 1.0
+        self._is_complete = False
         self._units: list[int] = []
+        self._gradients = MicroGradients(run.parameters)
         if isinstance(run.model, nn.parallel.DistributedDataParallel):
             self._gradients.attach(run.model)
+
+    def is_due(self, step: Step) -> bool:
+        """Return whether this step is measured."""
+        # Each number of a batch comes exactly once, so that no multiple is ever jumped over.
+        return step.timestamp.batch % self.every == 0
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Forget the step before; return what to compute."""
@@ -150,7 +115,13 @@ class MicroBatchMeter(NoiseMeter):
         self._is_complete = self.has_finite_gradient = False
 
     def sums(self, scale: float) -> NoiseSums:
-        """Return this rank's part of what the terms follow from."""
+        """Return this rank's part of what the terms follow from; nothing where none was measured.
+
+        Every rank must call it, before the gradient is changed.
+
+        Args:
+            scale: what the loss was multiplied by, to keep small gradients from vanishing.
+        """
         if not self._is_complete:
             return NOTHING
         self._is_complete = False

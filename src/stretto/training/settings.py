@@ -88,9 +88,6 @@ class Stepping:
     measure_noise: Literal["auto"] | int | None = "auto"
     """How often the noise of the gradient is measured where a policy or a callback reads it: once
     in so many steps; `"auto"`: in each; None: never."""
-    noise_from: Literal["micro_batches", "norm_layers"] = "micro_batches"
-    """What is compared to measure the noise: the gradients of micro-batches; or those of single
-    samples, of the weights of normalisation layers alone, whose noise scale is a trend."""
     compile: bool = False
     """Whether the model runs through `torch.compile`."""
     device: str | None = None
@@ -116,7 +113,6 @@ class Stepping:
         one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
         one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
         one_of("non_finite", self.non_finite, ("stop", "skip", "ignore"))
-        one_of("noise_from", self.noise_from, ("micro_batches", "norm_layers"))
         steps: object = self.measure_noise
         if steps not in ("auto", None) and (whole(steps) or 0) < 1:
             raise TrainingError(

@@ -61,7 +61,6 @@ def describe_setup(
         "compile": stepping.compile,
         # As usual is None: checkpoints from before these settings do not have them.
         "measure_noise": _unusual(stepping.measure_noise, "auto"),
-        "noise_from": _unusual(stepping.noise_from, "micro_batches"),
         "device": device,
         "torch": str(torch.__version__),
         "stretto": version("stretto"),

@@ -26,8 +26,7 @@ from stretto.training.allocation import allocate_state, no_memory
 from stretto.training.finite import FiniteCheck
 from stretto.training.fully_sharded import is_fully_sharded, sync_gradients, zero_gradient
 from stretto.training.losses import nothing_to_learn, scalar
-from stretto.training.noise_meter import Measured, MicroBatchMeter, NoiseMeter, Pass
-from stretto.training.norm_meter import NormLayerMeter
+from stretto.training.noise_meter import Measured, NoiseMeter, Pass
 from stretto.training.ranks import Ranks, sparse_tables, touching_all
 from stretto.training.safety_net import SafetyNet
 from stretto.training.settings import LossFunction, Stepping
@@ -193,12 +192,8 @@ class Stepper:
         losses = (micro.loss for micro in gradient.losses)
         return self._check.passes(losses, is_gradient_known=is_known)
 
-    def measure_noise(self, spec: DataSpec, settings: Stepping, *, every: int) -> None:
-        """Measure the noise of the gradient in one of `every` steps from now on.
-
-        Raises:
-            TrainingError: it is to be measured in normalisation layers that there are not.
-        """
+    def measure_noise(self, spec: DataSpec, *, every: int) -> None:
+        """Measure the noise of the gradient in one of `every` steps from now on."""
         run = Measured(
             model=self._model,
             parameters=self._parameters,
@@ -207,12 +202,7 @@ class Stepper:
             every=every,
             is_sharded=self._is_sharded,
         )
-        if settings.noise_from == "norm_layers":
-            self.meter = NormLayerMeter(
-                run, count=self.count, changes_batches=bool(self._transforms)
-            )
-        else:
-            self.meter = MicroBatchMeter(run)
+        self.meter = NoiseMeter(run)
 
     def noise(self) -> NoiseSums:
         """Return what this rank knows of the noise of the gradient; before `finish` and `update`.

@@ -157,11 +157,7 @@ class Trainer:
         find = partial(
             find_fitting, self.model, optimizer, loss=loss, stepping=stepping, ranks=self._ranks
         )
-        measures = partial(
-            keeps_gradients_apart,
-            callbacks=list(map(type, callbacks)),
-            noise_from=stepping.noise_from,
-        )
+        measures = partial(keeps_gradients_apart, callbacks=list(map(type, callbacks)))
         self.loader = make_loader(
             spec,
             with_found_maximum(
