@@ -49,6 +49,8 @@ class Case(NamedTuple):
 CASES = [
     Case(*one) for one in product(("ddp", "fsdp"), ("forward", "backward"), (0, 1), (False, True))
 ]
+CASES += [Case("late", "forward", 0, buffers=True), Case("late", "backward", 1, buffers=True)]
+"""The late ones are of DDP, in a step that averages gradients during the backward pass."""
 FIRST = 3
 """The batch from which on memory is short."""
 
@@ -142,9 +144,11 @@ def train(case: Case, shortage: Shortage | None) -> dict[str, Any]:
     )
     if shortage is not None and case.rank != dist.get_rank():
         trainer._loop.events._listeners["on_batch_start"].clear()
-    trainer.fit()
     net = trainer._loop.stepper.net
     assert net is not None
+    if case.parallel == "late":
+        net._careful = 0
+    trainer.fit()
     state = {name: value.tolist() for name, value in model.state_dict().items()}
     return {"state": state, "splits": net.splits, "size": net.size}
 

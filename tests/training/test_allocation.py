@@ -120,6 +120,15 @@ def test_a_class_of_ones_own_is_left_alone() -> None:
     assert not optimizer.state
 
 
+def test_a_lazy_module_trains(problem: Make) -> None:
+    """Its weights have no shape before the first forward pass."""
+    run = problem()
+    run.model = nn.Sequential(nn.LazyLinear(7), nn.Linear(7, 2)).double()
+    optimizer = torch.optim.AdamW(run.model.parameters())
+    run.trainer(optimizer=optimizer, max_duration="2ba").fit()
+    assert len(optimizer.state) == 4
+
+
 def test_sparse_gradients_keep_sparse_state() -> None:
     table = nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9)

@@ -36,8 +36,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory, torchrun: Callable[..., An
     return read
 
 
-def named(parallel: str) -> list[Any]:
-    return [pytest.param(case, id=case.name) for case in pairs.CASES if case.parallel == parallel]
+def named(*parallel: str) -> list[Any]:
+    return [pytest.param(case, id=case.name) for case in pairs.CASES if case.parallel in parallel]
 
 
 @pytest.mark.parametrize("case", named("ddp"))
@@ -57,8 +57,8 @@ def test_both_repeat_the_step_as_if_they_had_begun_with_the_smaller_size(
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("case", named("fsdp"))
-def test_ranks_that_meet_in_each_pass_end_with_errors(reports: Reports, case: Any) -> None:
+@pytest.mark.parametrize("case", named("fsdp", "late"))
+def test_ranks_that_meet_in_a_pass_end_with_errors(reports: Reports, case: Any) -> None:
     both = reports(case.name)
     kind, message = both[case.rank]["error"]
     assert kind == "TrainingError"

@@ -11,13 +11,18 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from stretto.errors import TrainingError, cannot
 from stretto.memory.recognise import is_out_of_memory
 
 _NAMES = ("Adadelta", "Adafactor", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop")
-_KINDS = tuple(getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name))
+_KINDS = tuple(
+    kind
+    for kind in (getattr(torch.optim, name, None) for name in _NAMES)
+    if hasattr(kind, "_init_group")
+)
 """Optimizers whose first state does not depend on the gradient or the learning rate."""
 
 
@@ -25,7 +30,8 @@ def allocate_state(optimizer: Optimizer, *, leave_out: Collection[int] = ()) -> 
     """Allocate the state that the first update would, where that changes no result.
 
     That is so for most optimizers of torch, whose own code allocates it here. Adagrad has its state
-    from the beginning. Other optimizers, and classes derived from these, are left alone.
+    from the beginning. Other optimizers, and classes derived from these, are left alone, as are
+    parameters that a lazy module has not given a shape.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.Adam([weight])
@@ -44,7 +50,8 @@ def allocate_state(optimizer: Optimizer, *, leave_out: Collection[int] = ()) -> 
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 is_trained = parameter.requires_grad and id(parameter) not in leave_out
-                if is_trained and not optimizer.state.get(parameter):
+                has_shape = not is_lazy(parameter)
+                if is_trained and has_shape and not optimizer.state.get(parameter):
                     _allocate(optimizer, group, parameter)
     except Exception as error:
         if not is_out_of_memory(error):
