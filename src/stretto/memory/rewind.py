@@ -208,7 +208,7 @@ def _numpy_memory() -> bytes | None:
     numpy = sys.modules.get("numpy")
     get = None if numpy is None else getattr(numpy.random, "get_bit_generator", None)
     bits = None if get is None else get()
-    if numpy is None or type(bits) is not numpy.random.MT19937:
+    if numpy is None or bits is None or type(bits) is not numpy.random.MT19937:
         return None
     return ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
 
