@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +32,9 @@ settings.register_profile(
 )
 settings.register_profile("thorough", max_examples=2_000, deadline=None)
 settings.load_profile(os.environ.get("STRETTO_HYPOTHESIS_PROFILE", "ci"))
+
+FORKED = Path(__file__).with_name("forked_process.py")
+RANKS_END_SECONDS = 240
 
 LIMITED = """
 import resource
@@ -102,23 +109,80 @@ def data_parallel() -> Callable[[nn.Module], nn.parallel.DistributedDataParallel
 
 
 @pytest.fixture(scope="session")
-def torchrun() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Start a script on real processes of this machine, gloo between them; return what was said.
+def fork_server() -> ForkServerContext:
+    """Start processes in milliseconds: they are forked from one that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    # What a rank would import at its first step, too.
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "stretto.training"])
+    return context
 
-    One rank is a plain process. Each imports torch: seconds on a quiet machine, a minute on a busy
-    one.
+
+@pytest.fixture(scope="session")
+def launch_ranks(
+    fork_server: ForkServerContext, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a script on real processes of this machine, gloo between them; return what was said.
+
+    They have the environment that torchrun gives them. Unlike torchrun, a rank that fails does not
+    end the others: each must end by itself, or the test fails.
     """
 
-    def start(
-        script: Path, *arguments: object, ranks: int = 2, max_restarts: int = 0, fails: bool = False
+    def launch(
+        script: Path, *arguments: object, ranks: int = 2, fails: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        launcher = [
-            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-            *("--max-restarts", str(max_restarts)),
-        ]
+        from torch._C._distributed_c10d import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        output = tmp_path_factory.mktemp("ranks")
+        processes = []
+        for rank in range(ranks):
+            job = {
+                "script": str(script),
+                "arguments": [str(one) for one in arguments],
+                "environment": {
+                    **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+                    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(store.port),
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                },
+                "output": str(output / str(rank)),
+            }
+            process = fork_server.Process(
+                target=runpy.run_path, args=(str(FORKED), {"JOB": job}, "__main__")
+            )
+            process.start()
+            processes.append(process)
+        end = time.monotonic() + RANKS_END_SECONDS
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+        stdout, stderr = (
+            "".join((output / f"{rank}.{stream}").read_text() for rank in range(ranks))
+            for stream in ("stdout", "stderr")
+        )
+        assert None not in codes, f"a rank has not ended: {codes}\n{stderr[-4000:]}"
+        assert fails or not any(codes), stderr[-4000:]
+        code = next((one for one in codes if one), 0)
+        return subprocess.CompletedProcess([str(script)], code, stdout, stderr)
+
+    return launch
+
+
+@pytest.fixture(scope="session")
+def torchrun() -> Callable[..., None]:
+    """Start a script through torchrun itself, which starts it again after a failure.
+
+    Slow: the launcher and each rank import torch.
+    """
+
+    def start(script: Path, *arguments: object, ranks: int = 2, max_restarts: int = 0) -> None:
         done = subprocess.run(
             [
-                *(sys.executable, *(launcher if ranks > 1 else ())),
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *("--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)),
                 *map(str, (script, *arguments)),
             ],
             capture_output=True,
@@ -126,7 +190,6 @@ def torchrun() -> Callable[..., subprocess.CompletedProcess[str]]:
             timeout=280,
             check=False,
         )
-        assert fails or done.returncode == 0, done.stderr[-4000:]
-        return done
+        assert done.returncode == 0, done.stderr[-4000:]
 
     return start

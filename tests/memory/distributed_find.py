@@ -1,4 +1,4 @@
-"""Started by torchrun: ranks with different memory look for one answer, on a wrapped model."""
+"""Ranks with different memory look for one answer, on a wrapped model."""
 
 from __future__ import annotations
 

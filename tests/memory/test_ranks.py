@@ -39,9 +39,9 @@ def test_an_error_on_one_rank_ends_all(on_ranks: Any) -> None:
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
 def test_processes_with_different_memory_find_one_answer(
-    tmp_path: Path, torchrun: Callable[..., Any]
+    tmp_path: Path, launch_ranks: Callable[..., Any]
 ) -> None:
-    torchrun(Path(__file__).with_name("distributed_find.py"), tmp_path, ranks=3)
+    launch_ranks(Path(__file__).with_name("distributed_find.py"), tmp_path, ranks=3)
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     for one in seen:
         assert one == {"try": [11, 12], "halve": [8, 16], "same": True, "weights": one["weights"]}

@@ -1,4 +1,4 @@
-"""One of two ranks in runs at the edges; writes what it saw. A test starts it through torchrun."""
+"""One of two ranks in runs at the edges; writes what it saw. A test starts it."""
 
 from __future__ import annotations
 
@@ -89,13 +89,25 @@ def unlike() -> list[float]:
     return torch.cat([p.detach().flatten() for p in weights]).tolist()
 
 
+class Block(Callback):
+    """Puts a file where checkpoints belong, when the run has begun."""
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if RANK == 0:
+            assert trainer.folder is not None
+            (trainer.folder / "checkpoints").write_text("")
+
+
 def unwritable(folder: Path) -> dict[str, Any]:
-    """A file stands where checkpoints belong: the run goes on without them."""
+    """Checkpoints cannot be written: the run goes on without them."""
     model = nn.Linear(5, 1).double()
-    if RANK == 0:
-        folder.mkdir()
-        (folder / "checkpoints").write_text("")
-    run = trainer(model, model.parameters(), folder=folder, checkpoint=Checkpointing("4ba"))
+    run = trainer(
+        model,
+        model.parameters(),
+        folder=folder,
+        checkpoint=Checkpointing("4ba"),
+        callbacks=[Block()],
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.fit()

@@ -1,4 +1,4 @@
-"""One rank of a run that a test starts through torchrun; writes what it saw to a folder."""
+"""One rank of a run that a test starts; writes what it saw to a folder."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ SCRIPT = Path(__file__).with_name("forked_ranks.py")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_rank_waits_for_one_that_is_set_up_unlike_or_is_stuck(
-    tmp_path: Path, torchrun: Callable[..., CompletedProcess[str]]
+    tmp_path: Path, launch_ranks: Callable[..., CompletedProcess[str]]
 ) -> None:
     """Every rank names the first setting that differs, or the rank that does not come."""
-    said: dict[str, list[str]] = json.loads(torchrun(SCRIPT, tmp_path, ranks=1).stdout)
+    said: dict[str, list[str]] = json.loads(launch_ranks(SCRIPT, tmp_path, ranks=1).stdout)
     unlike: dict[str, Any] = runpy.run_path(str(SCRIPT))["UNLIKE"]
     for name, (_, expected) in unlike.items():
         first, second = said[name]

@@ -1,4 +1,4 @@
-"""Real processes: gloo through torchrun."""
+"""Runs on several real processes, with gloo between them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Launch = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def launch(torchrun: Callable[..., Any]) -> Launch:
+def launch(launch_ranks: Callable[..., Any]) -> Launch:
     """Train on some ranks, and return what each saw; one rank is this process."""
 
     def start(ranks: int, out: Path, **settings: Any) -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ def launch(torchrun: Callable[..., Any]) -> Launch:
         if ranks == 1:
             runpy.run_path(str(SCRIPT))["main"](settings, out)
         else:
-            torchrun(SCRIPT, json.dumps(settings), out, ranks=ranks)
+            launch_ranks(SCRIPT, json.dumps(settings), out, ranks=ranks)
         return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
     return start
@@ -104,9 +104,9 @@ def test_a_signal_on_one_rank_stops_all_and_any_number_goes_on(
     assert sorted(seen) == sorted(whole["samples"])
 
 
-def test_two_ranks_at_the_edges(tmp_path: Path, torchrun: Callable[..., Any]) -> None:
+def test_two_ranks_at_the_edges(tmp_path: Path, launch_ranks: Callable[..., Any]) -> None:
     """What one rank alone wants, has or fails at leaves neither of them waiting."""
-    torchrun(EDGES, tmp_path)
+    launch_ranks(EDGES, tmp_path)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
 
     alone = runpy.run_path(str(EDGES))["unlike"]()

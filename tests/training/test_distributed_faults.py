@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600
     ("fault", "parallel"), [("metric", "ddp"), ("callback", "ddp"), ("callback", "fsdp")]
 )
 def test_a_rank_that_raises_ends_the_job(
-    fault: str, parallel: str, torchrun: Callable[..., subprocess.CompletedProcess[str]]
+    fault: str, parallel: str, launch_ranks: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    done = torchrun(SCRIPT, fault, parallel, fails=True)
+    done = launch_ranks(SCRIPT, fault, parallel, fails=True)
     assert done.returncode == 1
     assert f"ValueError: a {fault} of rank 1 is broken" in done.stderr
     assert "cannot go on with the other ranks: one of them has ended" in done.stderr

@@ -1,4 +1,4 @@
-"""The noise of a gradient that several processes share: gloo through torchrun."""
+"""The noise of a gradient that several real processes share, with gloo between them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Rank = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, torchrun: Callable[..., Any]) -> list[Rank]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, launch_ranks: Callable[..., Any]) -> list[Rank]:
     """What two ranks saw, in all scenarios."""
     out = tmp_path_factory.mktemp("noise")
-    torchrun(SCRIPT, out)
+    launch_ranks(SCRIPT, out)
     return [json.loads((out / f"noise{rank}.json").read_text()) for rank in (0, 1)]
 
 

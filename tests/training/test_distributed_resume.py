@@ -27,16 +27,19 @@ Launch = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def launch(torchrun: Callable[..., Any]) -> Launch:
-    """Go on with the run in a folder, and return what each rank saw; one rank is this process."""
+def launch(launch_ranks: Callable[..., Any]) -> Launch:
+    """Resume the run in a folder, and return what each rank saw; one rank is this process."""
 
     def start(
-        ranks: int, out: Path, *, max_restarts: int = 0, **settings: Any
+        ranks: int, out: Path, *, fails: bool = False, **settings: Any
     ) -> list[dict[str, Any]]:
         out.mkdir(exist_ok=True)
         if ranks == 1:
             return [json.loads(json.dumps(script.train(out, **settings)))]
-        torchrun(SCRIPT, json.dumps(settings), out, ranks=ranks, max_restarts=max_restarts)
+        done = launch_ranks(SCRIPT, json.dumps(settings), out, ranks=ranks, fails=fails)
+        if fails:
+            assert done.returncode, "no rank has failed"
+            return []
         return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
     return start
@@ -125,18 +128,32 @@ def test_three_ranks_go_on_to_the_last_bit(tmp_path: Path, launch: Launch) -> No
     assert parts[0]["states"][-1] == whole[0]["states"][-1]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_killed_rank_comes_back_from_the_last_checkpoint(
-    tmp_path: Path, launch: Launch, parallel: str, unbroken: tuple[dict[str, Any], list[Any]]
+def assert_resumed(
+    ranks: list[dict[str, Any]], out: Path, unbroken: tuple[dict[str, Any], list[Any]]
 ) -> None:
-    """`torchrun --max-restarts`, and nobody's help."""
     expected, expected_ledger = unbroken
-    ranks = launch(
-        2, tmp_path, max_restarts=1, parallel=parallel, kill=[1, 9], checkpoint_every="3ba"
-    )
     for rank in ranks:
         assert rank["resumed"]
         # When batch 6 was saved, the save of batch 3 had ended.
         assert rank["started"]["batch"] in (3, 6, 9)
         assert_close(rank["states"][-1], expected["states"][-1])
-    assert ledger(tmp_path) == expected_ledger
+    assert ledger(out) == expected_ledger
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_killed_rank_ends_the_others_and_all_resume(
+    tmp_path: Path, launch: Launch, parallel: str, unbroken: tuple[dict[str, Any], list[Any]]
+) -> None:
+    settings: dict[str, Any] = {"parallel": parallel, "checkpoint_every": "3ba"}
+    assert launch(2, tmp_path, fails=True, kill=[1, 9], **settings) == []
+    assert_resumed(launch(2, tmp_path, **settings), tmp_path, unbroken)
+
+
+def test_torchrun_starts_a_job_with_a_killed_rank_again(
+    tmp_path: Path, torchrun: Callable[..., None], unbroken: tuple[dict[str, Any], list[Any]]
+) -> None:
+    """`torchrun --max-restarts`, and nobody's help."""
+    settings = {"parallel": "ddp", "kill": [1, 9], "checkpoint_every": "3ba"}
+    torchrun(SCRIPT, json.dumps(settings), tmp_path, max_restarts=1)
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert_resumed(ranks, tmp_path, unbroken)

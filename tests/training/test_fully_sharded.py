@@ -1,4 +1,4 @@
-"""Models that `fully_shard` spread over ranks, in real processes: gloo through torchrun."""
+"""Models that `fully_shard` spread over real processes, with gloo between them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ distributed = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(60
 
 @pytest.fixture(scope="module")
 def ranks(
-    tmp_path_factory: pytest.TempPathFactory, torchrun: Callable[..., Any]
+    tmp_path_factory: pytest.TempPathFactory, launch_ranks: Callable[..., Any]
 ) -> list[dict[str, Any]]:
     """What two ranks saw of all runs: starting them takes longer than the runs."""
     out = tmp_path_factory.mktemp("sharded")
-    torchrun(SCRIPT, out)
+    launch_ranks(SCRIPT, out)
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
