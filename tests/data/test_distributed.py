@@ -95,8 +95,11 @@ def follow_apart(rank: int) -> list[Any]:
 
 
 @pytest.mark.distributed
+@pytest.mark.usefixtures("fork_server")
 def test_two_processes_take_one_batch_and_keep_one_clock(tmp_path: Path) -> None:
-    multiprocessing.spawn(train, (str(tmp_path),), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
+    multiprocessing.start_processes(  # type: ignore[attr-defined,no-untyped-call]
+        train, (str(tmp_path),), nprocs=2, start_method="forkserver"
+    )
     one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     order, rows = SampleOrder(N, 2), samples()
     torch.manual_seed(0)

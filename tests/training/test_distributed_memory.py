@@ -24,10 +24,10 @@ Reports = Callable[[str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory, torchrun: Callable[..., Any]) -> Reports:
+def reports(tmp_path_factory: pytest.TempPathFactory, launch_ranks: Callable[..., Any]) -> Reports:
     """How both ranks of each pair ended: nothing for one that had to be killed."""
     out = tmp_path_factory.mktemp("memory")
-    torchrun(SCRIPT, out, ranks=1)
+    launch_ranks(SCRIPT, out, ranks=1)
 
     def read(name: str) -> list[dict[str, Any]]:
         files = [out / f"{name}.{rank}.json" for rank in range(2)]
