@@ -13,7 +13,7 @@ PROJECT = '''
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from stretto import DataSpec
 
@@ -34,6 +34,10 @@ def plain_points(count=8):
 class Batches:
     def __iter__(self):
         return iter(zip(*(one.split(3) for one in Points(8).tensors)))
+
+
+def dropping():
+    return DataLoader(Points(8), batch_size=3, drop_last=True)
 
 
 def plain_batches():

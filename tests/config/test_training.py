@@ -235,6 +235,15 @@ def test_what_cannot_be_built(changes: dict[str, Any], message: str) -> None:
         build_trainer(config(**changes))
 
 
+def test_a_data_loader_that_drops_its_last_batch_is_refused_unless_the_file_says_it() -> None:
+    data = {"target": "my_project:dropping"}
+    with pytest.raises(ConfigError, match=r"with drop_last=True.*write last_batch: drop"):
+        build_trainer(config(data=data))
+    for last_batch, samples in (("drop", 6), ("keep", 8)):
+        trainer = build_trainer(config(data=data, batch_size=3, last_batch=last_batch))
+        assert sum(step.size for step in trainer.loader) == 2 * samples
+
+
 def test_a_run_file_says_that_streams_are_sharded() -> None:
     data = {"target": "my_project:plain_batches", "num_samples": 8, "sharded": True}
     trainer = build_trainer(config(data=data, evaluate={"data": {"target": "my_project:Points"}}))

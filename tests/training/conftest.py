@@ -32,12 +32,13 @@ class Problem:
 
     def trainer(self, **settings: Any) -> Trainer:
         defaults: dict[str, Any] = {
+            "train_data": self.data,
             "optimizer": self.optimizer,
             "loss": squared_error,
             "max_duration": "2ep",
             "batch_size": 8,
         }
-        return Trainer(self.model, self.data, **{**defaults, **settings})
+        return Trainer(self.model, **{**defaults, **settings})
 
     def weights(self) -> Tensor:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()]).clone()

@@ -60,6 +60,15 @@ def build_trainer(
     check_complete(config, source)
     world_size = _world_size(config, source)
     spec = make_spec(config, source=source)
+    if spec.last_batch != config.last_batch and "last_batch" not in config.model_fields_set:
+        raise ConfigError(
+            cannot(
+                "train on a DataLoader with drop_last=True",
+                why=f"last_batch is {config.last_batch} if the run file does not say it",
+                instead=f"write last_batch: {spec.last_batch}, or last_batch: keep",
+                where=source.where(("data",)),
+            )
+        )
     run = build_run(config, known_sizes(spec), source=source, world_size=world_size)
     check_run(config, _with_some_maximum(run), source)
     seed_everything(config.seed)

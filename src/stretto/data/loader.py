@@ -53,7 +53,8 @@ class StepLoader(Iterator[Step]):
         shuffle: whether each epoch has an order of its own; None: yes, or as the `DataLoader` that
             was given. An iterable has its own order.
         last_batch: where an epoch ends inside a batch: `keep` the smaller one, `drop` it, or
-            `carry` on into the next epoch.
+            `carry` on into the next epoch; None: `keep`, or `drop` as a `DataLoader` with
+            `drop_last=True`.
         rank: this process among those that share each batch; None: torch.distributed's.
         world_size: how many processes do; None: torch.distributed's.
         num_workers: processes that fetch; None: as the `DataLoader`, or 0.
@@ -78,7 +79,7 @@ class StepLoader(Iterator[Step]):
         micro_batch_size: int | None = None,
         seed: int = 0,
         shuffle: bool | None = None,
-        last_batch: LastBatch = "keep",
+        last_batch: LastBatch | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         num_workers: int | None = None,
@@ -97,7 +98,7 @@ class StepLoader(Iterator[Step]):
             dataset_num_samples=spec.known_num_samples,
             dataset_num_tokens=spec.known_num_tokens,
             tokens_per_sample=spec.known_tokens_per_sample,
-            last_batch=last_batch,
+            last_batch=spec.last_batch if last_batch is None else last_batch,
         )
         self.horizon = resolve_horizon(run, self.policy)
         self.timer = Timer(self.horizon, clock=clock)
@@ -436,6 +437,9 @@ class StepLoader(Iterator[Step]):
         def of_last(samples: int) -> int:
             return self._tokens.last(step, samples, tokens)
 
+        is_whole = timer.sample_in_epoch + size == self.horizon.dataset_num_samples
+        if is_whole or draw.crossings == (0,):  # nothing is carried, and nothing dropped
+            self._tokens.compare(timer.token_in_epoch + tokens)
         if draw.plan.ends_epochs:
             tick(timer, self.horizon, size, tokens=tokens, seconds=seconds, tokens_of_last=of_last)
             return

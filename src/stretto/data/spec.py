@@ -16,10 +16,17 @@ from torch.utils.data import (
 )
 
 from stretto.data.containers import count_samples, take_samples
+from stretto.data.own_counts import own_count, own_counter
 from stretto.data.step import MicroBatch
 from stretto.data.tokens import count_tokens, longest_sequence
 from stretto.errors import DataError, cannot, shown
+from stretto.timing import LastBatch
 from stretto.timing.number import whole
+
+_COUNTERS = {
+    "get_num_samples_in_batch": "get_batch_size",
+    "get_num_tokens_in_batch": "get_num_tokens",
+}
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 """Makes a batch of a list of samples."""
@@ -36,7 +43,8 @@ class DataSpec:
       are put in order, dealt to ranks and collated here. It may have `get_batch(indices)`, which
       returns a collated batch: then samples are never touched one by one.
     - a *`DataLoader`* over a map-style data set with torch's own sampler: its data set, collate
-      function, workers, and whether it shuffles, are taken; its batch size and `drop_last` are not.
+      function, workers, and whether it shuffles, are taken; its batch size is not, and `drop_last`
+      is `last_batch="drop"` where no other is given.
     - an *iterable of collated batches* of any size: a `DataLoader` with an order of its own or over
       an `IterableDataset`, a streaming loader, a generator. They are cut anew into exact batches.
       A torch `IterableDataset` alone yields samples, as torch has it, and is batched first.
@@ -56,14 +64,17 @@ class DataSpec:
     num_samples: int | None = None
     """Samples in an epoch; None: those of the data set, or not known."""
     num_tokens: int | None = None
-    """Tokens in an epoch; None: the data set's `num_tokens`, if it has that, or not known."""
+    """Tokens in an epoch; None: what the data set says as `num_tokens`, `num_tokens()` or
+    `get_num_tokens()`, or not known. A warning tells if an epoch has another number."""
     tokens_per_sample: int | None = None
     """Tokens in every sample, where all have equally many; None: the data set's
     `tokens_per_sample`, if it has that, or not known."""
     get_num_samples_in_batch: Callable[[Any], int] | None = None
-    """Counts the samples of a batch; None: `count_samples`."""
+    """Counts the samples of a batch; None: the data set's method of that name or
+    `get_batch_size(batch)`, or `count_samples`."""
     get_num_tokens_in_batch: Callable[[Any], int] | None = None
-    """Counts the tokens of a batch; None: `count_tokens`."""
+    """Counts the tokens of a batch; None: the data set's method of that name or
+    `get_num_tokens(batch)`, or `count_tokens`."""
     split_batch: Callable[[Any, slice], Any] | None = None
     """Returns the samples of a batch that a slice selects; None: `take_samples`."""
     tokens_vary: bool = False
@@ -89,6 +100,9 @@ class DataSpec:
                     )
                 )
             object.__setattr__(self, name, number)
+        for name, others in _COUNTERS.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, own_counter(self._own_data, name, others))
         _check_kind(self.data, is_sharded=bool(self.sharded))
         _check_length(self)
 
@@ -117,6 +131,15 @@ class DataSpec:
         return self.data
 
     @property
+    def last_batch(self) -> LastBatch:
+        """What happens where an epoch ends inside a batch, if nothing is said: `keep` it.
+
+        A `DataLoader` with `drop_last=True` says: `drop`.
+        """
+        drops = isinstance(self.data, DataLoader) and self.data.drop_last
+        return "drop" if drops else "keep"
+
+    @property
     def known_num_samples(self) -> int | None:
         """Samples in an epoch, or None."""
         return self.num_samples if self.num_samples is not None else _length(self)
@@ -126,7 +149,9 @@ class DataSpec:
         """Tokens in an epoch, or None."""
         if self.tokens_vary:
             return None
-        return self.num_tokens if self.num_tokens is not None else self._own("num_tokens")
+        if self.num_tokens is not None or self.sharded:
+            return self.num_tokens  # what the data say is of one rank's share
+        return own_count(self._own_data, "num_tokens", "get_num_tokens")
 
     @property
     def known_tokens_per_sample(self) -> int | None:
@@ -191,14 +216,11 @@ class DataSpec:
     def _stated_tokens_per_sample(self) -> int | None:
         """Tokens in each sample before any sequence is cut, or None."""
         each = self.tokens_per_sample
-        return each if each is not None else self._own("tokens_per_sample")
+        return each if each is not None else own_count(self._own_data, "tokens_per_sample")
 
-    def _own(self, name: str) -> int | None:
-        data = self.data.dataset if isinstance(self.data, DataLoader) else self.data
-        if self.sharded and name != "tokens_per_sample":
-            return None  # it is that of one rank's share
-        value = whole(getattr(data, name, None))
-        return value if value and value > 0 else None
+    @property
+    def _own_data(self) -> Any:
+        return self.data.dataset if isinstance(self.data, DataLoader) else self.data
 
 
 def _packed(num_samples: int, rows: int) -> DataError:

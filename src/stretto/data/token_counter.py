@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -30,6 +31,7 @@ class TokenCounter:
         self._source = source
         self._is_needed = is_needed
         self._each = spec.known_tokens_per_sample
+        self._stated = spec.known_num_tokens if self._each is None else None
         self._tells: bool | None = None
         if self._each is not None or spec.get_num_tokens_in_batch is not None:
             self._tells = True
@@ -71,6 +73,18 @@ class TokenCounter:
         if self._each is not None:
             return step.size * self._each
         return 0 if self._tells is False else step.num_tokens
+
+    def compare(self, counted: int) -> None:
+        """Warn, once, if an epoch of `counted` tokens has not as many as is stated."""
+        stated, self._stated = self._stated, None
+        if stated is not None and counted and counted != stated:
+            warnings.warn(
+                f"an epoch of these data has {counted} tokens, and num_tokens is {stated}: times "
+                "in tokens and in other units do not convert as planned; state num_tokens="
+                f"{counted}, or leave it out",
+                UserWarning,
+                stacklevel=5,  # the loop that asks the loader for steps
+            )
 
     def last(self, step: Step, samples: int, tokens: int) -> int:
         """Return how many of the `tokens` of a step its last `samples` have.

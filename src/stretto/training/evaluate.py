@@ -151,6 +151,7 @@ class Evaluator:
             max_duration="1ep",
             micro_batch_size=self._batch_size,
             shuffle=False,
+            last_batch="keep",
             collate_fn=self._collate_fn,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,

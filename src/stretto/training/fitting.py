@@ -125,7 +125,13 @@ def with_found_maximum(
         return policy
     unlimited = with_maximum(policy, _NO_LIMIT)
     loader = StepLoader(
-        spec, unlimited, max_duration=max_duration, collate_fn=collate_fn, rank=0, world_size=1
+        spec,
+        unlimited,
+        max_duration=max_duration,
+        last_batch="keep",
+        collate_fn=collate_fn,
+        rank=0,
+        world_size=1,
     )
     most = max(1, (loader.horizon.dataset_num_samples or 1) // ranks.world_size)
     size = find(loader=loader, most=most, accumulates=False).size

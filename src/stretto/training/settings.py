@@ -28,16 +28,17 @@ Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 class Loading:
     """How samples are ordered and fetched.
 
-    >>> Loading(seed=7, num_workers=2).last_batch
-    'keep'
+    >>> Loading(seed=7, num_workers=2).seed
+    7
     """
 
     seed: int = 0
     """Seed of the order of samples; nothing else depends on it."""
     shuffle: bool | None = None
     """Whether each epoch has an order of its own; None: yes, or as a given `DataLoader`."""
-    last_batch: LastBatch = "keep"
-    """What happens where an epoch ends inside a batch."""
+    last_batch: LastBatch | None = None
+    """What happens where an epoch ends inside a batch: `keep` the smaller one, `drop` it, or
+    `carry` on; None: `keep`, or `drop` as a given `DataLoader` with `drop_last=True`."""
     num_workers: int | None = None
     """Processes that fetch samples; None: as a `DataLoader` that is given, or 0: this one."""
     prefetch_factor: int | None = None

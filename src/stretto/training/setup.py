@@ -50,7 +50,7 @@ def describe_setup(
         "schedules": schedules,
         "optimizer": dict(optimizer),
         "learning_rate_rule": _text(hyperparameters.rule),
-        "last_batch": loading.last_batch,
+        "last_batch": loader.horizon.last_batch,
         "num_workers": loading.num_workers or 0,
         "keyed_randomness": loading.keyed_randomness,
         "loss_weight": _text(stepping.loss_weight),

@@ -1,0 +1,68 @@
+"""What a data set says of its samples and tokens by itself, under the names that are in use."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from stretto.errors import DataError, cannot, shown
+from stretto.timing.number import whole
+
+
+def own_count(data: Any, *names: str) -> int | None:
+    """Return what a data set says under one of some names: a number, or a method without arguments.
+
+    >>> class Text:
+    ...     def get_num_tokens(self):
+    ...         return 900
+    >>> own_count(Text(), "num_tokens", "get_num_tokens")
+    900
+
+    Raises:
+        DataError: a method returns neither an integer of at least 1 nor None.
+    """
+    for name in names:
+        value = getattr(data, name, None)
+        if _takes(value, 0):
+            found = value()
+            number = whole(found)
+            if found is not None and (number is None or number < 1):
+                raise DataError(
+                    cannot(
+                        f"use {shown(found)}, which {type(data).__name__}.{name}() returns",
+                        why="it is not an integer of at least 1",
+                        instead="return how many there are, or None if that is not known",
+                    )
+                )
+        else:
+            number = whole(value)
+        if number is not None and number > 0:
+            return number
+    return None
+
+
+def own_counter(data: Any, *names: str) -> Callable[[Any], int] | None:
+    """Return the method of a data set, under one of some names, that counts in a batch.
+
+    >>> class Text:
+    ...     def get_batch_size(self, batch):
+    ...         return len(batch)
+    >>> own_counter(Text(), "get_batch_size")([1, 2])
+    2
+    """
+    methods = (getattr(data, name, None) for name in names)
+    return next((method for method in methods if _takes(method, 1)), None)
+
+
+def _takes(method: object, count: int) -> bool:
+    """Whether something is a method that must be called with so many arguments."""
+    if not callable(method):
+        return False
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [one for one in parameters if one.default is one.empty and one.kind not in several]
+    return len(needed) == count
