@@ -237,8 +237,9 @@ def test_what_cannot_be_built(changes: dict[str, Any], message: str) -> None:
 
 def test_a_data_loader_that_drops_its_last_batch_is_refused_unless_the_file_says_it() -> None:
     data = {"target": "my_project:dropping"}
-    with pytest.raises(ConfigError, match=r"with drop_last=True.*write last_batch: drop"):
-        build_trainer(config(data=data))
+    for build in (build_trainer, build_plan):
+        with pytest.raises(ConfigError, match=r"with drop_last=True.*write last_batch: drop"):
+            build(config(data=data))
     for last_batch, samples in (("drop", 6), ("keep", 8)):
         trainer = build_trainer(config(data=data, batch_size=3, last_batch=last_batch))
         assert sum(step.size for step in trainer.loader) == 2 * samples

@@ -163,7 +163,8 @@ def test_a_data_set_counts_the_samples_and_tokens_of_a_batch() -> None:
 @pytest.mark.parametrize("sized", [True, False])
 def test_a_number_of_tokens_that_is_not_that_of_an_epoch_is_warned_of_once(sized: bool) -> None:
     def run(stated: int, **settings: Any) -> StepLoader:
-        data = Counts() if sized else DataLoader([*Counts()], 4, sampler=[*range(12)])  # type: ignore[call-overload]
+        listed: Any = [Counts()[index] for index in range(12)]
+        data = Counts() if sized else DataLoader(listed, 4, sampler=[*range(12)])
         spec = DataSpec(data, num_tokens=stated)
         loader = StepLoader(spec, 4, max_duration="2ep", **settings)
         assert sum(step.num_tokens for step in loader) == 120

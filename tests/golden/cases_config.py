@@ -196,6 +196,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-train-kind", trained(model={"target": "fractions:Fraction"})),
     ("config-train-sizes", trained(data={"target": "stretto.examples.text:PythonDocs",
                                          "num_samples": 7})),
+    ("config-train-drop-last", trained(data={"target": "torch.utils.data:DataLoader",
+                                             "dataset": [1, 2, 3], "drop_last": True})),
     ("config-train-ranks", trained(world_size=8)),
     ("config-train-split", trained(evaluate={}, data={"target": "textwrap:wrap",
                                                      "text": "a"})),

@@ -9,7 +9,8 @@ from pathlib import Path
 import typer
 
 from stretto.cli.files import PLAN, add_working_folder, read_arguments
-from stretto.config.plans import build_run, data_sizes, plan_of, range_of, scales_rate
+from stretto.config.data import data_sizes
+from stretto.config.plans import build_run, plan_of, range_of, scales_rate
 from stretto.errors import ConfigError, PlanError, cannot
 from stretto.planning import Plan
 

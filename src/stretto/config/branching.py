@@ -15,15 +15,14 @@ from torch.optim import Optimizer
 
 from stretto.batching import NO_SIGNALS, LearningRateRule, SquareRootRule
 from stretto.checkpoint import CheckpointReader, open_checkpoint, unpack_optimizer
+from stretto.config.data import known_sizes, make_spec
 from stretto.config.hyperparameters import base_values
 from stretto.config.parts import (
-    known_sizes,
     make_callbacks,
     make_evaluation,
     make_loading,
     make_loss,
     make_optimizer,
-    make_spec,
     make_stepping,
     wrong_kind,
 )

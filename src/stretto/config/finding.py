@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from stretto.config.data import make_spec
 from stretto.config.parts import (
     make_loading,
     make_loss,
     make_optimizer,
-    make_spec,
     wrong_kind,
 )
 from stretto.config.run import RunConfig

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from stretto.config.building import Building
 from stretto.config.fields import Target
-from stretto.config.plans import Run, make_data, scale_of
+from stretto.config.plans import Run, scale_of
 from stretto.config.run import RunConfig
 from stretto.config.sections import Evaluate
-from stretto.config.source import NO_SOURCE, Source
+from stretto.config.source import Source
 from stretto.config.targets import accepts, bound_target, call_target, import_target
 from stretto.data import DataSpec
 from stretto.errors import ConfigError, cannot
@@ -32,32 +32,6 @@ from stretto.training import (
 
 VALIDATION = "validation"
 """What `split` is for an evaluation that names no data of its own."""
-
-
-def make_spec(config: RunConfig, *, source: Source = NO_SOURCE) -> DataSpec:
-    """Return the training data with the sizes that the file states, held against their own.
-
-    Raises:
-        ConfigError: they cannot be made, or have other sizes.
-    """
-    data = config.data
-    with source.at("data"):
-        return DataSpec.of(
-            make_data(config, source=source),
-            num_samples=data.num_samples,
-            num_tokens=data.num_tokens,
-            tokens_per_sample=data.tokens_per_sample,
-            sharded=data.sharded,
-        )
-
-
-def known_sizes(spec: DataSpec) -> dict[str, int | None]:
-    """Return the sizes of data, as far as they are known."""
-    return {
-        "num_samples": spec.known_num_samples,
-        "num_tokens": spec.known_num_tokens,
-        "tokens_per_sample": spec.known_tokens_per_sample,
-    }
 
 
 def make_loss(config: RunConfig, model: nn.Module, source: Source) -> Any:

@@ -13,12 +13,12 @@ from stretto.batching import BatchSizePolicy, LearningRateRule, couplings_in
 from stretto.batching.following import check_monitored, followed_metric, metrics_of
 from stretto.config.batch_sizes import build_sizes
 from stretto.config.building import Building
+from stretto.config.data import data_sizes
 from stretto.config.fields import Target
 from stretto.config.hyperparameters import base_values, check_optimizer, effective
 from stretto.config.run import RunConfig
 from stretto.config.schedules import build_schedule
 from stretto.config.source import NO_SOURCE, Path, Source, in_file_words
-from stretto.config.targets import call_target
 from stretto.errors import ConfigError, PlanError, cannot
 from stretto.planning import (
     Plan,
@@ -246,44 +246,6 @@ def scale_of(config: RunConfig) -> Fraction:
 def planned_micro_batch_size(config: RunConfig) -> int | None:
     """Return the micro-batch size of a plan; None where only training finds it."""
     return None if config.micro_batch_size == "auto" else config.micro_batch_size
-
-
-def data_sizes(config: RunConfig, *, source: Source = NO_SOURCE) -> dict[str, int | None]:
-    """Return the sizes of the data: those that the file states, else those of the data itself.
-
-    Raises:
-        ConfigError: the data are needed and cannot be made.
-    """
-    data = config.data
-    if data.num_samples is not None:
-        return {
-            "num_samples": data.num_samples,
-            "num_tokens": data.num_tokens,
-            "tokens_per_sample": data.tokens_per_sample,
-        }
-    from stretto.data import DataSpec  # imports torch, which a plan of stated sizes does without
-
-    with source.at("data"):
-        spec = DataSpec.of(
-            make_data(config, source=source),
-            num_tokens=data.num_tokens,
-            tokens_per_sample=data.tokens_per_sample,
-            sharded=data.sharded,
-        )
-    return {
-        "num_samples": spec.known_num_samples,
-        "num_tokens": spec.known_num_tokens,
-        "tokens_per_sample": spec.known_tokens_per_sample,
-    }
-
-
-def make_data(config: RunConfig, *, source: Source = NO_SOURCE) -> Any:
-    """Return the training data that a run file describes.
-
-    Raises:
-        ConfigError: they cannot be made.
-    """
-    return call_target(config.data, source=source, path=("data",))
 
 
 def _intervals(config: RunConfig) -> dict[str, tuple[Path, Time]]:

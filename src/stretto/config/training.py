@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from stretto.batching import awaits_maximum, with_maximum
+from stretto.config.data import known_sizes, make_spec
 from stretto.config.parts import (
-    known_sizes,
     make_callbacks,
     make_checkpointing,
     make_evaluation,
@@ -21,7 +21,6 @@ from stretto.config.parts import (
     make_loggers,
     make_loss,
     make_optimizer,
-    make_spec,
     make_stepping,
     wrong_kind,
 )
@@ -60,15 +59,6 @@ def build_trainer(
     check_complete(config, source)
     world_size = _world_size(config, source)
     spec = make_spec(config, source=source)
-    if spec.last_batch != config.last_batch and "last_batch" not in config.model_fields_set:
-        raise ConfigError(
-            cannot(
-                "train on a DataLoader with drop_last=True",
-                why=f"last_batch is {config.last_batch} if the run file does not say it",
-                instead=f"write last_batch: {spec.last_batch}, or last_batch: keep",
-                where=source.where(("data",)),
-            )
-        )
     run = build_run(config, known_sizes(spec), source=source, world_size=world_size)
     check_run(config, _with_some_maximum(run), source)
     seed_everything(config.seed)

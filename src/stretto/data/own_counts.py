@@ -1,4 +1,4 @@
-"""What a data set says of its samples and tokens by itself, under the names that are in use."""
+"""Counts of samples and tokens that a data set gives itself, by the names in use."""
 
 from __future__ import annotations
 

@@ -132,10 +132,7 @@ class DataSpec:
 
     @property
     def last_batch(self) -> LastBatch:
-        """What happens where an epoch ends inside a batch, if nothing is said: `keep` it.
-
-        A `DataLoader` with `drop_last=True` says: `drop`.
-        """
+        """The default of `last_batch`: `drop` for a `DataLoader` with `drop_last=True`, else `keep`."""
         drops = isinstance(self.data, DataLoader) and self.data.drop_last
         return "drop" if drops else "keep"
 
