@@ -23,7 +23,7 @@ def own_count(data: Any, *names: str) -> int | None:
         DataError: a method returns neither an integer of at least 1 nor None.
     """
     for name in names:
-        value = getattr(data, name, None)
+        value: Any = getattr(data, name, None)
         if _takes(value, 0):
             found = value()
             number = whole(found)

@@ -132,7 +132,7 @@ class DataSpec:
 
     @property
     def last_batch(self) -> LastBatch:
-        """The default of `last_batch`: `drop` for a `DataLoader` with `drop_last=True`, else `keep`."""
+        """The default of `last_batch`: `drop` for a `DataLoader` with `drop_last`, else `keep`."""
         drops = isinstance(self.data, DataLoader) and self.data.drop_last
         return "drop" if drops else "keep"
 
