@@ -12,6 +12,7 @@ from stretto.batching import (
     DoublingRamp,
     LinearRamp,
     MultipleOf,
+    PeriodSizes,
     StagedRamp,
     rampup,
 )
@@ -257,7 +258,8 @@ def test_equal_batches_of_what_is_not_known_are_refused() -> None:
 def test_a_ramp_without_stages_says_so() -> None:
     horizon = Horizon("2ep", dataset_num_samples=1000)
     none_left = rampup(64, "50%", world_size=4, micro_batch_size=16)
-    for policy in (none_left, LinearRamp(64, 64, "1ep"), MultipleOf(none_left, 8)):
+    periods = PeriodSizes([("10%", 8), ("rest", none_left)])
+    for policy in (none_left, LinearRamp(64, 64, "1ep"), MultipleOf(none_left, 8), periods):
         (warning,) = plan(horizon, policy).warnings
         assert "no stages left: it starts at its end, 64 samples" in warning
     assert plan(horizon, rampup(64, "50%", world_size=2, micro_batch_size=16)).warnings == ()

@@ -59,11 +59,36 @@ def test_a_plan_has_a_column_for_each_beta_and_momentum_is_the_first_of_adam() -
 
 @pytest.mark.parametrize(
     ("lr", "said"),
-    [("abc", "'abc'"), (math.nan, "nan"), (math.inf, "inf"), (-1, "-1"), (True, "True")],
+    [
+        ("abc", "'abc'"),
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (-1, "-1"),
+        (True, "True"),
+        ([0.1, 0.2], r"\[0.1, 0.2\]"),
+    ],
 )
 def test_a_learning_rate_that_is_none_is_refused_by_a_plan(lr: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=f"cannot use {said} as optimizer.lr: it is not a finite"):
         build_plan(config(optimizer={**ADAM, "lr": lr}))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"weight_decay": "abc"},
+        {"weight_decay": [0.1]},
+        {"momentum": math.nan},
+        {"betas": [0.9, "a"]},
+    ],
+    ids=str,
+)
+def test_a_plan_checks_the_usual_numbers_of_torchs_optimizers_without_a_schedule(
+    wrong: dict[str, Any],
+) -> None:
+    with pytest.raises(ConfigError, match=r"as optimizer\..*: it is not a finite number"):
+        build_plan(config(optimizer={**ADAM, **wrong}))
+    build_plan(config(optimizer={**ADAM, **wrong, "target": "my.optim:make"} | {"momentum": 0.9}))
 
 
 def test_a_groups_own_value_is_looked_at_too() -> None:

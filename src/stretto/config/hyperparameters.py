@@ -15,6 +15,9 @@ from stretto.errors import ConfigError, cannot, shown
 from stretto.schedules import Constant, Product, Schedule
 from stretto.schedules.names import Name, check_index, find_name, parse_name
 
+_SINGLE = ("lr", "momentum", "weight_decay")
+"""What is one number in each of torch's optimizers that has it."""
+
 
 def base_values(config: RunConfig, *, source: Source = NO_SOURCE) -> dict[str, float]:
     """Return what the schedules multiply: the optimizer's own values, stated or its defaults.
@@ -94,7 +97,7 @@ def check_optimizer(config: RunConfig, source: Source = NO_SOURCE) -> None:
         if name.index is not None and value is not None:
             with source.at("schedules", text):
                 check_index(text, name, value)
-    keys = {"lr", *(name.key for name, _ in found.values())}
+    keys = {*_SINGLE, "betas", *(name.key for name, _ in found.values())}
     for path, settings in _settings(optimizer):
         for key in sorted(keys & settings.keys()):
             _check_number(optimizer, (*path, key), settings[key], source)
@@ -115,7 +118,8 @@ def _check_group(optimizer: Optimizer, text: str, name: Name, where: str) -> Non
 
 
 def _check_number(optimizer: Optimizer, path: Path, value: object, source: Source) -> None:
-    items = value if isinstance(value, list) and value else [value]
+    is_several = isinstance(value, list) and value and path[-1] not in _SINGLE
+    items = value if is_several else [value]
     for item in items:
         is_number = isinstance(item, (int, float)) and not isinstance(item, bool)
         is_finite = is_number and math.isfinite(item)  # type: ignore[arg-type]

@@ -242,6 +242,8 @@ class Timer:
     def get_elapsed_duration(self) -> float:
         """Return the fraction of the run that has passed, in [0, 1].
 
+        In a run of epochs over data of unknown size, it changes only when an epoch ends.
+
         Raises:
             TimeError: the timer has no horizon.
         """
