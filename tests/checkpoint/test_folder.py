@@ -276,6 +276,36 @@ def test_an_error_in_the_middle_of_a_file_names_it(
     assert names(tmp_path) == ["1"]
 
 
+def test_an_error_of_the_library_names_the_file_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its errors of the system have a text alone, and no number."""
+    write_some(tmp_path, 1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("Stale file handle (os error 116)")
+
+    monkeypatch.setattr("stretto.checkpoint.reading.safe_open", fail)
+    with pytest.raises(CheckpointError, match=r"model.safetensors: Stale file handle \(os"):
+        latest_good(tmp_path, sleep=lambda _: None)
+    assert names(tmp_path) == ["1"]
+
+
+def test_an_error_when_the_file_has_just_been_opened_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_some(tmp_path, 1)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fstat", fail)
+        with pytest.raises(CheckpointError) as caught:
+            latest_good(tmp_path, sleep=lambda _: None)
+    assert "manifest.json: Input/output error" in str(caught.value)
+
+
 def test_too_little_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library maps a file into memory, and says MemoryError where that fails."""
     write_some(tmp_path, 1, 2)

@@ -66,7 +66,8 @@ def reading(path: Path) -> Iterator[None]:
         why, instead = "there is not enough memory", "free some and try again"
     except OSError as error:
         name = Path(os.fsdecode(error.filename)).name if error.filename else path.name
-        why = f"{name}: {error.strerror or error}" if name != path.name else str(error.strerror)
+        why = error.strerror or " ".join(map(str, error.args))
+        why = why if name == path.name else f"{name}: {why}"
         instead = "try again, or resume from another checkpoint by its path"
     else:
         return
@@ -138,9 +139,8 @@ def check_member(path: Path, name: str, entry: Entry, *, content: bool = True) -
     Raises:
         Damage: it is not.
     """
-    descriptor = _open(path, name)
-    with _naming(path / name), open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123
-        if os.fstat(descriptor).st_size != entry.size:
+    with naming(path / name), open(_open(path, name), "rb", buffering=0) as file:  # noqa: PTH123
+        if os.fstat(file.fileno()).st_size != entry.size:
             raise Damage(f"{name} is not as long as it was written")
         if content and hashlib.file_digest(file, "sha256").hexdigest() != entry.digest:
             raise Damage(f"{name} is not what was written")
@@ -152,9 +152,8 @@ def read_member(path: Path, name: str, limit: int) -> bytes:
     Raises:
         Damage: it is missing, no regular file, or longer.
     """
-    descriptor = _open(path, name)
-    with _naming(path / name), open(descriptor, "rb") as file:  # noqa: PTH123  no path
-        size = os.fstat(descriptor).st_size  # so much is allocated at once
+    with naming(path / name), open(_open(path, name), "rb") as file:  # noqa: PTH123  no path
+        size = os.fstat(file.fileno()).st_size  # so much is allocated at once
         if size > limit:
             raise Damage(f"{name} is longer than {limit} bytes")
         return file.read(size)
@@ -224,8 +223,8 @@ def _seal(text: str) -> str:
 
 
 @contextmanager
-def _naming(file: Path) -> Iterator[None]:
-    """Let errors of the system name the file, which those of a descriptor do not."""
+def naming(file: Path) -> Iterator[None]:
+    """Add the file's name to errors of the system; those of a descriptor or a library lack it."""
     try:
         yield
     except OSError as error:

@@ -23,6 +23,7 @@ from stretto.checkpoint.manifest import (
     Manifest,
     check_member,
     group_of,
+    naming,
     read_document,
     read_manifest,
     reading,
@@ -190,7 +191,8 @@ class CheckpointReader:
         if file not in self._files:
             # The library maps a file into memory, so its size and kind are checked before.
             check_member(self._path, file, self.manifest.files[file], content=False)
-            self._files[file] = safe_open(self._path / file, framework="pt", device="cpu")
+            with naming(self._path / file):
+                self._files[file] = safe_open(self._path / file, framework="pt", device="cpu")
         return self._files[file]
 
     def _index(self, group: str, shards: Mapping[str, Any]) -> dict[str, Place]:
