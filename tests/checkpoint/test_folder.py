@@ -276,6 +276,15 @@ def test_an_error_in_the_middle_of_a_file_names_it(
     assert names(tmp_path) == ["1"]
 
 
+def test_a_checkpoint_is_not_written_to_a_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"'s3://bucket/run/checkpoint-0+1': it is a URL"):
+        write_checkpoint(checkpoint_path(Path("s3://bucket/run"), 1), {}, {})
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_error_of_the_library_names_the_file_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,20 @@ def test_another_optimizers_state_is_refused() -> None:
         unpack_optimizer(other, tensors, record)
 
 
+def test_state_of_another_shape_than_its_parameter_is_refused() -> None:
+    def optimizer(*shapes: tuple[int, ...]) -> torch.optim.Optimizer:
+        parameters = [torch.ones(shape, requires_grad=True) for shape in shapes]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        return torch.optim.Adam(parameters)
+
+    saved = optimizer((3, 2), (2,))
+    saved.step()
+    tensors, record = pack_optimizer(saved)
+    with pytest.raises(CheckpointError, match=r"0.exp_avg has shape \(3, 2\), and its .* \(2,\)"):
+        unpack_optimizer(optimizer((2,), (3, 2)), tensors, record)
+
+
 def test_the_state_of_more_parameters_is_refused() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

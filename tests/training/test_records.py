@@ -120,6 +120,8 @@ def test_any_value_of_the_wrong_kind_is_an_error_of_ours_that_says_where(
         ("optimizer.param_groups.0.betas", {"tuple": [-1, 0.9]}, r"betas is \(-1, 0.9\)"),
         ("optimizer.param_groups.0.amsgrad", "x", "param_groups.0.amsgrad is 'x'"),
         ("optimizer.param_groups.0.params", [0, 0, 1, 2], "param_groups.params is"),
+        ("optimizer.param_groups.0.amsgrad", True, r"AdamW: .*KeyError: 'max_exp_avg_sq'"),
+        ("optimizer.values", {"0_0.exp_avg": 1}, "AdamW: .*AttributeError"),
         ("optimizer.values", {"0.step": "x"}, "values.0.step is 'x'"),
         ("optimizer.type", "SGD", "it was saved from SGD"),
         ("recorder.loss.sum", "x", "'recorder' .*'sum' is 'x', and not a number"),

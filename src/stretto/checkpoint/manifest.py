@@ -139,7 +139,7 @@ def check_member(path: Path, name: str, entry: Entry, *, content: bool = True) -
     Raises:
         Damage: it is not.
     """
-    with naming(path / name), open(_open(path, name), "rb", buffering=0) as file:  # noqa: PTH123
+    with naming(path / name), open(_open(path, name), "rb", buffering=0) as file:
         if os.fstat(file.fileno()).st_size != entry.size:
             raise Damage(f"{name} is not as long as it was written")
         if content and hashlib.file_digest(file, "sha256").hexdigest() != entry.digest:
@@ -152,7 +152,7 @@ def read_member(path: Path, name: str, limit: int) -> bytes:
     Raises:
         Damage: it is missing, no regular file, or longer.
     """
-    with naming(path / name), open(_open(path, name), "rb") as file:  # noqa: PTH123  no path
+    with naming(path / name), open(_open(path, name), "rb") as file:
         size = os.fstat(file.fileno()).st_size  # so much is allocated at once
         if size > limit:
             raise Damage(f"{name} is longer than {limit} bytes")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stretto.checkpoint.optimizer_values import check_groups, check_value
+from stretto.checkpoint.optimizer_values import check_groups, check_value, has_shape_of
 from stretto.checkpoint.sharding import Stored, is_spread, replicate_like, shard_like
 from stretto.errors import CheckpointError, cannot
 
@@ -100,7 +100,11 @@ def _states(
         elif int(head) >= len(parameters):
             raise _other(optimizer, f"it is of more than {len(parameters)} parameters")
         else:
-            state.setdefault(int(head), {})[name] = _laid_out(parameters[int(head)], value)
+            parameter = parameters[int(head)]
+            if not has_shape_of(optimizer, parameter, value):
+                shapes = f"shape {tuple(value.shape)}, and its parameter {tuple(parameter.shape)}"
+                raise _other(optimizer, f"{key[:80]} has {shapes}")
+            state.setdefault(int(head), {})[name] = _laid_out(parameter, value)
     return state
 
 

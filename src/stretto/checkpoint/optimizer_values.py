@@ -53,6 +53,17 @@ def check_value(optimizer: Optimizer, key: str, value: object) -> None:
         raise _wrong(optimizer, f"values.{key}", value)
 
 
+def has_shape_of(optimizer: Optimizer, parameter: Tensor, value: Any) -> bool:
+    """Whether a part of a parameter's state has its shape, or is a single number.
+
+    Only torch's own optimizers are known, and some of them keep other shapes.
+    """
+    shape = getattr(value, "shape", ())
+    is_known = type(optimizer).__module__.startswith("torch.optim.")
+    is_free = not is_known or type(optimizer).__name__ in ("Adafactor", "LBFGS")
+    return is_free or math.prod(shape) == 1 or tuple(shape) == tuple(parameter.shape)
+
+
 def _suits(saved: Any, own: Any) -> bool:
     """Whether a saved value is of the kind of the present one."""
     if isinstance(own, Tensor) or isinstance(saved, Tensor):

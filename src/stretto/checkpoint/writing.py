@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from stretto._location import local_path
 from stretto.checkpoint.manifest import (
     LONGEST_RECORDS,
     MANIFEST,
@@ -110,6 +111,7 @@ def begin_checkpoint(path: Path) -> None:
     Raises:
         CheckpointError: it cannot be made.
     """
+    local_path(path, "write a checkpoint to", CheckpointError)
     with _writing(path):
         remove(_unfinished(path))
         made = [parent for parent in path.parents if not parent.exists()]

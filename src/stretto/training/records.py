@@ -9,6 +9,8 @@ from typing import Any
 
 from stretto.errors import CheckpointError, StrettoError, cannot, shown
 
+UNFIT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""What Python raises when a record is not what it should be."""
 _MOST = 2**63
 
 
@@ -25,14 +27,7 @@ def section(path: Path, name: str) -> Iterator[None]:
     except StrettoError as error:
         said = str(error) if str(path) in str(error) else f"{error} ({name!r} in {path})"
         raise type(error)(said) from error
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
+    except UNFIT as error:
         raise CheckpointError(
             cannot(
                 f"resume from {path}",
@@ -41,6 +36,18 @@ def section(path: Path, name: str) -> Iterator[None]:
                 instead="resume from another checkpoint",
             )
         ) from error
+
+
+def unfit(path: Path, optimizer: object, error: Exception) -> CheckpointError:
+    """Return the error for an optimizer that fails in its first update after a resume."""
+    name = type(optimizer).__name__
+    return CheckpointError(
+        cannot(
+            f"update the weights with {name}",
+            why=f"it cannot compute with its state from {path} ({type(error).__name__}: {error})",
+            instead=f"resume with {name} built as it was then, or from another checkpoint",
+        )
+    )
 
 
 def number(record: Mapping[str, Any], key: str) -> float:

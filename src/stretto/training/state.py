@@ -139,6 +139,7 @@ class RunState:
         with section(path, "optimizer"):
             tensors = _stored(checkpoint, "optimizer")
             unpack_optimizer(self._optimizer, tensors, records["optimizer"])
+        self._stepper.resumed_from = path
         left = self._restore_records(records, path, is_own=is_own)
         with section(path, "setup"):
             setup = records.get("setup", {})

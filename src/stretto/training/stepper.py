@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
@@ -28,6 +29,7 @@ from stretto.training.fully_sharded import is_fully_sharded, sync_gradients, zer
 from stretto.training.losses import nothing_to_learn, scalar
 from stretto.training.noise_meter import Measured, NoiseMeter, Pass
 from stretto.training.ranks import Ranks, sparse_tables, touching_all
+from stretto.training.records import UNFIT, unfit
 from stretto.training.safety_net import SafetyNet
 from stretto.training.settings import LossFunction, Stepping
 from stretto.training.units import unit_counter
@@ -90,6 +92,8 @@ class Stepper:
         self._is_sum = settings.loss_reduction == "sum"
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._clip_norm = settings.clip_norm
+        self.resumed_from: Path | None = None
+        """The checkpoint whose state no update has used yet."""
         self._dtype = _DTYPES.get(settings.precision)
         self.net: SafetyNet | None = None
         """What is done where memory runs out; None: nothing."""
@@ -232,6 +236,7 @@ class Stepper:
 
         Raises:
             TrainingError: memory ran out. Some weights may have moved, so nothing is tried again.
+            CheckpointError: the optimizer cannot compute with the state that it was resumed with.
         """
         has_moved = True
         try:
@@ -243,6 +248,8 @@ class Stepper:
                 self._optimizer.step()
         except Exception as error:
             if not is_out_of_memory(error):
+                if self.resumed_from is not None and isinstance(error, UNFIT):
+                    raise unfit(self.resumed_from, self._optimizer, error) from error
                 raise
             raise no_memory(
                 f"update the weights with {type(self._optimizer).__name__}",
@@ -251,6 +258,7 @@ class Stepper:
                 instead="resume from the last checkpoint with foreach=False in the optimizer, an "
                 "optimizer that keeps less state, or a smaller micro_batch_size",
             ) from error
+        self.resumed_from = None
         self.clear()
         return has_moved
 
