@@ -175,6 +175,42 @@ def test_a_loaded_state_is_no_base_be_it_from_before_or_from_another_run() -> No
         assert built_again(optimizer) == {"lr": 0.5, "weight_decay": 0.1, "betas.0": 0.8}
 
 
+class Prepared(torch.optim.Optimizer):
+    """As Accelerate wraps an optimizer: a subclass that torch's constructor never saw."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+class Foreign:
+    """What has parameter groups, and is not an optimizer of torch."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.param_groups = optimizer.param_groups
+
+
+@pytest.mark.parametrize("wrap", [Prepared, Foreign])
+def test_an_optimizer_in_a_wrapper_keeps_its_base_too(wrap: Any) -> None:
+    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    outer = wrap(inner)
+    for _ in range(2):
+        hyperparameters = Hyperparameters(outer, {"lr": Linear(0, 1)}, Horizon("10ba"))
+        hyperparameters.apply(Timestamp(batch=5))
+        assert inner.param_groups[0]["lr"] == 0.25
+        hyperparameters.apply(Timestamp())
+    if wrap is Prepared:
+        outer.load_state_dict(inner.state_dict())
+        again = Hyperparameters(Prepared(inner), {}, Horizon("10ba"))
+        assert again.base == {"lr": 0.5}
+
+
 def test_the_base_is_no_part_of_the_optimizers_state() -> None:
     optimizer = adamw()
     keys = set(optimizer.param_groups[0])

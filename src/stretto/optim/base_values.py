@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, TypeAlias, final
 from weakref import WeakKeyDictionary
 
@@ -37,10 +38,12 @@ def take_back(optimizer: Optimizer) -> dict[Place, BaseValue]:
 
     The record does not go with a copy of the optimizer (`copy.deepcopy`, `pickle`).
     """
+    optimizer = _unwrapped(optimizer)
     if optimizer not in _SCHEDULED:
         _SCHEDULED[optimizer] = {}
         # What is loaded was once written by a schedule, so it is no base either.
-        optimizer.register_load_state_dict_post_hook(_note_loaded)
+        with suppress(AttributeError):  # not an optimizer of torch: it has no hooks
+            optimizer.register_load_state_dict_post_hook(_note_loaded)
     record = _SCHEDULED[optimizer]
     for place, base in list(record.items()):
         group, key = _group(optimizer, place)
@@ -69,6 +72,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(float(item) for item in value)
     return float(value) if isinstance(value, Tensor) else value
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside wrappers such as Accelerate's and Lightning's."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def _note_loaded(optimizer: Optimizer) -> None:
