@@ -431,7 +431,7 @@ def test_the_loss_is_of_the_same_samples_whatever_the_size(
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(stretto: Stretto, trained: Path) -> None:
     older, newest = sorted((trained / "checkpoints").iterdir())
     (newest / "manifest.json").write_text("{")
-    with pytest.warns(RuntimeWarning, match="an older one is looked for"):
+    with pytest.warns(RuntimeWarning, match="is damaged"):
         said = stretto("critical-batch-size", "run.yaml", "--checkpoint", trained, *SIZES, "--json")
     assert said.code == 0, said.err
     assert json.loads(said.out)["at"]["sample"] == int(older.name.rpartition("-")[2])
@@ -478,7 +478,7 @@ class Texts(Dataset):
         length = 2 if index % 2 else 30
         labels = torch.full((30,), -100)
         labels[:length] = index % 2
-        return {"input_ids": torch.ones(30, dtype=torch.int64), "labels": labels}
+        return {"input_ids": torch.full((30,), index % 2), "labels": labels}
 
 
 class Guess(nn.Module):

@@ -67,9 +67,10 @@ def test_any_split_gives_the_gradient_of_the_whole_batch(
         start, size = steps[0].timestamp.sample, steps[0].size
         net.zero_grad()
         for step in steps:
-            for batch, _, _, weight in step:
+            for one in step:
                 # Data parallel training averages over ranks.
-                (functional.mse_loss(net(batch[0]), batch[1]) * weight / world).backward()
+                loss = functional.mse_loss(net(one.batch[0]), one.batch[1])
+                (loss * one.weight / world).backward()
         split = gradient(net)
         net.zero_grad()
         whole = [order[p] for p in range(start, start + size)]

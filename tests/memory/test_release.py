@@ -137,5 +137,6 @@ def test_the_scratch_of_multiplications_is_given_back(limited: Callable[..., str
         print(during - before, held() - before)
     """
     during, after = map(float, limited(code).split())
-    assert during > 10  # else this test shows nothing
+    if during < 10:
+        pytest.skip("the kernels of this CPU keep little scratch")
     assert after < 3
