@@ -51,6 +51,9 @@ def test_tokens_of_a_data_set_must_be_a_number() -> None:
 def test_a_data_set_counts_the_samples_and_tokens_of_a_batch() -> None:
     spec = DataSpec(Counts(get_batch_size=lambda batch: 3, get_num_tokens=lambda batch: 7))
     assert (spec.count_samples(torch.zeros(2)), spec.count_tokens(torch.zeros(2))) == (3, 7)
+    both: Any = Counts(get_num_tokens=lambda batch=None: 60 if batch is None else 7)
+    assert DataSpec(both).count_tokens(torch.zeros(2)) == 7
+    assert DataSpec(both).known_num_tokens == 60
     own = DataSpec(Counts(get_batch_size=lambda batch: 3), get_num_samples_in_batch=lambda batch: 4)
     assert own.count_samples(torch.zeros(2)) == 4
     other = DataSpec(Counts(get_batch_size=lambda: 64))  # of a loader, not of a batch

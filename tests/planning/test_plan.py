@@ -466,7 +466,7 @@ def test_other_base_values_may_be_negative() -> None:
         ("18sp", "drop", "at most 5 batches"),
         ("6ba", "keep", "at most 24 samples"),
         ("6ba", "drop", "at least 24 samples"),
-        ("2ep", "keep", "of batches that are not cut"),
+        ("2ep", "keep", "it assumes that no epoch ends inside a batch"),
     ],
 )
 def test_a_plan_of_data_of_unknown_length_says_that_it_is_a_bound(

@@ -56,13 +56,17 @@ def own_counter(data: Any, *names: str) -> Callable[[Any], int] | None:
 
 
 def _takes(method: object, count: int) -> bool:
-    """Whether something is a method that must be called with so many arguments."""
+    """Whether something is a method of so many arguments; an optional `batch` is one."""
     if not callable(method):
         return False
     try:
-        parameters = inspect.signature(method).parameters.values()
+        parameters = inspect.signature(method).parameters
     except (TypeError, ValueError):
         return False
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [one for one in parameters if one.default is one.empty and one.kind not in several]
-    return len(needed) == count
+    needed = {
+        name
+        for name, one in parameters.items()
+        if one.default is one.empty and one.kind not in several
+    }
+    return count in {len(needed), len(needed | ({"batch"} & parameters.keys()))}

@@ -44,7 +44,7 @@ def bound_of(sizes: PlannedSizes) -> str | None:
     ('at least 5 batches', 'at most 24 samples')
     """
     if sizes.is_exact or sizes.end is None:
-        return None if sizes.is_exact else "of batches that are not cut"
+        return None if sizes.is_exact else "it assumes that no epoch ends inside a batch"
     is_counted = sizes.horizon.max_duration.unit is TimeUnit.BATCH
     is_least = is_counted == (sizes.horizon.last_batch == "drop")
     number, what = (sizes.end.sample, "samples") if is_counted else (sizes.end.batch, "batches")
