@@ -348,3 +348,29 @@ def test_what_multiplies_the_learning_rate_by_measuring_is_not_planned(
             assert "cannot follow the batch size by AdaScale: " in refused.err
             assert " does so already; leave one of the two out (callbacks" in refused.err
     assert not Path("runs", "run").exists(), "nothing has begun"
+
+
+GROW = "def grow(epoch, size):\n    return 4\n"
+
+
+@pytest.mark.parametrize("in_periods", [False, True])
+def test_sizes_that_were_found_are_printed_and_kept(stretto: Stretto, in_periods: bool) -> None:
+    Path("cli_growth.py").write_text(GROW)
+    sizes = "{increase: {target: 'cli_growth:grow'}, start: 4, max_batch_size: auto}"
+    if in_periods:
+        sizes = f"{{periods: [{sizes[:-1]}, duration: 1ep}}, {{size: 8, duration: rest}}]}}"
+    run = ("run.yaml", f"batch_size={sizes}", "micro_batch_size=auto", "--folder", "a")
+    said = stretto("train", *run)
+    assert said.code == 0, said.err
+    assert "\nmax_batch_size auto: 40 samples, all there are; more would fit (exact: a " in said.out
+    micro = 8 if in_periods else 12
+    assert f"\nmicro_batch_size auto: {micro} samples, all there are; more would fit" in said.out
+    kept = read_run_file(Path("a", "run.yaml")).config
+    assert kept.micro_batch_size == micro
+    grows = kept.batch_size.periods[0] if in_periods else kept.batch_size  # type: ignore[union-attr]
+    assert grows.max_batch_size == 40  # type: ignore[union-attr]
+    assert stretto("plan", "--against", "a").out.startswith("all ")
+    more = stretto("train", "a/run.yaml", "--resume", "latest", "max_duration=3ep")
+    assert more.code == 0, more.err
+    assert "changed since: max_duration: 2ep -> 3ep\n" in more.out
+    assert "micro_batch_size" not in more.out

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import nn
 
 from stretto.errors import ConfigError, FitError
-from stretto.memory import Answer
+from stretto.memory import Answer, TrainingStep, find_batch_size
 from stretto.memory.limits import Room
 from stretto.memory.result import Cost
 from stretto.report.memory_picture import draw_memory, memory_areas
@@ -27,7 +30,9 @@ class FakeOracle:
         return FakePeak({"parameters": 600, "buffers": 400, "activations": 10 * size})
 
 
-def answer(*, oracle: Any = None, peak: int | None = 2000, size: int = 100) -> Answer:
+def answer(
+    *, oracle: Any = None, peak: int | None = 2000, size: int = 100, extra: int = 0
+) -> Answer:
     return Answer(
         size=size,
         certainty="exact" if oracle else "tried",
@@ -38,6 +43,7 @@ def answer(*, oracle: Any = None, peak: int | None = 2000, size: int = 100) -> A
         cost=Cost(),
         peaks={} if peak is None else {1: 1010, size: peak, size + 1: 2010},
         oracle=oracle,
+        needs=None if oracle is None else lambda size: int(oracle.peak(size)) + extra,
     )
 
 
@@ -52,9 +58,28 @@ def test_the_areas_add_up_to_the_peak() -> None:
     ]
 
 
-def test_what_was_measured_beyond_tensors_is_drawn_too() -> None:
-    sizes, areas = memory_areas(answer(oracle=FakeOracle(), peak=2200))
-    assert areas["beyond tensors"] == [2 * size for size in sizes]
+def test_the_picture_has_the_totals_of_the_table() -> None:
+    """What the allocator reserves, or was measured beyond tensors, is an area of its own."""
+    sizes, areas = memory_areas(answer(oracle=FakeOracle(), extra=200))
+    assert areas["beyond tensors"] == [200 for _ in sizes]
+
+
+def test_the_picture_of_a_prediction_for_cuda_has_what_the_allocator_reserves() -> None:
+    model = nn.Linear(64, 64)
+    step = TrainingStep(model, torch.optim.SGD(model.parameters()), lambda m, x: m(x).mean())
+    found = find_batch_size(step, torch.ones(2, 64), device_memory="64MiB", device="cuda")
+    sizes, areas = memory_areas(found)
+    totals = dict(zip(sizes, map(sum, zip(*areas.values(), strict=True)), strict=True))
+    rows = {row.size: row.peak for row in found.rows() if row.size in totals}
+    assert found.size in rows
+    assert rows == {size: totals[size] for size in rows}
+
+
+def test_where_all_there_are_fit_that_is_said() -> None:
+    found = replace(answer(), too_large=None, peaks={100: 2000})
+    assert "100 samples (tried), all there are; more would fit" in str(found)
+    assert "the largest" not in str(found)
+    assert memory_table(found).endswith("  all there are; more would fit")
 
 
 @pytest.mark.parametrize("size", [1, 2, 100_000])

@@ -205,6 +205,11 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
         if not plan.is_exact and run.unit is not TimeUnit.BATCH:
             count = bound_of(plan.sizes) or count
         yield f"run of {run}: {count} of {many} samples"
+    if trainer.fitting is not None:
+        yield f"micro_batch_size auto: {trainer.fitting.summary()}"
+    if trainer.found_maximum is not None:
+        size, answer = trainer.found_maximum
+        yield f"max_batch_size auto: {answer.summary(size)}"
     yield from (f"note: {line}" for line in (plan.warnings if plan is not None else ()))
     if found is not None:
         yield f"going on from {found}, at {position(trainer)}"

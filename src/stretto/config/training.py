@@ -7,11 +7,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from stretto.batching import awaits_maximum, with_maximum
+from stretto.config.batch_sizes import PeriodicSizes
 from stretto.config.data import known_sizes, make_spec
 from stretto.config.parts import (
     make_callbacks,
@@ -26,11 +28,13 @@ from stretto.config.parts import (
 )
 from stretto.config.plans import Run, build_run, check_run, scale_of
 from stretto.config.run import RunConfig
+from stretto.config.sizes import IncreasedSizes
 from stretto.config.source import NO_SOURCE, Source
 from stretto.config.targets import call_target
 from stretto.errors import ConfigError, cannot
 from stretto.timing import Every
 from stretto.training import Callback, Logging, Trainer
+from stretto.training.fitting import FoundMaximum
 from stretto.training.sharding import shard_blocks
 
 _NO_LIMIT = 2**31
@@ -113,7 +117,9 @@ def seed_everything(seed: int) -> None:
 
 
 def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
-    """Return the run file with what the run has found: the sizes of the data, its folder.
+    """Return the run file with what the run has found.
+
+    That is the sizes of the data, the sizes that were `auto`, and its folder.
 
     With it, `stretto plan` needs neither the data nor torch, and `stretto train` can go on.
     """
@@ -134,8 +140,22 @@ def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
             "data": config.data.model_copy(update=sizes),
             "optimizer": optimizer,
             "folder": folder,
+            "micro_batch_size": trainer.loader.micro_batch_size,
+            "batch_size": _with_maximum(config.batch_size, trainer.found_maximum),
         }
     )
+
+
+def _with_maximum(section: Any, found: FoundMaximum | None) -> Any:
+    """Return batch sizes with what was found in the place of each `max_batch_size: auto`."""
+    if found is None:
+        return section
+    if isinstance(section, PeriodicSizes):
+        periods = [_with_maximum(period, found) for period in section.periods]
+        return section.model_copy(update={"periods": periods})
+    if isinstance(section, IncreasedSizes) and section.max_batch_size == "auto":
+        return section.model_copy(update={"max_batch_size": found.size})
+    return section
 
 
 def check_complete(config: RunConfig, source: Source) -> None:

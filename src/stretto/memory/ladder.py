@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import final
 
 from stretto.errors import FitError, cannot
@@ -273,11 +274,12 @@ class Ladder:
     ) -> Answer:
         question = self._question
         peaks: dict[int, int] = {}
-        if oracle is not None:
+        known = None if oracle is None else partial(needs, oracle, overhead)
+        if oracle is not None and known is not None:
             is_costly = oracle.guess(self._limit.bytes) is not None
             ends = [size for size in (found.size, found.too_large) if size is not None]
             around = ends if is_costly else peaks_around(found.size, question.sizes)
-            peaks = {size: needs(oracle, overhead, size) for size in around}
+            peaks = {size: known(size) for size in around}
         return Answer(
             size=found.size,
             certainty=certainty,
@@ -289,6 +291,7 @@ class Ladder:
             notes=tuple(self._notes),
             peaks=peaks,
             oracle=oracle,
+            needs=known,
         )
 
     def _cost(self) -> Cost:

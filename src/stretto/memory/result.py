@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
@@ -127,6 +127,37 @@ class Answer:
     """What other sizes need, where an oracle has said so."""
     oracle: Any = field(default=None, repr=False, compare=False)
     """The `Prediction` or probe behind it; None where only trials know."""
+    needs: Callable[[int], int] | None = field(default=None, repr=False, compare=False)
+    """Returns what a step of any size needs, as `peaks` does; None where only trials know."""
+
+    @property
+    def bound(self) -> str:
+        """What keeps the size from being larger: memory, or the data and `maximum`."""
+        if self.too_large is None:
+            return "all there are; more would fit"
+        return "the largest that fits"
+
+    def summary(self, size: int | None = None) -> str:
+        """Return the size, why it is no larger, and what it needs, in one line.
+
+        Args:
+            size: what to say instead of the size, if it follows from that.
+        """
+        size = self.size if size is None else size
+        need = "" if self.peak is None else f"a step needs {show_bytes(self.peak)} of "
+        return f"{size:,} samples, {self.bound} ({self.certainty}: {need}{self._space})"
+
+    @property
+    def _space(self) -> str:
+        return f"{self.limit}, {show_bytes(self.reserve)} of it left free"
+
+    @property
+    def headline(self) -> str:
+        """The size, how sure it is, and whether it is the largest that fits."""
+        found = f"{self.size:,} samples ({self.certainty})"
+        if self.too_large is None:
+            return f"micro-batch: {found}, {self.bound}"
+        return f"largest micro-batch that fits: {found}"
 
     def rows(self) -> Sequence[Row]:
         """Return what sizes around the answer need, the answer among them."""
@@ -136,12 +167,11 @@ class Answer:
         ]
 
     def __str__(self) -> str:
-        lines = [f"largest micro-batch that fits: {self.size:,} samples ({self.certainty})"]
-        limit = f"{self.limit}, {show_bytes(self.reserve)} of it left free"
+        lines = [self.headline]
         if self.peak is None:
-            lines.append(f"in {limit}")
+            lines.append(f"in {self._space}")
         else:
-            lines.append(f"it needs {show_bytes(self.peak)} of {limit}")
+            lines.append(f"it needs {show_bytes(self.peak)} of {self._space}")
         if self.too_large is not None:
             lines.append(f"{self.too_large:,} samples would not fit")
         lines += self.notes

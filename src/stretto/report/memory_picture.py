@@ -62,8 +62,7 @@ def draw_memory(answer: Answer, path: Path) -> None:
         )
     sizes, areas = memory_areas(answer)
     with import_optional("matplotlib", "plot").rc_context(STYLE):
-        title = f"largest micro-batch that fits: {answer.size:,} samples ({answer.certainty})"
-        figure, (axes,) = panels([3.6], title)
+        figure, (axes,) = panels([3.6], answer.headline)
         _draw_areas(axes, sizes, areas)
         _draw_limit(axes, answer, sizes[-1])
         _finish(axes, answer, sizes)
@@ -73,29 +72,23 @@ def draw_memory(answer: Answer, path: Path) -> None:
 def memory_areas(answer: Answer) -> tuple[list[int], dict[str, list[int]]]:
     """Return the sizes that are drawn, and for each kind of memory its bytes at the peak.
 
-    What a process takes beyond its tensors, as far as it was measured, is a kind of its own.
+    What a process takes beyond its tensors is a kind of its own: what the allocator of CUDA
+    reserves, and what was measured.
     """
     top = max(int(answer.size * BEYOND), answer.size + 1, 4)
     step = max(1, top // POINTS)
     sizes = sorted({*range(1, top, step), answer.size, top})
     areas: dict[str, list[int]] = {name: [] for name in KINDS}
     extra = []
-    per_sample = _extra_per_sample(answer)
     for size in sizes:
         by_category = answer.oracle.at(size).by_category
         for name, (categories, _) in KINDS.items():
             areas[name].append(sum(by_category.get(one, 0) for one in categories))
-        extra.append(int(per_sample * size))
+        total = sum(values[-1] for values in areas.values())
+        extra.append(max(0, answer.needs(size) - total) if answer.needs else 0)
     if any(extra):
         areas["beyond tensors"] = extra
     return sizes, {name: values for name, values in areas.items() if any(values)}
-
-
-def _extra_per_sample(answer: Answer) -> float:
-    if answer.peak is None:
-        return 0.0
-    foretold: int = answer.oracle.peak(answer.size)
-    return max(answer.peak - foretold, 0) / answer.size
 
 
 def _draw_areas(axes: Axes, sizes: list[int], areas: dict[str, list[int]]) -> None:

@@ -25,7 +25,7 @@ def memory_table(answer: Answer) -> str:
         return ""
     rows = [HEADS]
     for row in answer.rows():
-        mark = "the largest that fits" if row.size == answer.size else ""
+        mark = answer.bound if row.size == answer.size else ""
         rows.append((f"{row.size:,}", show_bytes(row.peak), show_bytes(row.headroom), mark))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(

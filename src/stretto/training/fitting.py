@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -94,6 +94,15 @@ def find_fitting(
     return answer if is_sure and answer.size == most else find("auto")
 
 
+class FoundMaximum(NamedTuple):
+    """The largest batch size of a run, found by what fits."""
+
+    size: int
+    """Samples over all ranks."""
+    answer: Answer
+    """How the share of one rank was found."""
+
+
 def with_found_maximum(
     policy: BatchSizePolicy,
     spec: DataSpec,
@@ -103,8 +112,10 @@ def with_found_maximum(
     ranks: Ranks,
     measures: Callable[[frozenset[str]], bool],
     collate_fn: Collate | None = None,
-) -> BatchSizePolicy:
+) -> tuple[BatchSizePolicy, FoundMaximum | None]:
     """Return a policy whose largest size is what the ranks can take in a single pass each.
+
+    And that size; None if the policy does not await one.
 
     On one rank such a pass is cut into halves where its noise is measured, which have to fit, too.
 
@@ -122,7 +133,7 @@ def with_found_maximum(
         FitError: not even one sample fits.
     """
     if not awaits_maximum(policy):
-        return policy
+        return policy, None
     unlimited = with_maximum(policy, _NO_LIMIT)
     loader = StepLoader(
         spec,
@@ -134,12 +145,15 @@ def with_found_maximum(
         world_size=1,
     )
     most = max(1, (loader.horizon.dataset_num_samples or 1) // ranks.world_size)
-    size = find(loader=loader, most=most, accumulates=False).size
+    answer = find(loader=loader, most=most, accumulates=False)
+    size = answer.size
     if ranks.world_size == 1 and measures(loader.reads):
         half = (size + 1) // 2
-        answer = find(loader=loader, most=half, accumulates=True, measures_noise=True)
-        size = min(size, 2 * answer.size)
-    return with_maximum(policy, size * ranks.world_size)
+        halves = find(loader=loader, most=half, accumulates=True, measures_noise=True)
+        if 2 * halves.size < size:
+            size, answer = 2 * halves.size, halves
+    found = FoundMaximum(size * ranks.world_size, answer)
+    return with_maximum(policy, found.size), found
 
 
 def largest_share(plan: Plan | None, loader: StepLoader) -> int:

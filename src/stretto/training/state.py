@@ -144,10 +144,19 @@ class RunState:
         with section(path, "setup"):
             setup = records.get("setup", {})
             self._built.prevail(setup.get("optimizer", {}))
+            if self._has_the_size_found(records):
+                setup = {**setup, "micro_batch_size": self._setup["micro_batch_size"]}
             lines = [*changes(setup, self._setup), *map(gone, left)]
         if self._loader.has_dropped_state:
             lines.append("batch_size: begins afresh, and what the one before kept is dropped")
         return lines
+
+    def _has_the_size_found(self, records: Mapping[str, Any]) -> bool:
+        """Return whether the micro-batch size given is the one that was found before."""
+        given = self._setup["micro_batch_size"]
+        if records.get("setup", {}).get("micro_batch_size") != "auto":
+            return False
+        return bool(given == (records.get("net") or {}).get("largest"))
 
     def _restore_model(self, checkpoint: CheckpointReader, path: Path) -> None:
         own = self._model.state_dict()

@@ -158,17 +158,19 @@ class Trainer:
             find_fitting, self.model, optimizer, loss=loss, stepping=stepping, ranks=self._ranks
         )
         measures = partial(keeps_gradients_apart, callbacks=list(map(type, callbacks)))
+        policy, self.found_maximum = with_found_maximum(
+            as_policy(batch_size),
+            spec,
+            max_duration,
+            find,
+            ranks=self._ranks,
+            measures=measures,
+            collate_fn=loading.collate_fn,
+        )
+        """What was found for `max_batch_size="auto"`, and how; None where it was given."""
         self.loader = make_loader(
             spec,
-            with_found_maximum(
-                as_policy(batch_size),
-                spec,
-                max_duration,
-                find,
-                ranks=self._ranks,
-                measures=measures,
-                collate_fn=loading.collate_fn,
-            ),
+            policy,
             max_duration,
             None if micro_batch_size == "auto" else micro_batch_size,
             loading=loading,
