@@ -118,8 +118,7 @@ def _check_group(optimizer: Optimizer, text: str, name: Name, where: str) -> Non
 
 
 def _check_number(optimizer: Optimizer, path: Path, value: object, source: Source) -> None:
-    is_several = isinstance(value, list) and value and path[-1] not in _SINGLE
-    items = value if is_several else [value]
+    items = value if isinstance(value, list) and value and path[-1] not in _SINGLE else [value]
     for item in items:
         is_number = isinstance(item, (int, float)) and not isinstance(item, bool)
         is_finite = is_number and math.isfinite(item)  # type: ignore[arg-type]
