@@ -176,8 +176,8 @@ class Evaluation:
                 cannot(
                     f"evaluate on data of type {type(data).__name__}",
                     why="it can be iterated over only once, and every evaluation reads all of it",
-                    instead="pass a data set, or of batches DataLoader(batches, batch_size=None), "
-                    "where batches is a list or an object whose __iter__ starts anew",
+                    instead="pass a data set, or DataLoader(batches, batch_size=None), where "
+                    "batches is a list of batches or an object whose __iter__ starts anew",
                 )
             )
         if "loss" in self.metrics:
