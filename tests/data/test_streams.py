@@ -226,14 +226,13 @@ def test_nothing_is_compared_where_the_streams_are_said_to_be_the_same() -> None
     assert on_ranks(2, work) == [3, 3]
 
 
-@pytest.mark.filterwarnings("error")
-def test_the_same_stream_said_to_be_sharded_is_warned_of() -> None:
+def test_the_same_stream_said_to_be_sharded_is_refused() -> None:
     def work(rank: int) -> int:
         data = DataSpec(Offset(min(rank, 1), [5, 4]), sharded=True)
         return len(list(StepLoader(data, 4, max_duration="1ep")))
 
-    with pytest.warns(UserWarning, match="streams of ranks 1 and 2 are said to be sharded"):
-        assert on_ranks(3, work) == [7, 7, 7]
+    for said in refusals(3, work, DataError):
+        assert "the first batch is the same on ranks 1 and 2" in said
 
 
 def test_another_number_of_ranks_cannot_go_on_in_sharded_streams() -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch._dynamo  # what a rank would import at its first step
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.fsdp import fully_shard  # noqa: F401  the same
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stretto import shard_blocks
 from stretto.schedules import Linear
@@ -104,6 +104,12 @@ class Halved(Callback):
         return [batch[0] / 2]
 
 
+class Faster(Callback):
+    def on_batch_start(self, trainer: Trainer, step: Any) -> None:
+        if step.timestamp.batch == 2:
+            trainer.optimizer.param_groups[0]["lr"] = 0.3
+
+
 class Buffered(nn.Linear):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
@@ -157,6 +163,10 @@ UNLIKE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "checkpoint.every is Every('2ba') on rank 0 and Every('3ba') on rank 1",
     ),
     "callback": (lambda: {"callbacks": [Halved()]}, "is [] on rank 0 and ["),
+    "rate of a step": (
+        lambda: {"callbacks": [Faster()]},
+        "lr in batch 3 is 0.1 on rank 0 and 0.3 on rank 1",
+    ),
     "shape": (
         lambda: {"model": nn.Linear(5, 2)},
         "parameter 0 of the model is 'weight' of shape [1, 5] and type float32",
@@ -188,6 +198,20 @@ def resumed_alone(folder: Path, rank_alone: int) -> list[str]:
         return "trained"
 
     return Forked(work).said()
+
+
+class Numbers(IterableDataset[torch.Tensor]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(one,) for one in DATA.tensors[0][: self.length]])
+
+
+def ending_apart(rank: int) -> None:
+    """Train on streams that begin alike; one ends before the other."""
+    data = DataLoader(Numbers(40 + 20 * rank), batch_size=4)
+    make(train_data=data, max_duration="1ep").fit()
 
 
 class Stop(Callback):
@@ -230,6 +254,7 @@ def main(out: Path) -> None:
     said["no difference"] = Forked(
         lambda rank: make(loading=Loading(num_workers=rank)).fit()
     ).said()
+    said["stream"] = Forked(ending_apart).said()
     said |= {f"resumed {rank}": resumed_alone(out / "alone", rank) for rank in range(2)}
     said |= {f"stuck {name}": run.said() for name, run in waiting.items()}
     print(json.dumps(said))

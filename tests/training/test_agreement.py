@@ -30,6 +30,9 @@ def test_no_rank_waits_for_one_that_is_set_up_unlike_or_is_stuck(
         assert first == second, name
         assert first.startswith("TrainingError: cannot train on 2 ranks with different settings: ")
         assert expected in first, name
+    first, second = said["stream"]
+    assert first == second
+    assert "samples after the end of the epoch in batch 5 is (0,) on rank 0" in first
     assert said["no difference"] == ["None", "None"]  # workers may differ
     for rank in range(2):
         first, second = said[f"resumed {rank}"]

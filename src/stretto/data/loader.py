@@ -268,6 +268,18 @@ class StepLoader(Iterator[Step]):
         self._source.keep()
         return timer.timestamp
 
+    @property
+    def extent(self) -> dict[str, object]:
+        """How far the step that was yielded last reaches, by name: the same on every rank."""
+        if self._pending is None:
+            return {}
+        _, draw = self._pending
+        return {
+            "batch size": draw.plan.decided,
+            "number of samples": draw.size,
+            "samples after the end of the epoch": draw.crossings,
+        }
+
     def told(self) -> Mapping[str, float]:
         """Return what the policy went by when it decided the last batch, by name."""
         return self._decisions.told()

@@ -171,13 +171,15 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
                 "make each rank as many processes",
             )
         )
-    mark = zlib.crc32(repr(decision).encode()) % 2**20
-    own = [tokens, seconds if dist.get_rank() == 0 else 0.0, mark, mark * mark]
+    own = [
+        tokens,
+        seconds if dist.get_rank() == 0 else 0.0,
+        *marks(zlib.crc32(repr(decision).encode())),
+    ]
     packed = torch.tensor(own, dtype=torch.float64, device=_device())
     dist.all_reduce(packed)
-    total, measured, marks, squares = packed.tolist()
-    # Whole numbers, which only equal ones make equal (Cauchy-Schwarz): every rank sees the same.
-    if is_all(part) and int(squares) * part.world_size != int(marks) ** 2:
+    total, measured, *sums = packed.tolist()
+    if is_all(part) and not all_same(sums, part.world_size):
         raise DataError(
             cannot(
                 "follow signals that are not the same on every rank",
@@ -187,6 +189,22 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
             )
         )
     return int(total) // copies, measured
+
+
+def marks(number: int) -> tuple[int, int]:
+    """Return two numbers whose sums over ranks show whether `number` is the same on all of them."""
+    mark = number % 2**20  # so that sums of squares are exact
+    return mark, mark * mark
+
+
+def all_same(sums: Sequence[float], world_size: int) -> bool:
+    """Return whether all ranks had the same marks, from their sums: the same answer on each.
+
+    >>> all_same([3 + 3, 9 + 9], 2), all_same([1 + 2 + 3, 1 + 4 + 9], 3)
+    (True, False)
+    """
+    total, squares = map(int, sums)
+    return squares * world_size == total**2  # by Cauchy-Schwarz, of whole numbers
 
 
 def _device() -> str:

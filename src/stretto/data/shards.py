@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
@@ -27,7 +26,7 @@ def check_streams(part: Part, source: ChunkSource, *, is_sharded: bool) -> None:
     Every rank must call it. Where they cannot speak to each other, nothing is compared.
 
     Raises:
-        DataError: the streams differ, and are not said to be sharded.
+        DataError: the streams differ and are not said to be sharded, or are said to be and do not.
     """
     if part.world_size == 1 or not can_agree() or not is_all(part):
         return
@@ -37,14 +36,16 @@ def check_streams(part: Part, source: ChunkSource, *, is_sharded: bool) -> None:
     if is_sharded:
         same = Counter(one for one in found if one)
         text, count = max(same.items(), key=lambda item: item[1], default=("", 0))
-        if count > 1 and part.rank == 0:
+        if count > 1:
             ranks = " and ".join(str(rank) for rank, one in enumerate(found) if one == text)
-            warnings.warn(
-                f"the streams of ranks {ranks} are said to be sharded and begin with the same "
-                "batch: if they are the same stream, every sample is trained on several times; "
-                "leave sharded out, or give each rank its own share",
-                UserWarning,
-                stacklevel=6,  # the loop that asks the loader for steps
+            raise DataError(
+                cannot(
+                    f"read data of type {source.kind} as streams that are sharded",
+                    why=f"the first batch is the same on ranks {ranks}, and every sample would be "
+                    "trained on several times",
+                    instead="leave sharded=True out if the streams are the same; else give each "
+                    "rank its own share of the samples",
+                )
             )
     elif len(set(found)) > 1:
         raise DataError(

@@ -70,7 +70,7 @@ class Source:
         """Compare the streams of all ranks, which all must call it.
 
         Raises:
-            DataError: they are not the same, and nobody has said that they are sharded.
+            DataError: they differ and are not said to be sharded, or are said to be and do not.
         """
         sharded = self.reading.spec.sharded
         if self.chunks is not None and sharded is not False:

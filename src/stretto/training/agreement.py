@@ -111,19 +111,27 @@ def describe_settings(
     )
 
 
+def in_batch(number: int, values: Mapping[str, object]) -> dict[str, str]:
+    """Return what functions, which are compared by name only, or streams may have set apart.
+
+    >>> in_batch(3, {"lr": 0.1})
+    {'lr in batch 3': '0.1'}
+    """
+    return {
+        f"{name} in batch {number}": f"{value:g}" if isinstance(value, float) else str(value)
+        for name, value in values.items()
+    }
+
+
 def _of_data(spec: DataSpec) -> dict[str, Any]:
-    sizes = {
-        "num_samples": spec.known_num_samples,
-        "num_tokens": spec.known_num_tokens,
-        "tokens_per_sample": spec.known_tokens_per_sample,
-    }
-    flags = {
-        one.name: value
-        for one in fields(spec)
-        if isinstance(value := getattr(spec, one.name), (bool, str))
-    }
+    facts: dict[str, Any] = {"sharded": spec.sharded, "is_map_style": spec.is_map_style}
     # Data of which each rank has its own part may be longer on one than on another.
-    facts = (flags if flags.get("sharded") else sizes | flags) | {"is_map_style": spec.is_map_style}
+    facts["num_samples"] = spec.num_samples if spec.sharded else spec.known_num_samples
+    facts["num_tokens"] = spec.num_tokens if spec.sharded else spec.known_num_tokens
+    facts["tokens_per_sample"] = spec.known_tokens_per_sample
+    for one in fields(spec):
+        if isinstance(value := getattr(spec, one.name), (bool, str)):
+            facts[one.name] = value
     return {f"data.{name}": value for name, value in facts.items()}
 
 

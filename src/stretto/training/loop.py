@@ -9,8 +9,10 @@ from typing import Literal, NamedTuple, final
 
 from stretto.batching import Signals
 from stretto.data import Step, StepLoader
+from stretto.data.ranks import all_same, marks
 from stretto.optim import Hyperparameters
 from stretto.timing import BoundTrigger, Timer, Timestamp
+from stretto.training.agreement import check_agreement, in_batch
 from stretto.training.best import Best
 from stretto.training.callback import Events
 from stretto.training.evaluate import Evaluator
@@ -164,6 +166,7 @@ class Loop:
         wants_stop = self.stop_reason is not None
         seconds = self.timer.seconds_since_update() if self.ranks.is_first else 0.0
         tokens = step.num_tokens if gradient.tokens is None else gradient.tokens
+        own = self.loader.extent | self.hyperparameters.values()
         sums = self.ranks.agree(
             (
                 tokens,
@@ -171,16 +174,19 @@ class Loop:
                 wants_stop,
                 seconds,
                 not self.stepper.is_finite(gradient),
+                *marks(hash(tuple(own.values()))),
                 *saving,
                 *measured,
             )
         )
+        if not all_same(sums[5:7], self.ranks.world_size):
+            check_agreement(in_batch(step.timestamp.batch + 1, own), self.ranks, call="fit()")
         self.stepper.finish(step, sums[1])
         if sums[2]:
             self._stop_together()
-        end = 5 + len(saving)
+        end = 7 + len(saving)
         signals = self.measurements.signals(step, sums[end:])
-        return Shared(int(sums[0]), sums[3], bool(sums[4]), Progress(*sums[5:end]), signals)
+        return Shared(int(sums[0]), sums[3], bool(sums[4]), Progress(*sums[7:end]), signals)
 
     def _after_batch(self, step: Step, before: Timestamp, after: Timestamp) -> None:
         """Do everything that is due now."""
