@@ -55,6 +55,13 @@ def trainer(**settings: Any) -> Trainer:
     return Trainer(**{**defaults, **settings})
 
 
+class KeepsASet(Callback):
+    """Has state that no checkpoint can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {1, 2}}
+
+
 def sgd() -> torch.optim.SGD:
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
 
@@ -115,6 +122,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("training-evaluate-one", lambda: trainer(evaluate=[DATA])),
     ("training-callback-class", lambda: trainer(callbacks=[Callback])),
     ("training-callback-alone", lambda: trainer(callbacks=Callback())),
+    ("training-callback-state", lambda: trainer(callbacks=[KeepsASet()])),
     ("training-same-name", lambda: trainer(evaluate=[Evaluation(DATA), Evaluation(DATA)])),
     ("training-taken-name", lambda: trainer(evaluate=Evaluation(DATA, name="log"))),
     ("training-duration", lambda: trainer(max_duration="2epochs")),

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from stretto.errors import TrainingError
 from stretto.training import Callback, Checkpointing, Evaluation, Logging
 from stretto.training.callback import EVENTS, Events
 
@@ -135,3 +139,60 @@ def test_what_ends_a_run_is_raised_before_what_fails_at_its_end(
         problem().trainer(callbacks=[*ends, Interrupt()]).fit()
     assert seen[2:] == ["end a", "end b"]
     assert raised.value.__notes__ == ["and Ends.on_fit_end failed: ValueError: end of a"]
+
+
+class Moments(Callback):
+    """Keeps tensors of several types and a number that is not finite."""
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(2, 3, dtype=torch.bfloat16)
+        self.seen: tuple[Any, ...] = ()
+
+    def on_batch_end(self, trainer: Any, step: Any) -> None:
+        self.mean += torch.rand(2, 3)
+        self.seen = (trainer.timer.batch, math.inf, b"x", torch.tensor(step.size))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "seen": [self.seen]}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.mean = state["mean"]
+        (self.seen,) = state["seen"]
+
+
+def test_tensors_of_a_callback_survive_a_resume_to_the_last_bit(
+    problem: Callable[..., Any], tmp_path: Path
+) -> None:
+    saved = [Moments(), Moments()]
+    problem().trainer(
+        folder=tmp_path, checkpoint=Checkpointing("1ep"), callbacks=[*saved, Callback()]
+    ).fit()
+    resumed = [Moments(), Moments()]
+    trainer = problem().trainer(folder=tmp_path, callbacks=resumed)
+    trainer.resume()
+    for one, other in zip(saved, resumed, strict=True):
+        assert other.mean.dtype == torch.bfloat16
+        assert torch.equal(one.mean, other.mean)
+        assert one.seen == other.seen
+    assert trainer.changes == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ({1, 2}, "seen.1.at is of type set"),
+        (torch.eye(2).to_sparse(), "seen.1.at is a tensor that is sparse"),
+        (torch.eye(2, dtype=torch.complex128), "seen.1.at"),
+    ],
+    ids=["set", "sparse", "complex128"],
+)
+def test_state_that_no_checkpoint_can_hold_is_refused_when_the_trainer_is_built(
+    problem: Callable[..., Any], value: Any, why: str
+) -> None:
+    class Keeps(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": [0, {"at": value}]}
+
+    with pytest.raises(TrainingError, match=re.escape(why)) as raised:
+        problem().trainer(callbacks=[Keeps()])
+    assert "Keeps" in str(raised.value)

@@ -78,7 +78,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> Written:
 
 def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
     for name, tensor in tensors.items():
-        _check(name, tensor)
+        check_tensor(name, tensor)
     # The largest items first: then each tensor lies where its type may lie in memory.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     entries: dict[str, Any] = {}
@@ -104,7 +104,12 @@ def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
     return len(text).to_bytes(8, "little") + text, [tensors[name] for name in names]
 
 
-def _check(name: str, tensor: Tensor) -> None:
+def check_tensor(name: str, tensor: Tensor) -> None:
+    """Check that a file can hold a tensor.
+
+    Raises:
+        CheckpointError: the format has no such type or name.
+    """
     if tensor.dtype not in _NAMES:
         raise CheckpointError(
             cannot(

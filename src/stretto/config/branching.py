@@ -45,11 +45,12 @@ from stretto.errors import (
 from stretto.planning import resolve_horizon
 from stretto.timing import Time, Timestamp, TimeUnit
 from stretto.training import Callback, Evaluation, Logging, Trainer
-from stretto.training.callback import restore_states
+from stretto.training.callback_state import GROUP, restore_states
 from stretto.training.critical import LEAST_STEPS, Branch
 from stretto.training.held import held
 from stretto.training.interrupt import Interrupts, end_if
 from stretto.training.resuming import FOLDER, newest_of
+from stretto.training.state import stored_tensors
 
 ORDER_SEEDS = 1_000_003
 """Branches see samples in orders of their own, from seeds that no run is likely to have."""
@@ -239,7 +240,8 @@ class Trunk:
         """Those of the file that change how the model is trained, as they stood there."""
         made = [one for one in make_callbacks(self.config, self.source) if one.in_branches]
         try:
-            restore_states(made, self.reader.records["callbacks"])
+            stored = stored_tensors(self.reader, GROUP)
+            restore_states(made, self.reader.records["callbacks"], stored)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise _no_branch(self.path, f"a callback cannot go on from it ({error})") from error
         horizon = resolve_horizon(self.run.horizon, self.run.policy)

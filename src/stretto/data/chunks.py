@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, final
 
-from stretto.data.portable import from_json, to_json
 from stretto.data.randomness import kept_generators, sample_seed, seed_generators
 from stretto.data.spec import DataSpec, is_one_shot
 from stretto.errors import DataError, cannot
+from stretto.packing import PackingError, pack, unpack
 
 _SILENT_SAMPLES = 100_000  # skipping fewer than this takes no time that one would watch
 
@@ -122,7 +122,7 @@ class ChunkSource:
         _tell_epoch(self._batches, epoch)
         with kept_generators():
             seed_generators(sample_seed(self._seed, epoch, -1))
-            own = from_json(state)
+            own = unpack(state)
             if own is not None:
                 self._batches.load_state_dict(own)  # type: ignore[attr-defined]
             self._iterator = iter(self._batches)
@@ -154,7 +154,10 @@ class ChunkSource:
         kept = self._kept
         if kept.epoch != epoch:
             kept = Position(epoch, None, 0, 0)
-        own = to_json(kept.state)
+        try:
+            own = pack(kept.state)
+        except PackingError as error:
+            raise error.refused("the position in the data", DataError) from None
         skip = kept.passed if own is None else kept.offset
         return {"epoch": epoch, "state": own, "skip": skip, "passed": kept.passed}
 

@@ -23,7 +23,7 @@ class Callback:
     """Listens to a run; override what you need, the rest costs nothing.
 
     The clock is `trainer.timer`. State that must survive a resume goes through `state_dict` and
-    `load_state_dict` and must be JSON.
+    `load_state_dict`: numbers, texts, bytes, tensors, and lists, tuples and dicts of them.
 
     >>> class PrintEpochs(Callback):
     ...     def on_epoch_end(self, trainer):
@@ -112,11 +112,20 @@ class Callback:
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must survive a resume, as JSON."""
+        """Return what must survive a resume.
+
+        None, bools, numbers, texts, bytes, tensors on any device, and lists, tuples and dicts of
+        them. It is called once when the trainer is built, so that a state that no checkpoint can
+        hold is refused before the run.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Take back what `state_dict` returned, its tensors on the CPU.
+
+        A tensor that is spread over ranks (a `DTensor`) comes back spread like the one of the same
+        key in the present state.
+        """
 
 
 @final
@@ -195,23 +204,3 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith(("on_", "trans
 def overrides(callback: Callback, name: str) -> bool:
     """Return whether a callback does anything at the event `name`."""
     return getattr(type(callback), name) is not getattr(Callback, name)
-
-
-def restore_states(callbacks: Iterable[Callback], states: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Give each callback the saved state of the one of its type; of several, in their order.
-
-    Args:
-        callbacks: those of the run that goes on.
-        states: records with `type` and `state`, as a checkpoint has them.
-
-    Returns:
-        The types of callbacks that had state and are none of the run's.
-    """
-    left = list(states)
-    for callback in callbacks:
-        kind = type(callback).__qualname__
-        saved = next((one for one in left if one["type"] == kind), None)
-        if saved is not None:
-            left.remove(saved)
-            callback.load_state_dict(saved["state"])
-    return [str(one["type"]) for one in left if one["state"]]

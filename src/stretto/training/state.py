@@ -25,7 +25,8 @@ from stretto.checkpoint import (
 from stretto.data import StepLoader
 from stretto.errors import CheckpointError, cannot
 from stretto.training.best import Best
-from stretto.training.callback import Callback, restore_states
+from stretto.training.callback import Callback
+from stretto.training.callback_state import GROUP, pack_states, restore_states
 from stretto.training.evaluate import Evaluator
 from stretto.training.finite import SkippedSteps
 from stretto.training.randomness import random_state, restore_random_state
@@ -96,7 +97,10 @@ class RunState:
         packed, record = pack_optimizer(self._optimizer)
         # All that ranks do together comes first: what follows may fail on one of them alone.
         everybody = self._ranks.gather(json.dumps(random_state()))
+        recorder = self._recorder.state_dict()
+        callbacks, kept = pack_states(self._callbacks)
         groups = {"model": self._model.state_dict(), "optimizer": packed}
+        groups |= {GROUP: kept} if kept else {}
         tensors = {
             group: {name: to_shard(tensor) for name, tensor in named.items()}
             for group, named in groups.items()
@@ -104,11 +108,8 @@ class RunState:
         records = {
             "optimizer": record,
             "loader": self._loader.state_dict(),
-            "recorder": self._recorder.state_dict(),
-            "callbacks": [
-                {"type": type(callback).__qualname__, "state": callback.state_dict()}
-                for callback in self._callbacks
-            ],
+            "recorder": recorder,
+            "callbacks": callbacks,
             "evaluated": {one.name: one.measured_at for one in self._evaluators},
             "random": [json.loads(text) for text in everybody],
             "skipped": self._skipped.state_dict(),
@@ -137,10 +138,10 @@ class RunState:
         with section(path, "model"):
             self._restore_model(checkpoint, path)
         with section(path, "optimizer"):
-            tensors = _stored(checkpoint, "optimizer")
+            tensors = stored_tensors(checkpoint, "optimizer")
             unpack_optimizer(self._optimizer, tensors, records["optimizer"])
         self._stepper.resumed_from = path
-        left = self._restore_records(records, path, is_own=is_own)
+        left = self._restore_records(checkpoint, path, is_own=is_own)
         with section(path, "setup"):
             setup = records.get("setup", {})
             self._built.prevail(setup.get("optimizer", {}))
@@ -162,7 +163,7 @@ class RunState:
         own = self._model.state_dict()
         state = {
             name: shard_like(own[name], stored) if name in own else stored.read(None)
-            for name, stored in _stored(checkpoint, "model").items()
+            for name, stored in stored_tensors(checkpoint, "model").items()
         }
         try:
             self._model.load_state_dict(state)
@@ -177,9 +178,10 @@ class RunState:
             ) from None
 
     def _restore_records(
-        self, records: Mapping[str, Any], path: Path, *, is_own: bool
+        self, checkpoint: CheckpointReader, path: Path, *, is_own: bool
     ) -> list[str]:
         """Put the records back; return the types of callbacks whose state nobody takes."""
+        records = checkpoint.records
         with section(path, "scaler"):
             for name in records.get("scaler") or ():
                 number(records["scaler"], name)
@@ -195,7 +197,8 @@ class RunState:
         with section(path, "recorder"):
             self._recorder.load_state_dict(records["recorder"], is_own=is_own)
         with section(path, "callbacks"):
-            left = restore_states(self._callbacks, records["callbacks"])
+            tensors = stored_tensors(checkpoint, GROUP)
+            left = restore_states(self._callbacks, records["callbacks"], tensors)
         with section(path, "evaluated"):
             evaluated = dict(records["evaluated"])
             for one in self._evaluators:
@@ -213,8 +216,8 @@ class RunState:
         return left
 
 
-def _stored(checkpoint: CheckpointReader, group: str) -> dict[str, Stored]:
-    """The tensors of a group, of which each rank reads what it needs."""
+def stored_tensors(checkpoint: CheckpointReader, group: str) -> dict[str, Stored]:
+    """Return the tensors of a group, of which each rank reads what it needs."""
 
     def reader(name: str) -> Callable[[Part | None], Tensor]:
         def read(part: Part | None) -> Tensor:

@@ -26,6 +26,7 @@ from stretto.timing import Horizon, TimeLike, Timer
 from stretto.timing.time import Number
 from stretto.training.assembly import Assembly
 from stretto.training.callback import Callback
+from stretto.training.callback_state import check_states
 from stretto.training.checks import check_parts
 from stretto.training.fitting import find_fitting, largest_share, with_found_maximum
 from stretto.training.interrupt import raise_for
@@ -127,6 +128,7 @@ class Trainer:
             timed = timed.scaled(scale_schedule)
         max_duration, batch_size, schedules, evaluations, checkpoint, log, callbacks = timed
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
+        check_states(callbacks)
         self.callbacks = tuple(callbacks)
         """The listeners, in the order in which they are told."""
         self.changes: tuple[str, ...] = ()

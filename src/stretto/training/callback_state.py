@@ -1,0 +1,91 @@
+"""The state of callbacks in a checkpoint: JSON records and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from stretto.checkpoint import Stored, shard_like
+from stretto.checkpoint.tensor_file import check_tensor
+from stretto.errors import CheckpointError, StrettoError, TrainingError
+from stretto.packing import PackingError, pack, unpack
+from stretto.training.callback import Callback
+
+GROUP = "callbacks"
+"""The group of their tensors in a checkpoint."""
+
+
+def check_states(callbacks: Iterable[Callback]) -> None:
+    """Check, before the run, that a checkpoint can hold the state of every callback.
+
+    Raises:
+        TrainingError: it cannot; the message names the callback and the key.
+    """
+    for callback in callbacks:
+        _, tensors = _packed(callback, TrainingError)
+        for name, tensor in tensors.items():
+            try:
+                check_tensor(name, tensor)
+            except CheckpointError as error:
+                raise TrainingError(f"{error} (state of {_kind(callback)})") from None
+
+
+def pack_states(callbacks: Iterable[Callback]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Return a record of each callback, and the tensors that the records name.
+
+    Raises:
+        CheckpointError: a state holds what no checkpoint can hold.
+    """
+    records: list[dict[str, Any]] = []
+    everything: dict[str, Tensor] = {}
+    for number, callback in enumerate(callbacks):
+        state, tensors = _packed(callback, CheckpointError)
+        records.append({"type": _kind(callback), "state": state})
+        everything |= {f"{number}.{name}": tensor for name, tensor in tensors.items()}
+    return records, everything
+
+
+def restore_states(
+    callbacks: Iterable[Callback],
+    records: Iterable[Mapping[str, Any]],
+    stored: Mapping[str, Stored],
+) -> list[str]:
+    """Give each callback the saved state of the one of its type; of several, in their order.
+
+    Args:
+        callbacks: those of the run that is resumed.
+        records: what `pack_states` returned.
+        stored: the tensors, which are laid out over ranks as those of the same name are in the
+            present state of the callback.
+
+    Returns:
+        The types of callbacks that had state and are none of the run's.
+    """
+    left = list(enumerate(records))
+    for callback in callbacks:
+        found = next((one for one in left if one[1]["type"] == _kind(callback)), None)
+        if found is not None:
+            left.remove(found)
+            number, record = found
+            present = _packed(callback, CheckpointError)[1]
+
+            def tensor(name: str, number: int = number, present: Any = present) -> Tensor:
+                saved = stored[f"{number}.{name}"]
+                return shard_like(present[name], saved) if name in present else saved.read(None)
+
+            callback.load_state_dict(unpack(record["state"], tensor))
+    return [str(record["type"]) for _, record in left if record["state"]]
+
+
+def _packed(callback: Callback, error: type[StrettoError]) -> tuple[Any, dict[str, Tensor]]:
+    tensors: dict[str, Tensor] = {}
+    try:
+        return pack(callback.state_dict(), tensors), tensors
+    except PackingError as unpackable:
+        raise unpackable.refused(f"the state of {_kind(callback)}", error) from None
+
+
+def _kind(callback: Callback) -> str:
+    return type(callback).__qualname__
