@@ -78,7 +78,7 @@ bench: $(VENV)/.develop  ## the shortest form of every benchmark
 	$(BIN)/python bench/noise.py --quick
 	$(BIN)/python bench/memory.py --quick
 	$(BIN)/python bench/finder.py --quick
-	$(BIN)/python bench/study.py --quick --runs 4
+	$(BIN)/python bench/study.py --quick --runs 2
 
 bench-peers: $(VENV)/.develop  ## step and clock cost beside the peers' (makes 5 GB of environments)
 	$(BIN)/python bench/clock.py

@@ -75,14 +75,14 @@ def does_fit(case: str, size: int) -> bool:
     return bool(found.get("fits"))
 
 
-def true_maximum(case: str, near: int) -> int:
-    """Return the largest size, to half a percent, that a plain loop has memory for."""
+def true_maximum(case: str, near: int, precision: float) -> int:
+    """Return the largest size, as exactly as is asked for, that a plain loop has memory for."""
     low, high = near, near
     while not does_fit(case, low):
         low = int(low * 0.94)
     while low == high or does_fit(case, high):
         low, high = high if high != low else low, max(int(high * 1.06), high + 1)
-    while high - low > max(1, PRECISION * low):
+    while high - low > max(1, precision * low):
         middle = (low + high) // 2
         if does_fit(case, middle):
             low = middle
@@ -97,8 +97,12 @@ def measure(
     """Return what every finder answers for one model; the peers' as `saved`, where it is given."""
     rows: dict[str, Any] = {}
     first = run(sys.executable, "stretto", case, "auto")
-    maximum = true_maximum(case, first["size"]) if saved is None else saved["maximum"]
-    for name, who, argument in FINDERS[:2] if quick else FINDERS:
+    maximum = (
+        true_maximum(case, first["size"], 0.1 if quick else PRECISION)
+        if saved is None
+        else saved["maximum"]
+    )
+    for name, who, argument in FINDERS[:1] if quick else FINDERS:
         if saved is not None and who != "stretto":
             rows[name] = saved["finders"][name]
             continue

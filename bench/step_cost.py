@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     if arguments.quick:
-        print(table([run_pair("stretto", rounds=3, steps=1_000)]))
+        print(table([run_pair("stretto", rounds=2, steps=500)]))
         return
     names = arguments.only or ["stretto", *ENVIRONMENTS]
     for name in names:  # made before anything is timed
