@@ -139,7 +139,10 @@ class Measures(Protocol):
 
 
 def metrics_of(evaluations: Iterable[Measures]) -> list[str]:
-    """Return the names of all that evaluations measure, such as `validation/loss`."""
+    """Return the names of all that evaluations measure, such as `validation/loss`.
+
+    A metric may be a dict of several; each of these has the name, a slash and its key.
+    """
     return [f"{one.name}/{name}" for one in evaluations for name in (LOSS, *one.metrics)]
 
 
@@ -166,6 +169,24 @@ def followed_metric(reads: frozenset[str], measured: Sequence[str]) -> str | Non
     return metrics[0] if metrics else None
 
 
+def measured_value(name: str | None, named: Mapping[str, float]) -> float | None:
+    """Return the value of a metric among those just measured; None if it is not among them.
+
+    >>> measured_value("test/loss", {"test/loss": 0.5}), measured_value("a/loss", {"b/loss": 0.5})
+    (0.5, None)
+
+    Raises:
+        TrainingError: the metric is a dict without this key, or is no dict.
+    """
+    if name is None or name in named:
+        return None if name is None else named[name]
+    parent, _, _ = name.rpartition("/")
+    keys = [one for one in named if one == parent or one.startswith(f"{parent}/")]
+    if keys:
+        raise _unmeasured(f"follow {name!r}", keys)
+    return None
+
+
 def check_monitored(monitor: str, measured: Sequence[str]) -> None:
     """Refuse a metric to keep the best checkpoint by that no evaluation measures.
 
@@ -176,12 +197,16 @@ def check_monitored(monitor: str, measured: Sequence[str]) -> None:
 
 
 def _check_measured(what: str, name: str, measured: Sequence[str]) -> None:
-    if name not in measured:
-        write = f"write one of {', '.join(map(repr, measured))}"
-        raise TrainingError(
-            cannot(
-                what,
-                why="no evaluation measures it",
-                instead=write if measured else "pass evaluate=...",
-            )
+    if name not in measured and not any(name.startswith(f"{one}/") for one in measured):
+        raise _unmeasured(what, measured)
+
+
+def _unmeasured(what: str, measured: Sequence[str]) -> TrainingError:
+    write = f"write one of {', '.join(map(repr, measured))}"
+    return TrainingError(
+        cannot(
+            what,
+            why="no evaluation measures it",
+            instead=write if measured else "pass evaluate=...",
         )
+    )

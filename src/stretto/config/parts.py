@@ -144,17 +144,23 @@ def make_evaluation(config: RunConfig, section: Evaluate, run: Run, source: Sour
     if isinstance(config.evaluate, list):
         path = ("evaluate", config.evaluate.index(section))
     building = Building(source=source)
-    return Evaluation(
-        _evaluation_data(config, section, path, source),
-        every=run.triggers[f"evaluate {section.name}"],
-        metrics={
-            name: building.function(target, (*path, "metrics", name))
-            for name, target in section.metrics.items()
-        },
-        batch_size=section.batch_size,
-        name=section.name,
-        loss=None if section.loss is None else building.function(section.loss, (*path, "loss")),
-    )
+    data = _evaluation_data(config, section, path, source)
+    metrics = {
+        name: building.function(target, (*path, "metrics", name))
+        for name, target in section.metrics.items()
+    }
+    with source.at(*path):
+        return Evaluation(
+            data,
+            every=run.triggers[f"evaluate {section.name}"],
+            metrics=metrics,
+            batch_size=section.batch_size,
+            name=section.name,
+            loss=None if section.loss is None else building.function(section.loss, (*path, "loss")),
+            predict=None
+            if section.predict is None
+            else building.function(section.predict, (*path, "predict")),
+        )
 
 
 def _evaluation_data(

@@ -171,7 +171,11 @@ class Evaluate(Section):
     data: Target | None = None
     """What to measure on; left out: the run's data with `split: validation`."""
     metrics: dict[str, Target] = Field(default_factory=dict)
-    """Functions by name: `function(model, batch) -> mean over the batch`."""
+    """By name: functions `function(model, batch) -> mean over the batch`, or classes whose objects
+    have update, compute and reset, such as those of torchmetrics."""
+    predict: Target | None = None
+    """A function `(model, batch) -> (outputs, targets)`: what such objects are updated with; left
+    out: told from the batch."""
     batch_size: Count | None = None
     """Samples of one forward pass; left out: the training micro-batch."""
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "validation"

@@ -19,6 +19,7 @@ from stretto.training.finite import SkippedSteps
 from stretto.training.interrupt import Interrupts
 from stretto.training.loop import Loop
 from stretto.training.measuring import Measurements
+from stretto.training.metrics import check_merging
 from stretto.training.ranks import Ranks
 from stretto.training.recorder import Recorder
 from stretto.training.safety_net import SafetyNet
@@ -68,7 +69,7 @@ class Assembly:
             given: other settings that are not in this record.
 
         Raises:
-            TrainingError: they differ.
+            TrainingError: they differ, or a metric cannot be computed over several ranks.
         """
         if self.ranks.world_size == 1:
             return
@@ -89,6 +90,8 @@ class Assembly:
             device=self.ranks.device.type,
         )
         check_agreement(settings, self.ranks, call="Trainer()")
+        for one in self.evaluations:
+            check_merging(one.metrics)
 
     def loop(self) -> tuple[Loop, RunState]:
         """Return what runs, and what of it a checkpoint keeps."""

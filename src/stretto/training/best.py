@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from stretto.batching.following import check_monitored, metrics_of
+from stretto.batching.following import check_monitored, measured_value, metrics_of
 from stretto.checkpoint import checkpoint_path
 from stretto.training.records import count, number
 from stretto.training.settings import Checkpointing, Evaluation
@@ -38,10 +38,8 @@ class Best:
 
     def is_beaten(self, metrics: Mapping[str, float], sample: int) -> bool:
         """Take the metrics of an evaluation at position `sample`; return whether they are best."""
-        if self._monitor is None or self._monitor not in metrics:
-            return False
-        value = metrics[self._monitor]
-        if not value * self._sign < self.value * self._sign:  # nan is never better
+        value = measured_value(self._monitor, metrics)
+        if value is None or not value * self._sign < self.value * self._sign:  # nan is never better
             return False
         self.value, self.sample = value, sample
         return True

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -18,6 +19,9 @@ from stretto.errors import TrainingError, cannot
 from stretto.memory.release import attempt
 from stretto.timing import BoundTrigger, Horizon
 from stretto.training.fully_sharded import is_fully_sharded, reshard
+from stretto.training.metrics import MetricObjects, check_predictable, is_object
+from stretto.training.one_pass import OnePass
+from stretto.training.randomness import random_state, restore_random_state
 from stretto.training.ranks import Ranks
 from stretto.training.settings import Evaluation, LossFunction
 
@@ -25,6 +29,8 @@ from stretto.training.settings import Evaluation, LossFunction
 @final
 class Evaluator:
     """Measures the model on one data set; every rank takes its share of the samples.
+
+    The loss and all metrics share one forward pass of each batch.
 
     Args:
         settings: the data and the metrics.
@@ -59,7 +65,10 @@ class Evaluator:
         self._model = model
         self._loss = settings.loss or loss
         self._loss_is_sum = loss_is_sum and settings.loss is None
-        self._metrics = dict(settings.metrics)
+        self._metrics = {
+            name: metric for name, metric in settings.metrics.items() if not is_object(metric)
+        }
+        self._objects = MetricObjects(settings.metrics, settings.predict, ranks)
         self._count = count
         self._autocast = autocast
         self._ranks = ranks
@@ -68,21 +77,30 @@ class Evaluator:
         are_samples = self._spec.is_map_style and not isinstance(self._spec.data, DataLoader)
         self._collate_fn = collate_fn if are_samples else None
         self._most = self._batch_size
-        self._loader()  # a data set that cannot be read is refused now, not at the first evaluation
+        # What cannot be read, or predicted, is refused now and not at the first evaluation.
+        loader = self._loader(1)
+        if are_samples and self._objects and settings.predict is None:
+            check_predictable(_first_batch(loader))
 
     def measure(self) -> dict[str, float]:
         """Return the mean loss and metrics. Every rank must call it.
 
-        The model is in evaluation mode meanwhile; then each of its modules is back in its own.
+        The model is in evaluation mode meanwhile; then each of its modules is back in its own, and
+        random numbers go on as if nothing had drawn any.
         """
         # Averaging keeps weights alike on all ranks, but not what batch normalisation has seen.
         self._ranks.copy_from_first(self._model.buffers())
         modes = [(module, module.training) for module in self._model.modules()]
+        chance = random_state()
         self._model.eval()
         try:
+            self._objects.reset()
             with torch.no_grad(), self._autocast():
                 sums = self._sums()
+            with torch.no_grad():
+                values = self._objects.values()
         finally:
+            restore_random_state(chance)
             for module, was_training in modes:
                 module.training = was_training
             reshard(self._model)
@@ -91,17 +109,19 @@ class Evaluator:
         means = {"loss": loss / units if units else math.nan}
         for name, total in zip(self._metrics, metrics, strict=True):
             means[name] = total / samples if samples else math.nan
-        return means
+        return means | values
 
     def _sums(self) -> list[float]:
         """Sums of the loss, its units, each metric, and the number of samples, on this rank."""
         sums = [0.0] * (3 + len(self._metrics))
         is_sharded = is_fully_sharded(self._model)
-        for step in self._loader():
+        for step in self._loader(self._batch_size):
             for micro in step.micro_batches:
                 # The forward pass of a sharded model is one of all ranks, samples or not.
                 if is_sharded:
-                    results = self._results(micro.batch, micro.num_samples)
+                    results, arguments = self._results(micro.batch, micro.num_samples)
+                    if micro.weight:
+                        self._objects.update(arguments)
                 elif micro.weight:
                     results = self._in_pieces(micro.batch, micro.num_samples)
                 if micro.weight:
@@ -113,7 +133,9 @@ class Evaluator:
         if num_samples <= self._most:
             done = attempt(lambda: self._results(batch, num_samples))
             if done.result is not None:
-                return done.result
+                results, arguments = done.result
+                self._objects.update(arguments)
+                return results
             self._most = num_samples // 2
             if not self._most:
                 raise TrainingError(
@@ -133,29 +155,43 @@ class Evaluator:
         assert sums is not None
         return sums
 
-    def _results(self, batch: Any, num_samples: int) -> list[float]:
+    def _results(self, batch: Any, num_samples: int) -> tuple[list[float], Sequence[Any]]:
+        """The sums of a batch, and what metrics that are objects take of it."""
         batch = move_batch(batch, self._ranks.device)
         units = num_samples if self._count is None else self._count(batch)
-        measured = {"loss": self._loss(self._model, batch)}
-        measured |= {name: metric(self._model, batch) for name, metric in self._metrics.items()}
+        arguments: Sequence[Any] = ()
+        with OnePass(self._model) as one_pass:
+            measured = {
+                name: one_pass.function(partial(function, self._model, batch))
+                for name, function in {"loss": self._loss, **self._metrics}.items()
+            }
+            if self._objects:
+                arguments = one_pass.function(partial(self._objects.arguments, self._model, batch))
         values = [_scalar(name, value) for name, value in measured.items()]
         loss, *means = torch.stack([value.to(self._ranks.device) for value in values]).tolist()
         # A mean over no units is nan; there is nothing to add.
         total = 0.0 if not units else loss * (1 if self._loss_is_sum else units)
-        return [total, units, *(mean * num_samples for mean in means), num_samples]
+        return [total, units, *(mean * num_samples for mean in means), num_samples], arguments
 
-    def _loader(self) -> StepLoader:
+    def _loader(self, batch_size: int) -> StepLoader:
         return StepLoader(
             self._spec,
-            self._batch_size * self._ranks.world_size,
+            batch_size * self._ranks.world_size,
             max_duration="1ep",
-            micro_batch_size=self._batch_size,
+            micro_batch_size=batch_size,
             shuffle=False,
             last_batch="keep",
             collate_fn=self._collate_fn,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
         )
+
+
+def _first_batch(loader: StepLoader) -> Any:
+    chance = random_state()
+    batch = next(step.micro_batches[0].batch for step in loader)
+    restore_random_state(chance)
+    return batch
 
 
 def _added(one: list[float], other: list[float]) -> list[float]:

@@ -8,7 +8,7 @@ from typing import Literal, final
 import torch
 
 from stretto.batching import NO_SIGNALS, Signals
-from stretto.batching.following import LOSS, NOISE, followed_metric, metrics_of
+from stretto.batching.following import LOSS, NOISE, followed_metric, measured_value, metrics_of
 from stretto.data import Step, StepLoader
 from stretto.errors import TrainingError, cannot
 from stretto.noise import NoiseSums
@@ -83,7 +83,7 @@ class Measurements:
 
     def metric(self, named: Mapping[str, float]) -> float | None:
         """Return the metric that the policy reads, if it is among those just measured."""
-        return None if self._metric is None else named.get(self._metric)
+        return measured_value(self._metric, named)
 
 
 def keeps_gradients_apart(reads: frozenset[str], callbacks: Iterable[type]) -> bool:

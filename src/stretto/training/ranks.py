@@ -116,6 +116,16 @@ class Ranks:
             for one, length in zip(gathered, lengths, strict=True)
         ]
 
+    def collect(self, value: object) -> list[Any]:
+        """Return the values of all ranks, in their order, on the first; nothing on the others.
+
+        They are pickled, so each is a copy.
+        """
+        found: list[Any] = [None] * self.world_size if self.is_first else []
+        with together():
+            dist.gather_object(value, found if self.is_first else None, group=self._group)
+        return found
+
     def from_first(self, work: Callable[[], str], *, call: str = "") -> str:
         """Return what `work` returns on the first rank, which alone does it.
 

@@ -16,6 +16,7 @@ from stretto.errors import TrainingError, cannot, shown
 from stretto.timing import LastBatch, TimeLike, Trigger, parse_trigger, read_wall_clock
 from stretto.timing.number import whole
 from stretto.training.loggers import MetricLogger
+from stretto.training.metrics import Metric, Predict, check_metric, is_object
 
 LossFunction: TypeAlias = Callable[[nn.Module, Any], Tensor]
 """`loss(model, batch)`: a scalar, the mean over the batch (or its sum, if said so)."""
@@ -148,26 +149,35 @@ class Stepping:
 class Evaluation:
     """Data that the model is measured on now and then, and always at the end of the run.
 
-    `metrics` are functions like the loss: `metric(model, batch)` is a mean over the batch.
+    A metric is either a function like the loss, `metric(model, batch)`, whose mean over all samples
+    is logged; or an object with `update`, `compute` and `reset`, such as a metric of torchmetrics,
+    which gets all batches and computes one value. All of them share one forward pass.
 
     >>> Evaluation([1.0, 2.0], every="10%", name="test").trigger
     Every('0.1dur')
 
     Raises:
-        TrainingError: the data can be read only once, a metric is named `loss`, or the batch size
-            is not at least 1.
+        TrainingError: the data can be read only once, a metric is none or is named `loss`, the
+            batch size is not at least 1, or no metric is an object that takes what `predict`
+            returns.
     """
 
     data: Any
     """A data set, a `DataLoader`, or an iterable of batches that can be read many times. A list is
     one of samples; for a list of batches pass `DataLoader(batches, batch_size=None)`."""
     every: TimeLike | Trigger = "1ep"
-    metrics: Mapping[str, LossFunction] = field(default_factory=dict)
+    metrics: Mapping[str, LossFunction | Metric] = field(default_factory=dict)
+    """By name. An object that computes a dict is logged as `name/key` for each of its keys."""
     batch_size: int | None = None
     """Samples in one forward pass on one rank; None: the training micro-batch."""
     name: str = "validation"
     loss: LossFunction | None = None
     """A mean over what the training loss is a mean over; None: the training loss."""
+    predict: Predict | None = None
+    """`predict(model, batch)`: a tuple of the arguments of `update` of metrics that are objects.
+    None: `(model(inputs), targets)` of a batch `(inputs, targets)`, and
+    `(model(**batch).logits, batch["labels"])` of a mapping; if the labels are the inputs, logits
+    and labels are those of a causal language model, moved by one place."""
 
     def __post_init__(self) -> None:
         data = DataSpec.of(self.data).data
@@ -186,6 +196,18 @@ class Evaluation:
                     f"measure a metric named 'loss' in {self.name!r}",
                     why="the loss itself has that name",
                     instead="choose another, or pass it as loss=...",
+                )
+            )
+        # A collection of torchmetrics is a mapping as well.
+        object.__setattr__(self, "metrics", dict(self.metrics))
+        for name, metric in self.metrics.items():
+            check_metric(name, metric)
+        if self.predict is not None and not any(map(is_object, self.metrics.values())):
+            raise TrainingError(
+                cannot(
+                    f"predict for metrics of {self.name!r}",
+                    why="none of them is an object with update, compute and reset",
+                    instead="leave predict out; a function gets the model and the batch",
                 )
             )
         if self.batch_size is not None:

@@ -1,0 +1,75 @@
+"""Metrics over the samples of two ranks, in real processes: gloo through torchrun."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
+
+SCRIPT = Path(__file__).with_name("distributed_metrics.py")
+
+spec = importlib.util.spec_from_file_location("distributed_metrics", SCRIPT)
+assert spec is not None
+assert spec.loader is not None
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def ranks(
+    tmp_path_factory: pytest.TempPathFactory, torchrun: Callable[..., Any]
+) -> list[dict[str, Any]]:
+    """What two ranks measured: starting them takes longer than the evaluations."""
+    out = tmp_path_factory.mktemp("metrics")
+    torchrun(SCRIPT, out)
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.filterwarnings("ignore:No (positive|negative) samples:UserWarning")
+@pytest.mark.parametrize("name", script.SIZES)
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_they_are_those_of_the_whole_data_set(
+    ranks: list[dict[str, Any]], kind: str, name: str
+) -> None:
+    """Uneven shares, a rank without samples, a second evaluation, models whole and sharded."""
+    inputs, targets = script.data(script.SIZES[name]).tensors
+    with torch.no_grad():
+        outputs = script.model()(inputs)
+    each = MulticlassF1Score(num_classes=3, average=None)(outputs, targets).tolist()
+    expected = {
+        "loss": torch.nn.functional.cross_entropy(outputs, targets).item(),
+        "right": (outputs.argmax(1) == targets).double().mean().item(),
+        "f1": MulticlassF1Score(num_classes=3)(outputs, targets).item(),
+        "auroc": MulticlassAUROC(num_classes=3)(outputs, targets).item(),
+        **{f"classes/multiclassf1score_{number}": value for number, value in enumerate(each)},
+        "highest/value": outputs.max().item(),
+        "highest/count": len(targets),
+    }
+    for rank in ranks:
+        for measured in rank[kind][name][0]:
+            own = {key.removeprefix("validation/"): value for key, value in measured.items()}
+            assert own == pytest.approx(expected, rel=1e-5)
+    assert ranks[0][kind][name][0] == ranks[1][kind][name][0]
+
+
+def test_all_metrics_share_a_pass_on_each_rank(ranks: list[dict[str, Any]]) -> None:
+    """Batches of 6 in two evaluations; a sharded model also runs for a rank without samples."""
+    for kind, of_second in (("whole", [12, 0, 2]), ("sharded", [12, 2, 4])):
+        passes = [[rank[kind][name][1] for name in script.SIZES] for rank in ranks]
+        assert passes == [[12, 2, 4], of_second]
+
+
+def test_what_cannot_be_computed_over_ranks_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "give it a method merge_state(others)" in rank["alone"]
+        assert "sync_on_compute=False" in rank["switched off"]
+        assert 0 < rank["as many"]["validation/map"] <= 1
+        assert "ranks have 2 to 3 batches" in rank["not as many"]
