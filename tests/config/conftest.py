@@ -71,6 +71,10 @@ def absolute_loss(model, batch, *, scale=1.0):
     return scale * (model(batch[0]) - batch[1]).abs().mean()
 
 
+def predict(model, batch):
+    return model(batch[0]), batch[1]
+
+
 def halve_each_epoch(timer, *, base=0.5):
     return base ** timer.epoch
 

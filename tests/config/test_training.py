@@ -124,6 +124,21 @@ def test_everything_is_handed_over(tmp_path: Path) -> None:
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
+def test_a_metric_may_be_a_class_of_torchmetrics_and_of_another_project() -> None:
+    metric = {"target": "torchmetrics.regression:MeanSquaredError", "squared": False}
+    predict = {"target": "my_project:predict"}
+    evaluate = {"metrics": {"root": metric, "l1": {"target": "my_project:absolute_loss"}}}
+    chosen = build_trainer(config(evaluate=evaluate | {"predict": predict})).evaluate()
+    default = build_trainer(config(evaluate=evaluate)).evaluate()
+    assert chosen == default
+    assert default["validation/root"] >= default["validation/l1"] > 0
+    without_arguments = {"target": "torchmetrics.regression:MeanSquaredError", "root": True}
+    with pytest.raises(ConfigError, match="root"):
+        build_trainer(config(evaluate={"metrics": {"root": without_arguments}}))
+    with pytest.raises(ConfigError, match=r"leave predict out; .* \(evaluate in"):
+        build_trainer(config(evaluate={"predict": predict}))
+
+
 def test_scale_schedule_reaches_callbacks() -> None:
     freezing = {
         "target": "stretto.training.algorithms:LayerFreezing",

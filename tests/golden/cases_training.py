@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 from stretto.batching import LinearRule
+from stretto.batching.following import measured_value
 from stretto.checkpoint import read_checkpoint, write_checkpoint
 from stretto.optim import Hyperparameters, from_torch
 from stretto.schedules import Linear
@@ -32,6 +33,7 @@ from stretto.training.algorithms import (
     StochasticDepth,
 )
 from stretto.training.lock import LOCK, locked
+from stretto.training.metrics import check_merging, default_predict
 
 DATA = TensorDataset(torch.zeros(20, 3))
 RUN = Horizon("10ba")
@@ -60,6 +62,24 @@ class KeepsASet(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": {1, 2}}
+
+
+class Unmergeable:
+    """A metric that computes no scalar, and runs out of memory if it gets nothing."""
+
+    def update(self, outputs: Any) -> None:
+        if outputs is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def compute(self) -> torch.Tensor:
+        return torch.zeros(4)
+
+    def reset(self) -> None: ...
+
+
+def measured(metric: Any, predict: Any) -> Callable[[], object]:
+    evaluation = Evaluation(DATA, metrics={"each": metric}, predict=predict)
+    return lambda: trainer(evaluate=evaluation).evaluate()
 
 
 def sgd() -> torch.optim.SGD:
@@ -174,6 +194,22 @@ CASES: list[tuple[str, Callable[[], object]]] = [
             evaluate=Evaluation(DATA, metrics={"each": lambda m, b: m(b[0])})
         ).evaluate(),
     ),
+    ("training-evaluate-class", lambda: Evaluation(DATA, metrics={"each": Unmergeable})),  # type: ignore[dict-item]
+    ("training-evaluate-kind", lambda: Evaluation(DATA, metrics={"each": "f1"})),  # type: ignore[dict-item]
+    ("training-evaluate-predict", lambda: Evaluation(DATA, predict=lambda m, b: (m(b), b))),
+    (
+        "training-evaluate-batch",
+        lambda: trainer(evaluate=Evaluation(DATA, metrics={"each": Unmergeable()})),
+    ),
+    (
+        "training-evaluate-logits",
+        lambda: default_predict(lambda **_: 1, {"labels": torch.zeros(2)}),
+    ),
+    ("training-evaluate-tuple", measured(Unmergeable(), lambda m, b: m(b[0]))),
+    ("training-evaluate-value", measured(Unmergeable(), lambda m, b: (m(b[0]),))),
+    ("training-evaluate-memory", measured(Unmergeable(), lambda m, b: (None,))),
+    ("training-evaluate-ranks", lambda: check_merging({"each": Unmergeable()})),
+    ("training-evaluate-key", lambda: measured_value("test/f1/of", {"test/loss": 1, "test/f1": 1})),
     ("training-evaluate-size", lambda: Evaluation(DATA, batch_size=0)),
     ("training-evaluate-every", lambda: trainer(evaluate=Evaluation(DATA, "0ep"))),
     ("training-freezing", lambda: LayerFreezing([])),

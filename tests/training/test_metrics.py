@@ -63,7 +63,11 @@ def f1(**settings: Any) -> MulticlassF1Score:
 
 def test_metrics_of_the_whole_data_set_from_one_pass_of_each_batch() -> None:
     model = Classifier()
-    metrics = {"f1": f1(), "right": right, "accuracy": MulticlassAccuracy(num_classes=4)}
+    metrics: dict[str, Any] = {
+        "f1": f1(),
+        "right": right,
+        "accuracy": MulticlassAccuracy(num_classes=4),
+    }
     measured = trainer(model, Evaluation(data(), metrics=metrics, batch_size=8)).evaluate()
     assert model.passes == 8
     inputs, targets = data().tensors
@@ -175,7 +179,7 @@ def test_a_batch_in_pieces_counts_once() -> None:
     evaluation = Evaluation(data(), metrics={"f1": metric}, batch_size=20, loss=scarce)
     measured = trainer(model, evaluation).evaluate()
     assert measured["validation/f1"] == expected(model(data().tensors[0]), data().tensors[1])
-    assert int(metric.tp.sum() + metric.fn.sum()) == 61  # type: ignore[operator,union-attr]
+    assert int(metric.tp.sum() + metric.fn.sum()) == 61  # type: ignore[union-attr]
 
 
 def test_memory_that_runs_out_in_update_ends_the_evaluation() -> None:
@@ -238,7 +242,7 @@ def test_a_key_that_is_not_computed_is_told_at_the_first_evaluation(
 
 def test_what_is_no_metric_is_refused() -> None:
     with pytest.raises(TrainingError, match=r"call it: MulticlassF1Score\(...\)"):
-        Evaluation(data(), metrics={"f1": MulticlassF1Score})
+        Evaluation(data(), metrics={"f1": MulticlassF1Score})  # type: ignore[dict-item]
     with pytest.raises(TrainingError, match="update, compute and reset"):
         Evaluation(data(), metrics={"f1": "f1"})  # type: ignore[dict-item]
     with pytest.raises(TrainingError, match="leave predict out"):
@@ -258,7 +262,7 @@ def test_batches_that_say_nothing_of_targets_need_predict_before_the_run() -> No
     inputs = TensorDataset(data().tensors[0])
     with pytest.raises(TrainingError, match="write predict, a function"):
         trainer(Classifier(), Evaluation(inputs, metrics={"f1": f1()}, loss=square))
-    batches = DataLoader([(data().tensors[0],)], batch_size=None)  # type: ignore[arg-type]
+    batches: Any = DataLoader([(data().tensors[0],)], batch_size=None)  # type: ignore[arg-type]
     run = trainer(Classifier(), Evaluation(batches, metrics={"f1": f1()}, loss=square))
     with pytest.raises(TrainingError, match="write predict, a function"):
         run.evaluate()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +65,10 @@ class Evaluator:
         self._model = model
         self._loss = settings.loss or loss
         self._loss_is_sum = loss_is_sum and settings.loss is None
-        self._metrics = {
-            name: metric for name, metric in settings.metrics.items() if not is_object(metric)
+        self._metrics: dict[str, LossFunction] = {
+            name: cast(LossFunction, metric)
+            for name, metric in settings.metrics.items()
+            if not is_object(metric)
         }
         self._objects = MetricObjects(settings.metrics, settings.predict, ranks)
         self._count = count

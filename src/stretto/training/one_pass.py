@@ -82,7 +82,7 @@ class OnePass:
         )
         if not is_known:
             self._forget()
-            run = self._model._call_impl if self._compiled is None else self._compiled
+            run: Callable[..., Any] = self._compiled or self._model._call_impl
             self._output = run(*args, **kwargs)
             # Looked at after the pass, which may change buffers; FSDP2 gathers weights in it.
             self._before = self._inputs(args, kwargs)
