@@ -80,9 +80,9 @@ class Evaluator:
         self._collate_fn = collate_fn if are_samples else None
         self._most = self._batch_size
         # What cannot be read, or predicted, is refused now and not at the first evaluation.
-        loader = self._loader(1)
+        self._loader(self._batch_size)
         if are_samples and self._objects and settings.predict is None:
-            check_predictable(_first_batch(loader))
+            check_predictable(_first_batch(self._loader(1)))
 
     def measure(self) -> dict[str, float]:
         """Return the mean loss and metrics. Every rank must call it.
@@ -161,6 +161,16 @@ class Evaluator:
         """The sums of a batch, and what metrics that are objects take of it."""
         batch = move_batch(batch, self._ranks.device)
         units = num_samples if self._count is None else self._count(batch)
+        measured, arguments = self._measured(batch)
+        values = [_scalar(name, value) for name, value in measured.items()]
+        loss, *means = torch.stack([value.to(self._ranks.device) for value in values]).tolist()
+        # A mean over no units is nan; there is nothing to add.
+        total = 0.0 if not units else loss * (1 if self._loss_is_sum else units)
+        return [total, units, *(mean * num_samples for mean in means), num_samples], arguments
+
+    def _measured(self, batch: Any) -> tuple[dict[str, Any], Sequence[Any]]:
+        if not self._metrics and not self._objects:
+            return {"loss": self._loss(self._model, batch)}, ()  # nothing to share the pass with
         arguments: Sequence[Any] = ()
         with OnePass(self._model) as one_pass:
             measured = {
@@ -169,11 +179,7 @@ class Evaluator:
             }
             if self._objects:
                 arguments = one_pass.function(partial(self._objects.arguments, self._model, batch))
-        values = [_scalar(name, value) for name, value in measured.items()]
-        loss, *means = torch.stack([value.to(self._ranks.device) for value in values]).tolist()
-        # A mean over no units is nan; there is nothing to add.
-        total = 0.0 if not units else loss * (1 if self._loss_is_sum else units)
-        return [total, units, *(mean * num_samples for mean in means), num_samples], arguments
+        return measured, arguments
 
     def _loader(self, batch_size: int) -> StepLoader:
         return StepLoader(
