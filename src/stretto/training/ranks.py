@@ -122,7 +122,7 @@ class Ranks:
         They are pickled, so each is a copy.
         """
         found: list[Any] = [None] * self.world_size if self.is_first else []
-        with together():
+        with self.peers.meeting():
             dist.gather_object(value, found if self.is_first else None, group=self._group)
         return found
 
