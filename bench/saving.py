@@ -169,7 +169,7 @@ def measure(layers: int, width: int, rounds: int, folder: Path) -> dict[str, Any
         batch_size=1,
         stepping=Stepping(device="cpu"),
         checkpoint=Checkpointing("1ba", keep=1),
-        log=Logging("1ep"),
+        log=Logging("1ep", console=False),
         callbacks=[callback],
         folder=folder / "run",
     )

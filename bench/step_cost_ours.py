@@ -55,7 +55,7 @@ def _fit(data: Rows | TensorDataset, stopwatch: Stopwatch, batch_size: Any) -> N
             max_duration="1ep",
             batch_size=batch_size,
             schedules={"lr": Cosine()},
-            log=Logging("3200sp"),
+            log=Logging("3200sp", console=False),
             folder=folder,
         )
         assert trainer.plan is not None

@@ -88,11 +88,10 @@ from stretto.timing import convert as convert
 from stretto.training import Callback as Callback
 from stretto.training import Checkpointing as Checkpointing
 from stretto.training import Evaluation as Evaluation
-from stretto.training import JsonLinesLogger as JsonLinesLogger
 from stretto.training import Loading as Loading
+from stretto.training import Logger as Logger
 from stretto.training import Logging as Logging
 from stretto.training import MLflowLogger as MLflowLogger
-from stretto.training import MetricLogger as MetricLogger
 from stretto.training import Stepping as Stepping
 from stretto.training import TensorBoardLogger as TensorBoardLogger
 from stretto.training import Trainer as Trainer
@@ -135,15 +134,14 @@ __all__ = [
     "IncreaseFunction",
     "IncreaseInsteadOfDecay",
     "InverseSqrt",
-    "JsonLinesLogger",
     "LearningRateRule",
     "Linear",
     "LinearRamp",
     "LinearRule",
     "Loading",
+    "Logger",
     "Logging",
     "MLflowLogger",
-    "MetricLogger",
     "MicroBatch",
     "MissingPackageError",
     "Monotone",

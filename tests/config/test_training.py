@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from stretto.config.files import dump_run_file, parse_run_file
 from stretto.config.parts import make_loggers
 from stretto.config.plans import build_plan
 from stretto.config.run import RunConfig
+from stretto.config.source import NO_SOURCE
 from stretto.config.training import build_trainer, resolved
 from stretto.errors import ConfigError, StrettoError
 from stretto.report.ledger import compare
@@ -190,10 +192,22 @@ def test_evaluation_data_may_be_of_its_own() -> None:
 
 
 def test_loggers() -> None:
-    assert make_loggers(config()) == []
-    (logger,) = make_loggers(RunConfig.parse({**RUN, "log": {}}))
+    assert make_loggers(config(), NO_SOURCE) == []
+    (logger,) = make_loggers(RunConfig.parse({**RUN, "log": {}}), NO_SOURCE)
     assert isinstance(logger, TensorBoardLogger), "it is installed, and wanted where it is"
     assert WandbLogger.__name__ == "WandbLogger"
+
+
+def test_a_logger_of_yours_gets_the_run_file(tmp_path: Path) -> None:
+    log = {"loggers": [{"target": "my_project:Kept", "note": "mine"}], "console": False}
+    trainer = build_trainer(config(log=log, max_duration="1ba"), folder=tmp_path)
+    trainer.fit()
+    (logger,) = sys.modules["my_project"].Kept.made
+    assert logger.note == "mine"
+    assert logger.config["optimizer"] == {"target": "torch.optim:SGD", "lr": 0.01}
+    assert logger.config["log"]["loggers"] == log["loggers"]
+    assert logger.config["folder"] == str(tmp_path)
+    assert len(logger.lines) == 1
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-evaluate-every", key("evaluate", {"every": "0ep"})),
     ("config-evaluate-twice", key("evaluate", [{}, {}])),
     ("config-loggers", key("log", {"loggers": ["tensorbord"]})),
+    ("config-logger-target", key("log", {"loggers": [{"target": "my.Logger"}]})),
     ("config-rule", key("learning_rate_rule", {"linear": 8, "sqrt": 8})),
     ("config-rule-word", key("learning_rate_rule", "sqrt")),
     ("config-scale", key("scale_schedule", 0)),
@@ -193,6 +194,10 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     # training
     ("config-train-model", trained(model=None)),
     ("config-train-loss", trained(loss=None)),
+    (
+        "config-train-logger",
+        trained(log={"loggers": [{"target": "fractions:Fraction", "numerator": 1}]}),
+    ),
     ("config-train-kind", trained(model={"target": "fractions:Fraction"})),
     ("config-train-sizes", trained(data={"target": "stretto.examples.text:PythonDocs",
                                          "num_samples": 7})),

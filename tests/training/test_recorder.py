@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from stretto.data import DataSpec
 from stretto.errors import TrainingError
-from stretto.training import Callback, Checkpointing, Evaluation, Loading, Logging, MetricLogger
+from stretto.training import Callback, Checkpointing, Evaluation, Loading, Logging
 from stretto.training.appending import Appender
 
 Make = Callable[..., Any]
@@ -32,20 +32,18 @@ def samples(folder: Path) -> list[int]:
         return [int(row["sample"]) for row in csv.DictReader(file)]
 
 
-class Kept(MetricLogger):
+class Kept:
     """Notes what is asked of it; refuses lines while it is not open."""
 
     def __init__(self) -> None:
         self.is_open, self.lines, self.opened = False, 0, 0
 
-    def open(self, folder: Path | None) -> None:
+    def start(self, config: Any, sample: int) -> None:
         self.is_open, self.opened = True, self.opened + 1
 
     def log(self, record: Any) -> None:
         assert self.is_open
         self.lines += 1
-
-    def flush(self) -> None: ...
 
     def close(self) -> None:
         self.is_open = False

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
@@ -14,9 +13,9 @@ from rich.console import Console
 
 from stretto._location import local_path
 from stretto.cli.files import PLAN, RUN_FILE, add_working_folder, packaged_run_file, split_arguments
-from stretto.cli.progress import ProgressDisplay, position, show_metrics, show_seconds
 from stretto.config.files import RunFile, dump_run_file, read_run_file
 from stretto.config.overrides import parse_override
+from stretto.config.run import RunConfig
 from stretto.config.training import build_trainer, resolved
 from stretto.errors import ConfigError, StrettoError, cannot
 from stretto.planning import PlanRange, UnknownSizes, bound_of, decided_between, plan_range
@@ -24,6 +23,7 @@ from stretto.timing import TimeUnit
 from stretto.training import Callback
 from stretto.training.algorithms import NoiseReport
 from stretto.training.algorithms.noise_report import FILE
+from stretto.training.console import show_metrics, show_position, show_seconds
 from stretto.training.interrupt import exit_code
 from stretto.training.resuming import FOLDER as CHECKPOINTS
 
@@ -46,18 +46,17 @@ def train(arguments: Sequence[str], *, folder: Path | None, resume: str | None) 
     is_first = os.environ.get("RANK", "0") == "0"
     folder = choose_folder(run_file, path.stem, folder, resumes=resume is not None)
     results = Results()
-    with closing(ProgressDisplay(console)) as progress:
-        trainer = build_trainer(
-            run_file.config,
-            source=run_file.source,
-            folder=folder,
-            callbacks=[Description(run_file), progress, results],
-        )
-        found = None if resume is None else trainer.resume(resume)
-        if is_first:
-            for line in introduce(trainer, path, found):
-                console.print(line, markup=False, soft_wrap=True)
-        trainer.fit(on_signal="return")
+    trainer = build_trainer(
+        with_console(run_file.config),
+        source=run_file.source,
+        folder=folder,
+        callbacks=[Description(run_file), results],
+    )
+    found = None if resume is None else trainer.resume(resume)
+    if is_first:
+        for line in introduce(trainer, path, found):
+            console.print(line, markup=False, soft_wrap=True)
+    trainer.fit(on_signal="return")
     if is_first:
         for line in summarise(trainer, results):
             console.print(line, markup=False, soft_wrap=True)
@@ -65,6 +64,13 @@ def train(arguments: Sequence[str], *, folder: Path | None, resume: str | None) 
         raise SystemExit(1)
     if trainer.stop_reason is not None:
         raise SystemExit(exit_code(trainer.stop_reason))
+
+
+def with_console(config: RunConfig) -> RunConfig:
+    """Return the run file with the console on, unless it says otherwise."""
+    if config.log.console is not None:
+        return config
+    return config.model_copy(update={"log": config.log.model_copy(update={"console": True})})
 
 
 @final
@@ -262,6 +268,14 @@ def summarise(trainer: Trainer, results: Results) -> Iterator[str]:
     if trainer.plan is not None and trainer.plan.is_exact:
         yield f"as planned?  stretto plan --against {folder}"
     yield f"to see it:  stretto report {folder} --plot {folder}/run.png"
+
+
+def position(trainer: Trainer) -> str:
+    """Return where a run is, in the unit of its length."""
+    unit, at = trainer.horizon.max_duration.unit, trainer.timer.timestamp
+    if unit is TimeUnit.SECOND:
+        return show_position(at.run_nanoseconds / 1e9, unit)
+    return show_position(float(trainer.horizon.position(at, unit).amount), unit)
 
 
 def _keep(folder: Path, run_file: RunFile, trainer: Trainer) -> None:

@@ -218,7 +218,7 @@ class Trunk:
                 non_finite="ignore",
             ),
             evaluate=[replace(one, every=every) for one in self._evaluations()],
-            log=Logging("1ba"),
+            log=Logging("1ba", console=False),
             callbacks=[*callbacks, losses],
         )
         if trainer.scaler is not None and self.reader.records["scaler"] is not None:

@@ -18,12 +18,14 @@ from stretto.config.source import Source
 from stretto.config.targets import accepts, bound_target, call_target, import_target
 from stretto.data import DataSpec
 from stretto.errors import ConfigError, cannot
+from stretto.timing import Every
 from stretto.training import (
     Callback,
     Checkpointing,
     Evaluation,
     Loading,
-    MetricLogger,
+    Logger,
+    Logging,
     MLflowLogger,
     Stepping,
     TensorBoardLogger,
@@ -191,13 +193,34 @@ def _evaluation_data(
     return DataSpec.of(data, sharded=config.data.sharded)
 
 
-def make_loggers(config: RunConfig) -> list[MetricLogger]:
+def make_logging(config: RunConfig, run: Run, source: Source) -> Logging:
+    """Return when metrics are logged, and where they go."""
+    return Logging(
+        run.triggers["log"],
+        Every(config.log.flush).scaled(scale_of(config)),
+        make_loggers(config, source),
+        console=config.log.console,
+        config=config.model_dump(mode="json"),
+    )
+
+
+def make_loggers(config: RunConfig, source: Source) -> list[Logger]:
     """Return where metrics go besides the run folder."""
     kinds = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MLflowLogger}
     wanted = config.log.loggers
     if wanted is None:
         wanted = ["tensorboard"] if find_spec("tensorboard") else []
-    return [kinds[name]() for name in wanted]
+    made: list[Logger] = []
+    for number, one in enumerate(wanted):
+        if not isinstance(one, Target):
+            made.append(kinds[one]())
+            continue
+        logger = call_target(one, source=source, path=("log", "loggers", number))
+        if not isinstance(logger, Logger):
+            kind = "a logger, an object with start, log and close"
+            raise wrong_kind(f"log.loggers.{number}", one.target, logger, kind, source)
+        made.append(logger)
+    return made
 
 
 def make_callbacks(config: RunConfig, source: Source) -> list[Callback]:

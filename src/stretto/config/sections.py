@@ -197,7 +197,15 @@ class Checkpoint(Section):
     """Whether less or more of that metric is better."""
 
 
-Logger: TypeAlias = Literal["tensorboard", "wandb", "mlflow"]
+AnyLogger: TypeAlias = Annotated[
+    Annotated[Literal["tensorboard", "wandb", "mlflow"], Tag("<choice>")]
+    | Annotated[Target, Tag("<target>")],
+    shape_of(
+        lambda value: "<target>" if isinstance(value, (dict, Target)) else "<choice>",
+        "write tensorboard, wandb, mlflow, or {target: my.module:Logger}",
+    ),
+]
+"""A logger by its name, or one of yours."""
 
 
 class Log(Section):
@@ -207,5 +215,8 @@ class Log(Section):
     """How often a line of metrics is written."""
     flush: Length = Time("30s")
     """How often what was written is put on the disk."""
-    loggers: list[Logger] | None = None
+    loggers: list[AnyLogger] | None = None
     """Where metrics go besides metrics.jsonl; left out: TensorBoard where it is installed."""
+    console: bool | None = None
+    """Whether the console shows the progress of the run; left out: with `stretto train`, and on a
+    terminal."""

@@ -20,20 +20,19 @@ from stretto.config.parts import (
     make_checkpointing,
     make_evaluation,
     make_loading,
-    make_loggers,
+    make_logging,
     make_loss,
     make_optimizer,
     make_stepping,
     wrong_kind,
 )
-from stretto.config.plans import Run, build_run, check_run, scale_of
+from stretto.config.plans import Run, build_run, check_run
 from stretto.config.run import RunConfig
 from stretto.config.sizes import IncreasedSizes
 from stretto.config.source import NO_SOURCE, Source
 from stretto.config.targets import call_target
 from stretto.errors import ConfigError, cannot
-from stretto.timing import Every
-from stretto.training import Callback, Logging, Trainer
+from stretto.training import Callback, Trainer
 from stretto.training.fitting import FoundMaximum
 from stretto.training.sharding import shard_blocks
 
@@ -87,11 +86,7 @@ def build_trainer(
         stepping=make_stepping(config, run, source),
         evaluate=evaluations,
         checkpoint=make_checkpointing(config, run),
-        log=Logging(
-            run.triggers["log"],
-            Every(config.log.flush).scaled(scale_of(config)),
-            make_loggers(config),
-        ),
+        log=make_logging(config, run, source),
         callbacks=[*make_callbacks(config, source), *callbacks],
         folder=folder if folder is not None else config.folder,
     )

@@ -3,8 +3,7 @@
 from stretto.training.callback import Callback
 from stretto.training.critical import Branch, CriticalBatchSize
 from stretto.training.loggers import (
-    JsonLinesLogger,
-    MetricLogger,
+    Logger,
     MLflowLogger,
     TensorBoardLogger,
     WandbLogger,
@@ -19,11 +18,10 @@ __all__ = [
     "Checkpointing",
     "CriticalBatchSize",
     "Evaluation",
-    "JsonLinesLogger",
     "Loading",
+    "Logger",
     "Logging",
     "MLflowLogger",
-    "MetricLogger",
     "Stepping",
     "TensorBoardLogger",
     "Trainer",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from itertools import takewhile
@@ -28,6 +28,7 @@ from stretto.training.settings import Checkpointing, Evaluation, Loading, Loggin
 
 _OWN_OF_A_RANK = frozenset({"num_workers", "prefetch_factor", "pin_memory", "device", "data"})
 """Settings that ranks need not share."""
+_CHANGING = "callbacks that change batches or listen to noise"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _LONGEST = 100
 
@@ -75,7 +76,6 @@ def describe_settings(
     *,
     given: Mapping[str, Any],
     spec: DataSpec,
-    model: nn.Module,
     optimizer: Optimizer,
     loss: Callable[..., Any],
     loading: Loading,
@@ -86,8 +86,8 @@ def describe_settings(
     callbacks: Sequence[Callback],
     has_folder: bool,
     device: str,
-) -> dict[str, str]:
-    """Return what ranks must agree on, by name, in the order in which it is compared."""
+) -> dict[str, Any]:
+    """Return the settings of a run, all but the model, in the order in which ranks compare them."""
     settings: dict[str, Any] = {**given, **_of_data(spec), **_fields("loading", loading)}
     settings |= _of_optimizer(optimizer)
     settings |= {"loss": loss, "device": device} | _fields("stepping", stepping)
@@ -105,10 +105,31 @@ def describe_settings(
         for one in callbacks
         if overrides(one, "transform_batch") or overrides(one, "on_noise")
     ]
-    settings["callbacks that change batches or listen to noise"] = changing
-    return {name: _text(value) for name, value in settings.items()} | dict(
-        _of_model(model, optimizer)
-    )
+    settings[_CHANGING] = changing
+    return settings
+
+
+def as_texts(settings: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
+    """Return settings and the model as texts, which ranks compare."""
+    texts = {name: _text(value) for name, value in settings.items()}
+    return texts | dict(_of_model(model, optimizer))
+
+
+def as_config(
+    settings: Mapping[str, Any], model: nn.Module, callbacks: Sequence[Callback]
+) -> dict[str, Any]:
+    """Return settings as plain values, which loggers show: numbers and flags as they are."""
+    parameters: Iterable[Tensor] = model.parameters()
+    shown = {name: value for name, value in settings.items() if name != _CHANGING}
+    shown |= {
+        "model": type(model),
+        "parameters": sum(0 if is_lazy(one) else one.numel() for one in parameters),
+        "callbacks": ", ".join(type(one).__name__ for one in callbacks),
+    }
+    return {
+        name: value if isinstance(value, (bool, int, float, str, type(None))) else _text(value)
+        for name, value in shown.items()
+    }
 
 
 def in_batch(number: int, values: Mapping[str, object]) -> dict[str, str]:

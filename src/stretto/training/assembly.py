@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from stretto.data import DataSpec
-from stretto.training.agreement import check_agreement, describe_settings
+from stretto.training.agreement import as_config, as_texts, check_agreement, describe_settings
 from stretto.training.best import Best
 from stretto.training.callback import Events
+from stretto.training.console import ConsoleLogger, has_terminal
 from stretto.training.evaluate import Evaluator
 from stretto.training.finite import SkippedSteps
 from stretto.training.interrupt import Interrupts
@@ -74,10 +75,21 @@ class Assembly:
         if self.ranks.world_size == 1:
             return
         trainer = self.trainer
-        settings = describe_settings(
+        settings = self._settings(spec, schedules=schedules, **given)
+        check_agreement(
+            as_texts(settings, trainer.model, trainer.optimizer), self.ranks, call="Trainer()"
+        )
+        for one in self.evaluations:
+            check_merging(one.metrics)
+
+    def _settings(
+        self, spec: DataSpec, *, schedules: Mapping[str, Any] | None, **given: Any
+    ) -> dict[str, Any]:
+        """Return the settings of the run by name."""
+        trainer = self.trainer
+        return describe_settings(
             given=given | {f"schedules.{name}": one for name, one in (schedules or {}).items()},
             spec=spec,
-            model=trainer.model,
             optimizer=trainer.optimizer,
             loss=self.loss,
             loading=self.loading,
@@ -89,9 +101,30 @@ class Assembly:
             has_folder=trainer.folder is not None,
             device=self.ranks.device.type,
         )
-        check_agreement(settings, self.ranks, call="Trainer()")
-        for one in self.evaluations:
-            check_merging(one.metrics)
+
+    def _config(self) -> dict[str, Any]:
+        """Return the settings of the run as plain values, for loggers."""
+        trainer, config = self.trainer, self.log.config
+        if not self.log.loggers:
+            return {}
+        if config is None:
+            settings = self._settings(
+                trainer.loader.spec,
+                max_duration=str(trainer.horizon.max_duration),
+                batch_size=trainer.loader.policy,
+                micro_batch_size=trainer.loader.micro_batch_size,
+                schedules=trainer.hyperparameters.schedules,
+                world_size=self.ranks.world_size,
+            )
+            config = as_config(settings, trainer.model, trainer.callbacks)
+        return {**config, "folder": None if trainer.folder is None else str(trainer.folder)}
+
+    def _console(self) -> ConsoleLogger | None:
+        """Return what shows the run, on the first rank only."""
+        asked = self.log.console
+        if not self.ranks.is_first or not (has_terminal() if asked is None else asked):
+            return None
+        return ConsoleLogger(self.trainer.horizon.max_duration)
 
     def loop(self) -> tuple[Loop, RunState]:
         """Return what runs, and what of it a checkpoint keeps."""
@@ -103,6 +136,8 @@ class Assembly:
         recorder = Recorder(
             trainer.folder,
             self.log.loggers,
+            console=self._console(),
+            config=self._config(),
             ranks=ranks,
             horizon=trainer.horizon,
             values=trainer.hyperparameters.values,

@@ -1,16 +1,13 @@
-"""Where metrics go: a file of JSON lines, TensorBoard, Weights & Biases, MLflow."""
+"""Where metrics go besides the run folder: TensorBoard, Weights & Biases, MLflow, or your own."""
 
 from __future__ import annotations
 
-import json
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
 from stretto._optional import import_optional
-from stretto.training.appending import Appender
 
 Record: TypeAlias = Mapping[str, float]
 """One line of metrics: the clock in every unit (`ep ba sp tok dur sec`) and what was measured."""
@@ -18,74 +15,87 @@ Record: TypeAlias = Mapping[str, float]
 CLOCK_KEYS = ("ep", "ba", "sp", "tok", "dur", "sec")
 
 
-class MetricLogger(ABC):
-    """Receives every line of metrics on rank 0.
+@runtime_checkable
+class Logger(Protocol):
+    """Receives every line of metrics; any object with these three methods is one.
 
-    >>> class Printer(MetricLogger):
+    A logger is called on the first rank only. If it raises an exception, the run warns and goes on.
+    A logger that buffers lines can also have a method `flush()`, which is called at the times of
+    `Logging.flush` and before each checkpoint.
+
+    >>> class Printer:
+    ...     def start(self, config, sample):
+    ...         print(f"lr {config['optimizer.lr']}, from sample {sample}")
+    ...
     ...     def log(self, record):
     ...         print(f"{record['sp']} samples: loss {record['loss']}")
     ...
-    ...     def flush(self): ...
     ...     def close(self): ...
-    >>> Printer().log({"sp": 4096, "loss": 2.5})
-    4096 samples: loss 2.5
+    >>> isinstance(Printer(), Logger)
+    True
     """
 
-    def open(self, folder: Path | None) -> None:  # noqa: B027  most loggers have nothing to open
-        """Begin; `folder` is the run folder, where there is one."""
+    def start(self, config: Mapping[str, Any], sample: int) -> None:
+        """Begin to log, each time that training starts or continues.
 
-    @abstractmethod
+        Args:
+            config: the settings of the run as plain values, such as those of the run file.
+                `config["folder"]` is the run folder, or None.
+            sample: the position from which the run goes on; 0 for a new run. Lines with a larger
+                `sp` from an earlier attempt come again, so drop those that you have.
+        """
+
     def log(self, record: Record) -> None:
-        """Take one line of metrics."""
+        """Take one line: the clock (`ep ba sp tok dur sec`) and what was measured."""
 
-    @abstractmethod
-    def flush(self) -> None:
-        """Put what was taken where a crash cannot reach it."""
-
-    @abstractmethod
     def close(self) -> None:
-        """End; nothing is logged afterwards."""
+        """Stop logging; training has ended or was stopped."""
 
 
 @final
-class JsonLinesLogger(MetricLogger):
-    """Appends each line to a file as one JSON object; what is not finite becomes null.
+class Guarded:
+    """Calls a logger; turns what it raises into one warning, so that training goes on."""
 
-    >>> logger = JsonLinesLogger(Path("metrics.jsonl"))
-    >>> logger.log({"sp": 4096, "loss": float("nan")})
-    >>> logger.close()
-    >>> print(Path("metrics.jsonl").read_text(), end="")
-    {"sp": 4096, "loss": null}
-    """
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+        self._has_warned = False
 
-    def __init__(self, path: Path) -> None:
-        self._lines = Appender(path)
-
-    def log(self, record: Record) -> None:
-        """Append one line."""
-        clean = {key: value if math.isfinite(value) else None for key, value in record.items()}
-        self._lines.add(json.dumps(clean) + "\n")
+    def start(self, config: Mapping[str, Any], sample: int) -> bool:
+        """Start the logger; return whether it can be used."""
+        return self.call("start", config, sample)
 
     def flush(self) -> None:
-        """Hand the lines to the operating system."""
-        self._lines.flush()
+        """Flush the logger, if it can be flushed."""
+        if hasattr(self._logger, "flush"):
+            self.call("flush")
 
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether lines are not written yet."""
-        return self._lines.is_waiting
+    def call(self, method: str, *arguments: Any) -> bool:
+        """Call a method; return whether it succeeded."""
+        try:
+            getattr(self._logger, method)(*arguments)
+        except Exception as error:  # noqa: BLE001  a logger may raise anything
+            if not self._has_warned:
+                self._has_warned = True
+                said = f"{type(error).__name__}: {error}".strip().split("\n")[0]
+                rest = "without it" if method == "start" else "and its other failures are ignored"
+                warnings.warn(
+                    f"{type(self._logger).__name__}.{method} failed: {said}; training goes on "
+                    f"{rest}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return False
+        return True
 
 
 @final
-class TensorBoardLogger(MetricLogger):
+class TensorBoardLogger:
     """Writes scalars for TensorBoard, with the sample as the step: it means the same in any ramp.
 
+    When a run is resumed, TensorBoard drops what an earlier attempt wrote beyond the checkpoint.
+
     Args:
-        folder: where event files go; None: `tensorboard/` in the run folder.
+        folder: where event files of this run go; None: `tensorboard/` in the run folder.
 
     Raises:
         MissingPackageError: TensorBoard is not installed.
@@ -99,12 +109,16 @@ class TensorBoardLogger(MetricLogger):
         self._folder = folder
         self._writer: Any = None
 
-    def open(self, folder: Path | None) -> None:
-        """Create the event file."""
+    def start(self, config: Mapping[str, Any], sample: int) -> None:
+        """Create an event file that holds the configuration as text."""
         from torch.utils.tensorboard import SummaryWriter
 
-        place = self._folder or (folder / "tensorboard" if folder else None)
-        self._writer = SummaryWriter(place)
+        run_folder = config.get("folder")
+        place = self._folder or (Path(run_folder) / "tensorboard" if run_folder else None)
+        # TensorBoard drops everything from `purge_step` on. A line at the checkpoint stays.
+        self._writer = SummaryWriter(place, purge_step=sample + 1 if sample else 0)
+        lines = (f"    {name}: {value}" for name, value in flattened(config))
+        self._writer.add_text("config", "\n".join(lines), sample)
 
     def log(self, record: Record) -> None:
         """Write every measured value of the line at its sample."""
@@ -122,8 +136,15 @@ class TensorBoardLogger(MetricLogger):
 
 
 @final
-class WandbLogger(MetricLogger):
-    """Sends lines to Weights & Biases; keyword arguments go to `wandb.init`.
+class WandbLogger:
+    """Sends lines to Weights & Biases, with the sample as the step.
+
+    The id of the W&B run is kept in the run folder, so that a resumed run continues it. W&B cannot
+    delete lines: those that an earlier attempt sent beyond the checkpoint stay, and are not sent
+    again.
+
+    Args:
+        **init: keyword arguments of `wandb.init`.
 
     Raises:
         MissingPackageError: wandb is not installed.
@@ -137,26 +158,35 @@ class WandbLogger(MetricLogger):
         self._init = init
         self._run: Any = None
 
-    def open(self, folder: Path | None) -> None:
-        """Begin a run; every chart is over samples."""
-        self._run = self._wandb.init(dir=folder, **self._init)
+    def start(self, config: Mapping[str, Any], sample: int) -> None:
+        """Begin a W&B run, or continue that of the run folder."""
+        settings: dict[str, Any] = {"dir": config.get("folder"), "config": dict(config)}
+        known = _known_id(config, "wandb", sample)
+        if known is not None:
+            # Settings may have changed since the checkpoint.
+            settings |= {"id": known, "resume": "allow", "allow_val_change": True}
+        self._run = self._wandb.init(**settings | self._init)
         self._run.define_metric("*", step_metric="sp")
+        _keep_id(config, "wandb", self._run.id)
 
     def log(self, record: Record) -> None:
-        """Send the line."""
-        self._run.log(dict(record))
-
-    def flush(self) -> None:
-        """Nothing to do: wandb sends in the background."""
+        """Send the line, unless an earlier attempt has sent a later one."""
+        step = int(record["sp"])
+        if step >= self._run.step:
+            self._run.log(dict(record), step=step)
 
     def close(self) -> None:
-        """End the run."""
+        """End the W&B run."""
         self._run.finish()
 
 
 @final
-class MLflowLogger(MetricLogger):
+class MLflowLogger:
     """Sends lines to MLflow, with the sample as the step.
+
+    The id of the MLflow run is kept in the run folder, so that a resumed run continues it. MLflow
+    cannot delete values: those that an earlier attempt sent beyond the checkpoint stay, and are not
+    sent again.
 
     Args:
         tracking_uri: where to; None: MLflow's own choice.
@@ -172,25 +202,76 @@ class MLflowLogger(MetricLogger):
     def __init__(self, tracking_uri: str | None = None, experiment: str = "stretto") -> None:
         self._mlflow = import_optional("mlflow", "mlflow")
         self._uri, self._experiment = tracking_uri, experiment
+        self._sent: dict[str, int] = {}
 
-    def open(self, folder: Path | None) -> None:
-        """Begin a run named like the run folder."""
+    def start(self, config: Mapping[str, Any], sample: int) -> None:
+        """Begin an MLflow run named like the run folder, or continue the one that is kept there."""
         if self._uri is not None:
             self._mlflow.set_tracking_uri(self._uri)
         self._mlflow.set_experiment(self._experiment)
-        self._mlflow.start_run(run_name=folder.name if folder else None)
+        self._sent = {}
+        known = _known_id(config, "mlflow", sample)
+        if known is not None:
+            self._sent = self._last_steps(self._mlflow.start_run(run_id=known))
+            return
+        folder = config.get("folder")
+        run = self._mlflow.start_run(run_name=Path(folder).name if folder else None)
+        _keep_id(config, "mlflow", run.info.run_id)
+        self._mlflow.log_params({_mlflow_name(name): value for name, value in flattened(config)})
 
     def log(self, record: Record) -> None:
         """Send every measured value of the line at its sample; `lr@group` is called `lr/group`."""
-        # The names that MLflow takes have no '@'; it shows those with one beginning together.
-        measured = {
-            key.replace("@", "/"): value for key, value in record.items() if key not in CLOCK_KEYS
-        }
-        self._mlflow.log_metrics(measured, step=int(record["sp"]))
-
-    def flush(self) -> None:
-        """Nothing to do: MLflow writes at once."""
+        step = int(record["sp"])
+        named = ((_mlflow_name(key), one) for key, one in record.items() if key not in CLOCK_KEYS)
+        measured = {name: value for name, value in named if step > self._sent.get(name, -1)}
+        if measured:
+            self._mlflow.log_metrics(measured, step=step)
 
     def close(self) -> None:
-        """End the run."""
+        """End the MLflow run."""
         self._mlflow.end_run()
+
+    def _last_steps(self, run: Any) -> dict[str, int]:
+        """The last step of each metric that an earlier attempt has sent."""
+        history: Callable[..., Any] = self._mlflow.MlflowClient().get_metric_history
+        return {
+            name: max(point.step for point in history(run.info.run_id, name))
+            for name in run.data.metrics
+        }
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested settings, each by its path.
+
+    >>> dict(flattened({"seed": 7, "optimizer": {"lr": 0.1}}))
+    {'seed': 7, 'optimizer.lr': 0.1}
+    """
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _mlflow_name(name: str) -> str:
+    """A name that MLflow takes: it has no '@', and shows names with the same beginning together."""
+    return name.replace("@", "/")
+
+
+def _known_id(config: Mapping[str, Any], service: str, sample: int) -> str | None:
+    """The id under which a service knows the run; None for a new run."""
+    file = _id_file(config, service)
+    if not sample or file is None or not file.is_file():
+        return None
+    return file.read_text("utf-8").strip() or None
+
+
+def _keep_id(config: Mapping[str, Any], service: str, run_id: str) -> None:
+    file = _id_file(config, service)
+    if file is not None:
+        file.write_text(f"{run_id}\n", "utf-8")
+
+
+def _id_file(config: Mapping[str, Any], service: str) -> Path | None:
+    folder = config.get("folder")
+    return Path(folder) / f"{service}-run-id.txt" if folder else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +15,10 @@ from stretto.errors import CheckpointError, TrainingError, cannot
 from stretto.timing import Horizon, Timestamp
 from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.appending import Appender, check_appendable, cut_back
+from stretto.training.console import ConsoleLogger
 from stretto.training.finite import SkippedSteps
 from stretto.training.lock import set_aside, unwritable
-from stretto.training.loggers import JsonLinesLogger, MetricLogger
+from stretto.training.loggers import Guarded, Logger, Record
 from stretto.training.ranks import Ranks
 from stretto.training.records import count
 from stretto.training.running_loss import RunningLoss
@@ -34,6 +37,8 @@ class Recorder:
     Args:
         folder: the run folder; None: only `loggers` get anything.
         loggers: where metrics go besides the folder.
+        console: shows the metrics and the progress of the run; None: nothing does.
+        config: the settings of the run, for loggers.
         ranks: the processes of the run.
         horizon: the run, for fractions of it.
         values: reads the hyper-parameters that are scheduled.
@@ -43,8 +48,10 @@ class Recorder:
     def __init__(
         self,
         folder: Path | None,
-        loggers: Sequence[MetricLogger],
+        loggers: Sequence[Logger],
         *,
+        console: ConsoleLogger | None,
+        config: Mapping[str, Any],
         ranks: Ranks,
         horizon: Horizon,
         values: Callable[[], Mapping[str, float]],
@@ -57,11 +64,14 @@ class Recorder:
         self._skipped = skipped
         self._folder = folder
         self._writes = ranks.is_first
-        self._given = tuple(loggers) if self._writes else ()
-        self._loggers: list[MetricLogger] = []
+        self._console = console if self._writes else None
+        shown = () if self._console is None else (self._console,)
+        self._given = [Guarded(one) for one in (*loggers, *shown)] if self._writes else []
+        self._config = config
+        self._loggers: list[Guarded] = []
         self._goes_on = False
         self._lengths: Mapping[str, int] = {}
-        self._metrics: JsonLinesLogger | None = None
+        self._metrics: Appender | None = None
         self._ledger: Appender | None = None
         self._is_full = False
         self._since = Timestamp()
@@ -87,9 +97,9 @@ class Recorder:
         self._paused_nanoseconds = self._paused_after_batch = 0
         if self._folder is not None and self._writes:
             self._open_files(self._folder)
-        for logger in self._given:
-            logger.open(self._folder)
-            self._loggers.append(logger)
+        self._loggers = [one for one in self._given if one.start(self._config, timestamp.sample)]
+        if self._console is not None:
+            self._console.show(self.clock(timestamp))
 
     def _open_files(self, folder: Path) -> None:
         ledger = folder / LEDGER
@@ -100,8 +110,7 @@ class Recorder:
                 raise _another_run(folder)
             folder.mkdir(parents=True, exist_ok=True)
             self._cut(folder)
-            self._metrics = JsonLinesLogger(folder / METRICS)
-            self._loggers.append(self._metrics)
+            self._metrics = Appender(folder / METRICS)
             self._ledger = Appender(ledger)
         except OSError as error:
             raise unwritable(folder, error) from error
@@ -143,6 +152,8 @@ class Recorder:
                 f"{at.batch},{at.epoch},{at.sample},{at.token},{step.size},"
                 f"{tokens},{num_micro_batches},{values}\n"
             )
+        if self._console is not None and self._console.is_due:
+            self._console.show(self.clock(after))
 
     def log(self, timestamp: Timestamp, values: Mapping[str, float]) -> dict[str, float]:
         """Log what was measured since the last call, and `values`. Every rank must call it.
@@ -173,9 +184,11 @@ class Recorder:
         return record
 
     def write(self, record: Mapping[str, float]) -> None:
-        """Hand one line to every logger."""
+        """Write one line of metrics, and hand it to every logger."""
+        if self._metrics is not None:
+            self._metrics.add(json_line(record))
         for logger in self._loggers:
-            logger.log(record)
+            logger.call("log", record)
 
     def clock(self, timestamp: Timestamp) -> dict[str, float]:
         """Return the clock in every unit, as it stands on each line."""
@@ -201,17 +214,21 @@ class Recorder:
     def flush(self) -> None:
         """Put everything that was recorded on the disk; what it has no room for is kept."""
         self._try([one.flush for one in self._outputs], "they are kept and training goes on")
+        for logger in self._loggers:
+            logger.flush()
 
     def close(self) -> None:
         """Flush and close everything."""
         self._is_full = False
         self._try([one.close for one in self._outputs], "they are lost")
         self._ledger = self._metrics = None
+        for logger in self._loggers:
+            logger.call("close")
         self._loggers = []
 
     @property
-    def _outputs(self) -> list[Appender | MetricLogger]:
-        return [*([] if self._ledger is None else [self._ledger]), *self._loggers]
+    def _outputs(self) -> list[Appender]:
+        return [one for one in (self._ledger, self._metrics) if one is not None]
 
     def _try(self, works: Sequence[Callable[[], None]], then: str) -> None:
         """Do it; where the disk is full, say so once."""
@@ -245,7 +262,7 @@ class Recorder:
         """
         self.flush()
         loss = self.loss.state_dict(self._ranks)
-        if any(one is not None and one.is_waiting for one in (self._ledger, self._metrics)):
+        if any(one.is_waiting for one in self._outputs):
             raise _no_checkpoint(self._folder, f"{METRICS} and {LEDGER} cannot be written")
         try:
             lengths = {file.name: file.stat().st_size for file in self.files}
@@ -286,6 +303,16 @@ class Recorder:
                 continue
             warnings.warn(f"{path} {told}", RuntimeWarning, stacklevel=2)
         self._lengths = {}
+
+
+def json_line(record: Record) -> str:
+    r"""Return a line of metrics as JSON; a value that is not finite becomes null.
+
+    >>> json_line({"sp": 4096, "loss": float("nan")})
+    '{"sp": 4096, "loss": null}\n'
+    """
+    clean = {key: value if math.isfinite(value) else None for key, value in record.items()}
+    return json.dumps(clean) + "\n"
 
 
 def _no_checkpoint(folder: Path | None, why: str) -> CheckpointError:

@@ -15,7 +15,7 @@ from stretto.data.spec import is_one_shot
 from stretto.errors import TrainingError, cannot, shown
 from stretto.timing import LastBatch, TimeLike, Trigger, parse_trigger, read_wall_clock
 from stretto.timing.number import whole
-from stretto.training.loggers import MetricLogger
+from stretto.training.loggers import Logger
 from stretto.training.metrics import Metric, Predict, check_metric, is_object
 
 LossFunction: TypeAlias = Callable[[nn.Module, Any], Tensor]
@@ -266,11 +266,37 @@ class Logging:
 
     >>> Logging("4096sp").trigger
     Every('4096sp')
+
+    Raises:
+        TrainingError: something in `loggers` is not a logger.
     """
 
     every: TimeLike | Trigger = "10ba"
     flush: TimeLike | Trigger = "30s"
-    loggers: Sequence[MetricLogger] = ()
+    loggers: Sequence[Logger] = ()
+    """Objects with the methods of `Logger`, such as `TensorBoardLogger()`."""
+    console: bool | None = None
+    """Whether the console shows the progress of the run: a bar on a terminal, lines in a pipe.
+    None: only if standard output is a terminal."""
+    config: Mapping[str, Any] | None = None
+    """What loggers get as the settings of the run; None: a description of what the trainer was
+    built with."""
+
+    def __post_init__(self) -> None:
+        for one in self.loggers:
+            given: object = one
+            missing = [name for name in _LOGGER if not callable(getattr(given, name, None))]
+            if missing or isinstance(given, type):
+                raise TrainingError(
+                    cannot(
+                        f"log to {shown(given)}",
+                        why=f"it has no method {missing[0]!r}"
+                        if missing
+                        else "it is a class and not an object",
+                        instead="pass an object with the methods start(config, sample), "
+                        "log(record) and close(), such as TensorBoardLogger()",
+                    )
+                )
 
     @property
     def trigger(self) -> Trigger:
@@ -281,6 +307,10 @@ class Logging:
     def flush_trigger(self) -> Trigger:
         """When what was logged must be on the disk."""
         return parse_trigger(self.flush)
+
+
+_LOGGER = ("start", "log", "close")
+"""The methods of a logger."""
 
 
 def one_of(name: str, value: object, choices: Sequence[str]) -> None:

@@ -1,0 +1,101 @@
+"""The parts of docs/extending.md, used as a reader would: its Python in mine.py, its run files."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from stretto.config import build_plan, build_trainer, parse_run_file
+from stretto.training import Trainer
+
+PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+BASE = {
+    "max_duration": "2ep",
+    "model": {"target": "base:Line"},
+    "data": {"target": "base:Points", "num_samples": 40},
+    "optimizer": {"target": "torch.optim:SGD", "lr": 0.1},
+    "batch_size": 8,
+    "checkpoint": {"every": "1ep"},
+    "log": {"loggers": []},
+}
+PROJECT = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+class Points(TensorDataset):
+    def __init__(self, split="train"):
+        inputs = torch.arange(80, dtype=torch.float32).reshape(40, 2) / 40
+        super().__init__(inputs, inputs.sum(1, keepdim=True))
+
+
+class Line(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 1)
+
+    @staticmethod
+    def loss(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+"""
+
+
+def blocks(language: str, text: str = PAGE) -> list[str]:
+    """The blocks of code in a text."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def section(title: str) -> str:
+    """The text of a section of the page."""
+    (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    return str(text)
+
+
+@pytest.fixture(autouse=True)
+def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "mine.py").write_text("\n".join(blocks("python")))
+    (tmp_path / "base.py").write_text(PROJECT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in ("mine", "base"):
+        sys.modules.pop(name, None)
+
+
+def written(title: str, **more: Any) -> Any:
+    """The run file that a section shows, as it is read."""
+    (lines,) = blocks("yaml", section(title))
+    return parse_run_file(yaml.safe_dump({**BASE, **yaml.safe_load(lines), **more}))
+
+
+def trainer(title: str, **more: Any) -> Trainer:
+    """The trainer of the run file that a section shows."""
+    run_file = written(title, **more)
+    return build_trainer(run_file.config, source=run_file.source, folder=Path("run"))
+
+
+def test_each_part_takes_at_most_fifteen_lines() -> None:
+    lengths = {
+        title: sum(1 for line in "\n".join(blocks("python", section(title))).splitlines() if line)
+        for title in re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
+    }
+    assert lengths
+    assert {title: many for title, many in lengths.items() if many > 15} == {}
+
+
+def test_a_logger_has_every_line_once_after_a_resume() -> None:
+    stopped = trainer("A logger")
+    stopped.fit()
+    rows = Path("run/losses.csv").read_text().splitlines()
+    assert [int(row.split(",")[0]) for row in rows] == [16, 32, 48, 64, 80]
+    again = trainer("A logger")
+    again.resume(min(Path("run/checkpoints").iterdir()))
+    again.fit()
+    assert Path("run/losses.csv").read_text().splitlines() == rows
+    assert build_plan(written("A logger").config).num_batches == again.timer.batch
