@@ -217,7 +217,7 @@ def make_loggers(config: RunConfig, source: Source) -> list[Logger]:
             continue
         logger = call_target(one, source=source, path=("log", "loggers", number))
         if not isinstance(logger, Logger):
-            kind = "a logger, an object with start, log and close"
+            kind = "a logger with the methods start, log and close"
             raise wrong_kind(f"log.loggers.{number}", one.target, logger, kind, source)
         made.append(logger)
     return made
