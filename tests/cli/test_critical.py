@@ -15,7 +15,7 @@ import torch
 from tests.cli.conftest import Stretto
 
 from stretto.checkpoint import open_checkpoint
-from stretto.config.branching import ORDER_SEEDS
+from stretto.experiments.branches import ORDER_SEEDS
 from stretto.ordering import SampleOrder
 
 SIZES = ("--sizes", "2,4,8", "--over", "32sp", "--seeds", "2")
@@ -158,10 +158,10 @@ def test_it_is_the_same_each_time_and_leaves_the_run_alone(stretto: Stretto, tra
         (("--plot", "run.yaml/critical.png"), "name a file in a folder of yours"),
         (("--tolerance", "nan", *SIZES), "write for example --tolerance 0.01"),
         (("--tolerance", "-1", *SIZES), "write for example --tolerance 0.01"),
-        (("--seeds", "0"), "write for example --seeds 3"),
+        (("--seeds", "0"), "--seeds"),
         (("--over", "20sp"), "write --over 64sp or more, or smaller --sizes"),
         (("loading={shuffle: false}",), "all would be the same; write --seeds 1, or loading="),
-        (("--over", "32tok"), "write them in samples: --over 10000sp"),
+        (("--over", "32tok"), "write it in 'sp'"),
         (("--checkpoint", "nowhere"), "nowhere"),
     ],
 )
@@ -242,10 +242,23 @@ class Halve(Callback):
 
 
 class Report(Callback):
-    in_branches = False
+    def on_log(self, trainer, record):
+        SEEN.append("reported")
+
+
+class Measure(Callback):
+    def on_fit_start(self, trainer):
+        SEEN.append("measured")
+
+    def on_noise(self, trainer, step, signals):
+        SEEN.append("measured")
+
+
+class SetRates(Callback):
+    sets_learning_rate = True
 
     def on_batch_start(self, trainer, step):
-        SEEN.append("reported")
+        SEEN.append("set")
 
 
 class Stop(Callback):
@@ -261,6 +274,9 @@ class TerminateSecondSeed(Callback):
 
 
 class Batches(Callback):
+    def on_batch_end(self, trainer, step):
+        pass
+
     def on_log(self, trainer, record):
         SEEN.append(record["loss"])
 
@@ -273,6 +289,9 @@ class Scale(Callback):
 
 class TerminateAtTheEnd(Callback):
     # When the last step of the first branch is over.
+
+    def on_batch_end(self, trainer, step):
+        pass
 
     def on_evaluation_end(self, trainer, name, metrics):
         SEEN.append("evaluated")
@@ -309,9 +328,10 @@ def called_back(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
 def test_branches_have_the_callbacks_that_change_the_training(
     stretto: Stretto, project: Path, called_back: list[object]
 ) -> None:
-    callbacks = "callbacks=[{target: cli_callbacks:Report}, {target: cli_callbacks:Halve}]"
+    names = ("Report", "Measure", "SetRates", "Halve")
+    callbacks = f"callbacks=[{', '.join(f'{{target: cli_callbacks:{name}}}' for name in names)}]"
     assert stretto("train", "run.yaml", callbacks, "--folder", "runs/a").code == 0
-    assert "reported" in called_back
+    assert {"reported", "measured", "set"} < set(called_back)
     called_back.clear()
     command = ("critical-batch-size", "run.yaml", "--checkpoint", "runs/a", *SIZES, "--json")
     with_them = stretto(*command, callbacks)

@@ -36,20 +36,6 @@ def test_the_first_signal_is_remembered_and_the_second_is_as_always(usual_handle
         assert interrupts.received is None
 
 
-def test_one_that_is_open_around_another_hears_of_it_too(usual_handler: Any) -> None:
-    with Interrupts() as around, Interrupts() as within:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert (around.received, within.received) == ("SIGINT", "SIGINT")
-        with pytest.raises(KeyboardInterrupt):  # the second is as before them both
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is usual_handler
-    with Interrupts() as around:
-        with Interrupts() as within:
-            pass
-        os.kill(os.getpid(), signal.SIGINT)
-        assert (around.received, within.received) == ("SIGINT", None)
-
-
 class Kill(Callback):
     """Sends a signal in an event of choice, once."""
 

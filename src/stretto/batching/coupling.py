@@ -279,8 +279,8 @@ class CoupledSizes(BatchSizePolicy):
             return ()
         caution = (
             f"batches grow to {largest:,} and no further: {DEFAULT_GROWTH} times the "
-            f"{bound.maximum // DEFAULT_GROWTH:,} before, as no maximum is given; measure up to "
-            "where they train as well by 'stretto critical-batch-size'"
+            f"{bound.maximum // DEFAULT_GROWTH:,} before, as no maximum is given; give the size "
+            "up to which they train as well"
         )
         return (caution,)
 

@@ -211,7 +211,7 @@ def critical_batch_size(
             show_default=False,
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Short runs of each size.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Short runs of each size.")] = 3,
     tolerance: Annotated[
         float, typer.Option(help="By how much the loss may be above that of the first size.")
     ] = 0.01,

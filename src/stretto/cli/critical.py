@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +14,21 @@ import typer
 
 from stretto.batching import LearningRateRule, LinearRule, NoRule, SquareRootRule
 from stretto.cli.files import RUN_FILE, add_working_folder, find_run_file
-from stretto.config.branching import Trunk, default_sizes
 from stretto.config.files import read_run_file
 from stretto.errors import ConfigError, cannot
-from stretto.report.critical import critical_table, draw_critical
-from stretto.timing import Time
-from stretto.training.critical import (
-    LEAST_STEPS,
+from stretto.experiments.branches import BranchPoint
+from stretto.experiments.critical_batch_size import (
     Branch,
     CriticalBatchSize,
-    check_branches,
-    check_yardstick,
+    check_baseline,
+    check_sizes,
+    check_tolerance,
+    default_sizes,
+    whole_steps,
 )
-from stretto.training.interrupt import Interrupts, end_if
+from stretto.experiments.picture import draw_critical
+from stretto.report.drawing import check_drawable
+from stretto.timing import Time
 from stretto.training.resuming import FOLDER
 
 LITTLE = 0.2
@@ -34,6 +38,7 @@ RULES: dict[str, LearningRateRule] = {
     "linear": LinearRule(1),
     "none": NoRule(),
 }
+_say = partial(typer.echo, err=True)
 
 
 def critical_batch_size(
@@ -48,114 +53,114 @@ def critical_batch_size(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Branch short runs off a checkpoint at several batch sizes, and compare their losses."""
+    """Train branches of a checkpoint at several batch sizes, and compare their losses."""
     if plot is not None:
-        from stretto.report.drawing import check_drawable
-
         check_drawable(plot)
-    chosen, wanted = _rule(rule), None if sizes is None else _sizes(sizes)
+    wanted = None if sizes is None else _sizes(sizes)
+    chosen = None if rule is None else _rule(rule)
     add_working_folder()
     path, overrides = find_run_file(arguments, folder=_run_folder(checkpoint))
     config, source = read_run_file(path, overrides)
-    trunk = Trunk.at(config, checkpoint, source=source, rule=chosen)
-    samples = trunk.samples(Time(over))
-    _check_seeds(seeds)
-    trunk.check_orders(seeds)
-    tried = default_sizes(trunk.size, samples) if wanted is None else wanted
-    check_branches(tried, samples, tolerance=tolerance)
-    samples = _whole(samples, tried)
-    typer.echo(f"branches off {trunk.path}, as {path} says", err=True)
+    point = BranchPoint(config, checkpoint, source=source, rule=chosen)
+    samples = point.samples(Time(over))
+    point.check_seeds(seeds)
+    check_tolerance(tolerance)
+    tried = default_sizes(point.size, samples) if wanted is None else wanted
+    check_sizes(tried, samples)
+    samples = whole_steps(samples, tried)
+    _say(f"branches off {point.path}, as {path} says")
+    branches, stopped = _train(point, tried, seeds, samples)
+    if branches:
+        found = CriticalBatchSize.of(branches, samples=samples, tolerance=tolerance)
+        _show(found, point, seeds=seeds, plot=plot, as_json=as_json)
+    if stopped is not None:
+        raise stopped
+
+
+def _train(
+    point: BranchPoint, sizes: Sequence[int], seeds: int, samples: int
+) -> tuple[list[Branch], SystemExit | None]:
+    """Train branches, and return those of the seeds that are complete; and what stopped it."""
     branches: list[Branch] = []
+    before = signal.signal(signal.SIGTERM, _exit)
     try:
-        with Interrupts() as interrupts:  # a branch has its own: what comes between two of them
-            for seed in range(seeds):
-                branches += _branches(trunk, tried, interrupts, seed=seed, samples=samples)
-    except (SystemExit, KeyboardInterrupt):
-        whole = len(branches) // len(tried)
-        typer.echo(f"stopped: {whole} of {seeds} orders are whole", err=True)
-        if branches:
-            told = CriticalBatchSize.of(branches, samples=samples, tolerance=tolerance)
-            _tell(told, trunk, seeds=seeds, as_json=as_json, plot=plot)
-        raise
-    found = CriticalBatchSize.of(branches, samples=samples, tolerance=tolerance)
-    _tell(found, trunk, seeds=seeds, as_json=as_json, plot=plot)
+        for seed in range(seeds):
+            branches += [
+                _reported(point.branch(size, seed=seed, samples=samples), sizes[0])
+                for size in sizes
+            ]
+    except (SystemExit, KeyboardInterrupt) as error:
+        _say(f"stopped: {len(branches) // len(sizes)} of {seeds} orders are whole")
+        number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
+        return branches, SystemExit(128 + number)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return branches, None
+
+
+def _exit(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _run_folder(checkpoint: Path) -> Path | None:
-    """The folder of the run that a checkpoint is of, if that says how it was made."""
+    """The folder of the run that a checkpoint is of, if there is a run file in it."""
     folder = checkpoint if (checkpoint / FOLDER).is_dir() else checkpoint.absolute().parent.parent
     return folder if (folder / RUN_FILE).is_file() else None
 
 
-def _tell(
-    found: CriticalBatchSize, trunk: Trunk, *, seeds: int, as_json: bool, plot: Path | None
+def _reported(branch: Branch, smallest: int) -> Branch:
+    """Print the result of a branch, and return it."""
+    _say(
+        f"seed {branch.seed}, batch size {branch.size:,}: loss {branch.loss:.4f} after "
+        f"{branch.steps:,} steps at a learning rate of {branch.learning_rate:.3g}"
+    )
+    check_baseline(branch, smallest)
+    return branch
+
+
+def _show(
+    found: CriticalBatchSize, point: BranchPoint, *, seeds: int, plot: Path | None, as_json: bool
 ) -> None:
-    """Print and draw what branches have come to, of the orders that were asked for."""
+    """Print and draw what the branches show, of the seeds that were asked for."""
     whole = len({branch.seed for branch in found.branches})
     if as_json:
-        plain = _plain(found, trunk) | {"seeds": {"asked": seeds, "whole": whole}}
+        plain = {
+            **_plain(found, "size", "low", "high", "tolerance", "samples"),
+            "at": {"sample": point.timestamp.sample, "batch_size": point.size},
+            "rows": [
+                _plain(row, "size", "loss", "excess", "reach", "verdict") for row in found.rows
+            ],
+            "branches": [_plain(branch, *Branch._fields) for branch in found.branches],
+            "seeds": {"asked": seeds, "whole": whole},
+        }
         typer.echo(json.dumps(plain, indent=2))
     else:
         so_far = "" if whole == seeds else "so far, "
-        typer.echo(f"{critical_table(found)}\n\n{so_far}{found}")
-    if (part := trunk.decay(found.branches[0])) < LITTLE:
-        typer.echo(
+        typer.echo(f"{found.table()}\n\n{so_far}{found}")
+    if (part := point.decay(found.branches[0])) < LITTLE:
+        _say(
             f"note: the learning rate in force there is {part:.1%} of the optimizer's, and where "
-            "it is small all sizes look alike; a checkpoint where it is larger tells more",
-            err=True,
+            "it is small all sizes look alike; a checkpoint where it is larger tells more"
         )
     if plot is not None:
         draw_critical(found, plot)
-        typer.echo(f"drew {plot}", err=True)
+        _say(f"drew {plot}")
 
 
-def _whole(samples: int, sizes: Sequence[int]) -> int:
-    """Return a number of samples, at most a quarter fewer, that suits the sizes best.
-
-    The last batch is whole: of every size, or at least of the largest, which has enough steps.
-    """
-    whole = samples - samples % math.lcm(*sizes)
-    least = max(0.75 * samples, LEAST_STEPS * sizes[-1])
-    return whole if whole >= least else samples - samples % sizes[-1]
-
-
-def _branches(
-    trunk: Trunk, sizes: Sequence[int], interrupts: Interrupts, *, seed: int, samples: int
-) -> list[Branch]:
-    """Train the branches of one order of samples, and say what each came to."""
-    branches = []
-    for size in sizes:
-        end_if(interrupts.received)
-        branch = trunk.branch(size, seed=seed, samples=samples)
-        typer.echo(
-            f"seed {seed}, batch size {size:,}: loss {branch.loss:.4f} after "
-            f"{branch.steps:,} steps at a learning rate of {branch.learning_rate:.3g}",
-            err=True,
-        )
-        check_yardstick(branch, sizes[0])
-        branches.append(branch)
-    return branches
+def _plain(record: object, *names: str) -> dict[str, Any]:
+    """Return attributes for JSON, which has no infinite numbers: they become null."""
+    values = {name: getattr(record, name) for name in names}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
 
 
-def _check_seeds(seeds: int) -> None:
-    if seeds < 1:
-        raise ConfigError(
-            cannot(
-                f"compare {seeds} branches of each size",
-                why="it takes one or more",
-                instead="write for example --seeds 3",
-                where="--seeds",
-            )
-        )
-
-
-def _rule(name: str | None) -> LearningRateRule | None:
-    if name is None:
-        return None
+def _rule(name: str) -> LearningRateRule:
     if name not in RULES:
         raise ConfigError(
             cannot(
-                f"let the learning rate go with the size by the rule {name!r}",
+                f"use the learning rate rule {name!r}",
                 why="there is no such rule",
                 instead=f"write {', '.join(RULES)}",
                 where="--rule",
@@ -165,8 +170,9 @@ def _rule(name: str | None) -> LearningRateRule | None:
 
 
 def _sizes(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) <= 18 for part in parts):
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
         raise ConfigError(
             cannot(
                 f"read {text!r} as batch sizes",
@@ -174,34 +180,4 @@ def _sizes(text: str) -> list[int]:
                 instead="write for example 16,32,64,128",
                 where="--sizes",
             )
-        )
-    return [int(part) for part in parts]
-
-
-def _finite(value: float) -> float | None:
-    """The number, or None where JSON has none for it."""
-    return value if math.isfinite(value) else None
-
-
-def _plain(found: CriticalBatchSize, trunk: Trunk) -> dict[str, Any]:
-    return {
-        "size": found.size,
-        "low": found.low,
-        "high": found.high,
-        "tolerance": found.tolerance,
-        "samples": found.samples,
-        "at": {"sample": trunk.timestamp.sample, "batch_size": trunk.size},
-        "rows": [
-            {
-                "size": row.size,
-                "loss": _finite(row.loss),
-                "excess": _finite(row.excess),
-                "reach": _finite(row.reach),
-                "verdict": row.verdict,
-            }
-            for row in found.rows
-        ],
-        "branches": [
-            branch._asdict() | {"loss": _finite(branch.loss)} for branch in found.branches
-        ],
-    }
+        ) from None

@@ -6,18 +6,17 @@ import contextlib
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from stretto.config.data import make_spec
 from stretto.config.parts import (
     make_loading,
     make_loss,
+    make_model,
     make_optimizer,
-    wrong_kind,
 )
 from stretto.config.run import RunConfig
 from stretto.config.source import NO_SOURCE, Source
-from stretto.config.targets import call_target, import_target
+from stretto.config.targets import import_target
 from stretto.config.training import check_complete, seed_everything
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import ConfigError, cannot
@@ -58,15 +57,9 @@ def build_finding(
     seed_everything(config.seed)
     spec = make_spec(config, source=source)
     batch = _examples(config, spec, source)
-    assert config.model is not None, "checked above"
     device = torch.device("meta") if on_meta else _device(config, source)
-    if on_meta:
-        with device:
-            model = call_target(config.model, source=source, path=("model",))
-    else:
-        model = call_target(config.model, source=source, path=("model",))
-    if not isinstance(model, nn.Module):
-        raise wrong_kind("model", config.model.target, model, "a torch.nn.Module", source)
+    with device if on_meta else contextlib.nullcontext():
+        model = make_model(config, source)
     model.to(device)
     optimizer = make_optimizer(config, model, source)
     loss = make_loss(config, model, source)

@@ -36,6 +36,19 @@ VALIDATION = "validation"
 """What `split` is for an evaluation that names no data of its own."""
 
 
+def make_model(config: RunConfig, source: Source) -> nn.Module:
+    """Return the model.
+
+    Raises:
+        ConfigError: it cannot be made, or is no module.
+    """
+    assert config.model is not None, "checked before anything is built"
+    model = call_target(config.model, source=source, path=("model",))
+    if not isinstance(model, nn.Module):
+        raise wrong_kind("model", config.model.target, model, "a torch.nn.Module", source)
+    return model
+
+
 def make_loss(config: RunConfig, model: nn.Module, source: Source) -> Any:
     """Return the loss function: the file's, or that of the model's class."""
     if config.loss is not None:

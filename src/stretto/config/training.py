@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from stretto.batching import awaits_maximum, with_maximum
 from stretto.config.batch_sizes import PeriodicSizes
@@ -22,15 +21,14 @@ from stretto.config.parts import (
     make_loading,
     make_logging,
     make_loss,
+    make_model,
     make_optimizer,
     make_stepping,
-    wrong_kind,
 )
 from stretto.config.plans import Run, build_run, check_run
 from stretto.config.run import RunConfig
 from stretto.config.sizes import IncreasedSizes
 from stretto.config.source import NO_SOURCE, Source
-from stretto.config.targets import call_target
 from stretto.errors import ConfigError, cannot
 from stretto.training import Callback, Trainer
 from stretto.training.fitting import FoundMaximum
@@ -65,10 +63,7 @@ def build_trainer(
     run = build_run(config, known_sizes(spec), source=source, world_size=world_size)
     check_run(config, _with_some_maximum(run), source)
     seed_everything(config.seed)
-    assert config.model is not None, "checked above"
-    model = call_target(config.model, source=source, path=("model",))
-    if not isinstance(model, nn.Module):
-        raise wrong_kind("model", config.model.target, model, "a torch.nn.Module", source)
+    model = make_model(config, source)
     if config.parallel == "fsdp":
         model = shard_blocks(model, device=config.stepping.device)
     optimizer = make_optimizer(config, model, source)

@@ -1,7 +1,6 @@
 """The Trainer: one readable loop, events, callbacks, metrics."""
 
 from stretto.training.callback import Callback
-from stretto.training.critical import Branch, CriticalBatchSize
 from stretto.training.loggers import (
     Logger,
     MLflowLogger,
@@ -13,10 +12,8 @@ from stretto.training.sharding import shard_blocks
 from stretto.training.trainer import Trainer
 
 __all__ = [
-    "Branch",
     "Callback",
     "Checkpointing",
-    "CriticalBatchSize",
     "Evaluation",
     "Loading",
     "Logger",

@@ -33,10 +33,6 @@ class Callback:
     changes_tokens: bool = False
     """Whether `transform_batch` changes how many tokens a batch has: then they are counted behind
     it, and what the data state of an epoch or a sample is not relied upon."""
-    in_branches: bool = True
-    """Whether it belongs to how a model is trained, so that short runs which branch off a run
-    (`stretto critical-batch-size`) have it too. False where it only reports, or sets a learning
-    rate: branches have one of their own."""
     sets_learning_rate: bool = False
     """Whether it changes learning rates with the batch size, as a learning rate rule does."""
 

@@ -35,13 +35,9 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         self._restore()
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, _: FrameType | None) -> None:
         self.received = signal.Signals(number).name
-        before = self._before.get(signal.Signals(number))
         self._restore()
-        # One that is open around this one hears of it too, and the second is as before them all.
-        if callable(before) and isinstance(getattr(before, "__self__", None), Interrupts):
-            before(number, frame)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -60,17 +56,6 @@ def raise_for(received: str | None) -> None:
     """
     if received == "SIGINT":
         raise KeyboardInterrupt
-    end_if(received)
-
-
-def end_if(received: str | None) -> None:
-    """End the program as a shell expects of one that a signal has ended, if one was received.
-
-    >>> end_if(None)
-
-    Raises:
-        SystemExit: one was.
-    """
     if received is not None:
         raise SystemExit(exit_code(received))
 

@@ -40,7 +40,6 @@ class AdaScale(Callback):
             well, or the sizes are those of a `Seesaw`.
     """
 
-    in_branches = False
     sets_learning_rate = True
 
     def __init__(self, reference: int, *, window: int = 100) -> None:

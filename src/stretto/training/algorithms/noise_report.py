@@ -54,8 +54,6 @@ class NoiseReport(Callback):
         BatchSizeError: a value cannot be, or `minimum` is above `maximum`.
     """
 
-    in_branches = False
-
     def __init__(
         self,
         *,

@@ -1,4 +1,4 @@
-"""The critical batch size by measurement: what branches of a run at several sizes tell of it."""
+"""The critical batch size, from the losses of short runs at several batch sizes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from stretto.batching.averages import student
 from stretto.errors import TrainingError, cannot
 
 CONFIDENCE = 0.9
-"""The probability with which an interval holds what it is of."""
+"""The probability with which an interval contains the true value."""
 LEAST_STEPS = 4
-"""Fewer optimizer steps than this do not tell how a size trains."""
+"""A branch with fewer optimizer steps does not show how its batch size trains."""
 _DIVERGED = 10.0
-"""An excess of more than so many times the loss (or the tolerance, if that is more) is that of a
-size that diverges. Student's distribution knows nothing of such: they spread as far as they lie."""
+"""A size diverges if its excess is more than this many times the baseline loss (or the tolerance,
+if that is larger). Student's distribution does not describe such losses."""
 
 Verdict: TypeAlias = Literal["below", "open", "above"]
-"""Whether a size is surely below the critical one, surely above, or neither."""
+"""Whether a size is surely below the critical one, surely above it, or neither."""
+_SAID: dict[Verdict, str] = {
+    "below": "within the tolerance",
+    "open": "cannot be told",
+    "above": "beyond it",
+}
+_HEADS = ("batch size", "steps", "learning rate", "loss", "excess", "")
 
 
 class Branch(NamedTuple):
@@ -29,7 +35,7 @@ class Branch(NamedTuple):
 
     size: int
     seed: int
-    """Of the order of samples; branches of one seed see the same samples."""
+    """Of the order of samples: branches with the same seed see the same samples."""
     steps: int
     learning_rate: float
     loss: float
@@ -38,7 +44,7 @@ class Branch(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class SizeRow:
-    """What the branches of one size say."""
+    """What the branches of one size show."""
 
     size: int
     steps: int
@@ -46,25 +52,25 @@ class SizeRow:
     loss: float
     """The mean over the seeds."""
     excess: float
-    """By how much it is above that of the smallest size: the mean of the differences by seed.
-    Infinite where a branch diverges: its loss is not finite, or in excess by more than ten
-    times the loss of the smallest size."""
+    """How much the loss is above that of the smallest size: the mean of the differences by seed.
+    Infinite if a branch diverges: its loss is not finite, or its excess is more than ten times the
+    loss of the smallest size."""
     reach: float
-    """Half the width of the interval of the excess; infinite for a single seed, and for several
-    that have come to the very same."""
+    """Half the width of the interval of the excess. Infinite for a single seed, and if all seeds
+    have exactly the same loss."""
     verdict: Verdict
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class CriticalBatchSize:
-    """The largest batch that trains as well by the sample as the smallest one, from branches.
+    """The largest batch that trains as well per sample as the smallest one.
 
     Branches start from one checkpoint and see equally many samples, each at a constant batch size
     with the learning rate that goes with it. The critical size is where the mean excess of the loss
-    over that of the smallest size passes `tolerance`, on the line between two neighbours in the
-    logarithm of the size. Source: Merrill et al. 2025 (arXiv 2505.23971), section 3; the intervals
-    are of Student's distribution over the differences by seed.
+    over that of the smallest size passes `tolerance`, interpolated between neighbouring sizes
+    linearly in the logarithm of the size. Source: Merrill et al. 2025 (arXiv 2505.23971), section
+    3; the intervals are of Student's distribution over the differences by seed.
 
     >>> branches = [
     ...     Branch(size, seed, 512 // size, 1e-3, loss + 0.001 * seed)
@@ -78,11 +84,11 @@ class CriticalBatchSize:
 
     branches: tuple[Branch, ...]
     samples: int
-    """What each branch saw."""
+    """How many each branch saw."""
     tolerance: float
     rows: tuple[SizeRow, ...]
     size: float | None
-    """Where the mean excess passes the tolerance; None if at no size that was tried."""
+    """Where the mean excess passes the tolerance; None if it does at no size that was tried."""
     low: int
     """The largest size up to which all are surely within the tolerance; at least the smallest."""
     high: int | None
@@ -90,27 +96,16 @@ class CriticalBatchSize:
 
     @classmethod
     def of(cls, branches: Sequence[Branch], *, samples: int, tolerance: float) -> CriticalBatchSize:
-        """Return what `branches` say.
+        """Return what `branches` show: one of each size, two or more, with each seed.
 
         Raises:
-            TrainingError: there are fewer than two sizes, a size lacks a seed of the others or has
-                one twice, the smallest diverges, or the tolerance is none.
+            TrainingError: the smallest size diverges, or the tolerance is not a number of at
+                least 0.
         """
-        sizes = sorted({branch.size for branch in branches})
-        seeds = {branch.seed for branch in branches}
-        losses = {(branch.size, branch.seed): branch.loss for branch in branches}
-        if len(sizes) < 2 or not len(branches) == len(losses) == len(sizes) * len(seeds):
-            raise TrainingError(
-                cannot(
-                    "tell the critical batch size",
-                    why=f"there are {len(branches)} branches of {len(sizes)} sizes and "
-                    f"{len(seeds)} seeds",
-                    instead="train every size, two or more, once with every seed",
-                )
-            )
         check_tolerance(tolerance)
+        sizes = sorted({branch.size for branch in branches})
         for branch in branches:
-            check_yardstick(branch, sizes[0])
+            check_baseline(branch, sizes[0])
         rows = tuple(_row(size, sizes[0], branches, tolerance) for size in sizes)
         within = next((n for n, row in enumerate(rows) if row.verdict != "below"), len(rows))
         return cls(
@@ -137,9 +132,63 @@ class CriticalBatchSize:
             f"{self.samples:,} samples, {CONFIDENCE:.0%} confidence)"
         )
 
+    def table(self) -> str:
+        """Return one line for each size.
 
-def check_yardstick(branch: Branch, smallest: int) -> None:
-    """Refuse a branch of the smallest size whose loss nothing can be held against.
+        >>> branches = [Branch(8, 0, 64, 0.001, 2.5), Branch(16, 0, 32, 0.0014142, 2.5625)]
+        >>> print(CriticalBatchSize.of(branches, samples=512, tolerance=0.01).table())
+        batch size  steps  learning rate    loss   excess
+                 8     64          0.001  2.5000           the yardstick
+                16     32       0.001414  2.5625  +0.0625  cannot be told (one seed)
+        """
+        lines = [_HEADS, *map(self._cells, self.rows)]
+        widths = [max(map(len, column)) for column in list(zip(*lines, strict=True))[:5]]
+        aligned = [[*map(str.rjust, line, widths), line[5]] for line in lines]
+        return "\n".join("  ".join(line).rstrip() for line in aligned)
+
+    def _cells(self, row: SizeRow) -> tuple[str, ...]:
+        said, excess = _SAID[row.verdict], f"{row.excess:+.4f}"
+        if row is self.rows[0]:
+            said, excess = "the yardstick", ""
+        elif math.isinf(row.excess):
+            said, excess = "diverges", ""
+        elif math.isinf(row.reach):
+            is_single = len(self.branches) == len(self.rows)
+            said += " (one seed)" if is_single else " (the same with every seed)"
+        else:
+            excess += f" +- {row.reach:.4f}"
+        loss = f"{row.loss:.4f}" if abs(row.loss) < 1e6 else f"{row.loss:.3g}"
+        return f"{row.size:,}", f"{row.steps:,}", f"{row.learning_rate:.4g}", loss, excess, said
+
+
+def default_sizes(size: int, samples: int) -> list[int]:
+    """Return half of `size`, itself, and its doublings as far as branches have enough steps.
+
+    They are two at least, also if branches of so many samples are too short for the second.
+
+    >>> default_sizes(16, 1024)
+    [8, 16, 32, 64, 128, 256]
+    """
+    wanted = sorted({max(1, size // 2), *(size * 2**power for power in range(5))})
+    return wanted[: max(2, sum(one * LEAST_STEPS <= samples for one in wanted))]
+
+
+def whole_steps(samples: int, sizes: Sequence[int]) -> int:
+    """Return at most `samples`, so that the last batch of every size is whole if possible.
+
+    If that takes more than a quarter off, or leaves the largest size too few steps, the last batch
+    of the largest size is whole.
+
+    >>> whole_steps(1000, [8, 16]), whole_steps(40, [6, 10])
+    (992, 40)
+    """
+    whole = samples - samples % math.lcm(*sizes)
+    least = max(0.75 * samples, LEAST_STEPS * sizes[-1])
+    return whole if whole >= least else samples - samples % sizes[-1]
+
+
+def check_baseline(branch: Branch, smallest: int) -> None:
+    """Refuse a branch of the smallest size whose loss the others cannot be compared with.
 
     Raises:
         TrainingError: its loss is not finite.
@@ -171,14 +220,13 @@ def check_tolerance(tolerance: float) -> None:
         )
 
 
-def check_branches(sizes: Sequence[int], samples: int, *, tolerance: float) -> None:
-    """Refuse sizes that branches of so many samples tell nothing about.
+def check_sizes(sizes: Sequence[int], samples: int) -> None:
+    """Refuse sizes that branches of so many samples cannot compare.
 
     Raises:
-        TrainingError: there are fewer than two, they are not ascending, the largest has too few
-            steps, or the tolerance is none.
+        TrainingError: there are fewer than two, they are not ascending, or the largest has too few
+            steps.
     """
-    check_tolerance(tolerance)
     if len(sizes) < 2 or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
         raise TrainingError(
             cannot(
@@ -192,7 +240,7 @@ def check_branches(sizes: Sequence[int], samples: int, *, tolerance: float) -> N
             cannot(
                 f"compare batches of {sizes[-1]:,} over {samples:,} samples",
                 why=f"that is less than {LEAST_STEPS} steps",
-                instead=f"write --over {LEAST_STEPS * sizes[-1]}sp or more, or smaller sizes",
+                instead=f"write --over {LEAST_STEPS * sizes[-1]}sp or more, or smaller --sizes",
             )
         )
 
@@ -211,22 +259,15 @@ def _row(size: int, smallest: int, branches: Sequence[Branch], tolerance: float)
     if size == smallest or diverges:
         reach = 0.0
     elif len({branch.loss for branch in own}) > 1:
-        # Seeds that all come to the same to the last bit are one order: nothing is known of others.
+        # Equal losses to the last bit come from one order of samples, which shows no variation.
         reach = student(CONFIDENCE, count - 1) * statistics.stdev(differences) / math.sqrt(count)
     verdict: Verdict = "open"
     if excess + reach <= tolerance:
         verdict = "below"
     elif excess - reach > tolerance:
         verdict = "above"
-    return SizeRow(
-        size=size,
-        steps=own[0].steps,
-        learning_rate=own[0].learning_rate,
-        loss=statistics.mean(branch.loss for branch in own),
-        excess=excess,
-        reach=reach,
-        verdict=verdict,
-    )
+    loss = statistics.mean(branch.loss for branch in own)
+    return SizeRow(size, own[0].steps, own[0].learning_rate, loss, excess, reach, verdict)
 
 
 def _crossing(rows: Sequence[SizeRow], tolerance: float) -> float | None:

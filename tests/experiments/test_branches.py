@@ -6,11 +6,18 @@ from typing import Any
 import pytest
 import torch
 
+from stretto.experiments.branches import _changes_training, frozen
 from stretto.timing import Horizon, Timestamp
 from stretto.training import Callback, Logging
-from stretto.training.algorithms import SequenceLengthWarmup
+from stretto.training.algorithms import (
+    AdaScale,
+    LayerFreezing,
+    NoiseReport,
+    SelectiveBackprop,
+    SequenceLengthWarmup,
+    StochasticDepth,
+)
 from stretto.training.callback import EVENTS, overrides
-from stretto.training.held import held
 
 Make = Callable[..., Any]
 AT = Timestamp(epoch=1, sample=750, sample_in_epoch=150)
@@ -45,20 +52,39 @@ class Watch(Callback):
         self._note("end", trainer, AT)
 
 
-def test_time_stands_still_for_a_held_callback(problem: Make) -> None:
+def test_a_frozen_callback_sees_the_clock_of_the_checkpoint(problem: Make) -> None:
     watch = Watch()
     problem().trainer(
-        max_duration="40sp", micro_batch_size=4, callbacks=[held(watch, AT, RUN)]
+        max_duration="40sp", micro_batch_size=4, callbacks=[frozen(watch, AT, RUN)]
     ).fit()
     assert watch.seen == {(name, AT, "1000sp") for name in ("start", "batch", "noise", "end")}
     assert watch.sizes == [8] * 5
 
 
 def test_it_listens_to_nothing_else() -> None:
-    still = held(Watch(), AT, RUN)
+    still = frozen(Watch(), AT, RUN)
     assert {name for name in EVENTS if overrides(still, name)} == {
         "on_fit_start", "on_batch_start", "on_noise", "on_fit_end",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("callback", "is_kept"),
+    [
+        (LayerFreezing(["embed"]), True),
+        (SequenceLengthWarmup(8, 64, over="50%"), True),
+        (SelectiveBackprop(lambda model, batch: model(batch)), True),
+        (StochasticDepth(["blocks.0"]), True),
+        (AdaScale(8), False),
+        (NoiseReport(), False),
+        (Callback(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_branches_keep_the_callbacks_that_change_the_training(
+    callback: Callback, is_kept: bool
+) -> None:
+    assert _changes_training(callback) == is_kept
 
 
 @pytest.mark.parametrize(("sample", "length"), [(0, 1), (250, 3), (900, 5)])
@@ -72,7 +98,7 @@ def test_what_is_cut_is_cut_as_at_that_moment(problem: Make, sample: int, length
 
     warmup = SequenceLengthWarmup(1, 5, over="50%", multiple_of=1)
     run = problem()
-    still = held(warmup, Timestamp(sample=sample), Horizon("1000sp"))
+    still = frozen(warmup, Timestamp(sample=sample), Horizon("1000sp"))
     run.trainer(
         max_duration="40sp", log=Logging("1ep"), callbacks=[still, Lengths()], loss=padded
     ).fit()
