@@ -72,7 +72,7 @@ _FACE = {
     "stretto.noise": ("NoiseEstimator", "NoiseSums", "NoiseTerms", "noise_terms"),
     "stretto.optim": ("Hyperparameters", "from_torch"),
     "stretto.ordering": ("SampleOrder",),
-    "stretto.planning": ("Plan", "PlanRange", "plan", "plan_range"),
+    "stretto.planning": ("Plan", "plan"),
     "stretto.schedules": (
         "Constant",
         "Cosine",

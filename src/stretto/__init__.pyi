@@ -58,9 +58,7 @@ from stretto.optim import Hyperparameters as Hyperparameters
 from stretto.optim import from_torch as from_torch
 from stretto.ordering import SampleOrder as SampleOrder
 from stretto.planning import Plan as Plan
-from stretto.planning import PlanRange as PlanRange
 from stretto.planning import plan as plan
-from stretto.planning import plan_range as plan_range
 from stretto.schedules import Constant as Constant
 from stretto.schedules import Cosine as Cosine
 from stretto.schedules import CosineRestarts as CosineRestarts
@@ -157,7 +155,6 @@ __all__ = [
     "Periods",
     "Plan",
     "PlanError",
-    "PlanRange",
     "Plateau",
     "Polynomial",
     "PowerOfTwo",
@@ -195,7 +192,6 @@ __all__ = [
     "is_out_of_memory",
     "noise_terms",
     "plan",
-    "plan_range",
     "rampup",
     "sample_seed",
     "shard_blocks",

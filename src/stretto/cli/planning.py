@@ -8,9 +8,10 @@ from pathlib import Path
 
 import typer
 
+from stretto.batching import BatchSizePolicy
 from stretto.cli.files import PLAN, add_working_folder, read_arguments
 from stretto.config.data import data_sizes
-from stretto.config.plans import build_run, plan_of, range_of, scales_rate
+from stretto.config.plans import build_run, ends_of, plan_of, scales_rate
 from stretto.errors import ConfigError, PlanError, cannot
 from stretto.planning import Plan
 
@@ -49,7 +50,7 @@ def plan(
         typer.echo(
             "not planned: AdaScale multiplies the learning rate by what it measures", err=True
         )
-    ends = range_of(config, run, source=source, world_size=ranks)
+    ends = ends_of(config, run, source=source, world_size=ranks)
     if ends is not None:
         _refuse(
             {"--plot": plot, "--against": against, "--batches": batches},
@@ -57,7 +58,7 @@ def plan(
             instead="leave it out to see what the least and the largest sizes would do, or "
             "see what a run has done with 'stretto report RUN_FOLDER'",
         )
-        typer.echo(json.dumps(ends.to_json(), indent=2) if as_json else ends.table())
+        _print_ends(run.policy, ends, as_json=as_json)
         return
     planned = plan_of(config, run, source=source, world_size=ranks)
     if not planned.is_exact:
@@ -79,6 +80,18 @@ def plan(
         typer.echo(json.dumps(planned.to_json(), indent=2))
     else:
         typer.echo(planned.table())
+
+
+def _print_ends(policy: BatchSizePolicy, ends: tuple[Plan, Plan], *, as_json: bool) -> None:
+    """Print the plans with the smallest and with the largest size of a run that decides itself."""
+    smallest, largest = ends
+    if as_json:
+        plain = {"least": smallest.to_json(), "largest": largest.to_json()}
+        typer.echo(json.dumps({"batch_size": repr(policy), **plain}, indent=2))
+        return
+    typer.echo(f"batch sizes are decided during the run: {policy!r}")
+    typer.echo(f"\nif it stayed at the smallest size:\n\n{smallest.table()}")
+    typer.echo(f"\nif it stayed at the largest size:\n\n{largest.table()}")
 
 
 def _refuse(options: Mapping[str, object], *, why: str, instead: str) -> None:

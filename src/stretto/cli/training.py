@@ -17,8 +17,8 @@ from stretto.config.files import RunFile, dump_run_file, read_run_file
 from stretto.config.overrides import parse_override
 from stretto.config.run import RunConfig
 from stretto.config.training import build_trainer, resolved
-from stretto.errors import ConfigError, StrettoError, cannot
-from stretto.planning import PlanRange, UnknownSizes, bound_of, decided_between, plan_range
+from stretto.errors import ConfigError, cannot
+from stretto.planning import UnknownSizes, bound_of, decided_between
 from stretto.timing import TimeUnit
 from stretto.training import Callback
 from stretto.training.algorithms import NoiseReport
@@ -194,11 +194,10 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     name = type(trainer.model).__name__
     yield f"{path.name}: {name} with {parameters:,} parameters, in {trainer.folder}"
-    plan, ends = trainer.plan, ends_of(trainer)
-    run = trainer.horizon.max_duration
-    if ends is not None and ends.num_batches is not None:
-        (fewest, most), (least, largest) = ends.num_batches, ends.sizes
-        many = f"from {fewest:,} batches of {largest:,} samples to {most:,} of {least:,}"
+    plan, run = trainer.plan, trainer.horizon.max_duration
+    bounds = decided_between(trainer.horizon, trainer.loader.policy)
+    if bounds is not None:
+        many = f"batches of {bounds[0]:,} to {bounds[1]:,} samples"
         yield f"run of {run}: {many}, which it decides as it goes"
     elif plan is None or plan.num_batches is None:
         known = trainer.horizon.batch_sizes
@@ -220,22 +219,6 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
     if found is not None:
         yield f"going on from {found}, at {position(trainer)}"
         yield from (f"changed since: {line}" for line in trainer.changes)
-
-
-def ends_of(trainer: Trainer) -> PlanRange | None:
-    """Return the ends of a run that decides its sizes as it goes; None where they are not known."""
-    loader = trainer.loader
-    if decided_between(loader.horizon, loader.policy) is None:
-        return None
-    try:
-        return plan_range(
-            loader.horizon,
-            loader.policy,
-            world_size=loader.world_size,
-            micro_batch_size=loader.micro_batch_size,
-        )
-    except StrettoError:
-        return None  # the run may never come to the end that cannot be
 
 
 def summarise(trainer: Trainer, results: Results) -> Iterator[str]:
@@ -284,7 +267,7 @@ def _keep(folder: Path, run_file: RunFile, trainer: Trainer) -> None:
     Raises:
         ConfigError: the folder cannot be written to.
     """
-    plan = trainer.plan or ends_of(trainer)
+    plan = trainer.plan
     try:
         _replace(folder / RUN_FILE, dump_run_file(resolved(run_file.config, trainer)))
         _replace(folder / PLAN, json.dumps(plan and plan.to_json(), indent=1) + "\n")

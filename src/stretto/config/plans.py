@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
 from typing import Any, final
 
-from stretto.batching import BatchSizePolicy, LearningRateRule, couplings_in
+from stretto.batching import BatchSizePolicy, LearningRateRule, as_policy, couplings_in
 from stretto.batching.following import check_monitored, followed_metric, metrics_of
 from stretto.config.batch_sizes import build_sizes
 from stretto.config.building import Building
@@ -23,11 +22,9 @@ from stretto.errors import ConfigError, PlanError, cannot
 from stretto.planning import (
     Plan,
     PlannedSizes,
-    PlanRange,
     check_length,
     decided_between,
     plan,
-    plan_range,
     resolve_horizon,
 )
 from stretto.planning.sizes import stretches
@@ -90,49 +87,43 @@ def plan_of(
         PlanError: only the run itself can tell its batch sizes.
     """
     check_run(config, run, source)
-    with _placed(source):
-        return plan(run.horizon, run.policy, **_arguments(config, run, source, world_size))
-
-
-def range_of(
-    config: RunConfig, run: Run, *, source: Source = NO_SOURCE, world_size: int = 1
-) -> PlanRange | None:
-    """Return the ends of a run built from `config` that decides its sizes between known bounds.
-
-    None where `plan_of` can tell more, or that is all that can be said.
-
-    Raises:
-        ConfigError: a piece does not fit the run.
-        PlanError: the ranks cannot share the least size.
-    """
-    check_run(config, run, source)
-    if decided_between(run.horizon, run.policy) is None:
-        return None
-    with _placed(source):
-        return plan_range(run.horizon, run.policy, **_arguments(config, run, source, world_size))
-
-
-def _arguments(config: RunConfig, run: Run, source: Source, world_size: int) -> dict[str, Any]:
-    """What `plan` and `plan_range` are told beside the run and its batch sizes."""
-    return {
-        "world_size": world_size,
-        "micro_batch_size": planned_micro_batch_size(config),
-        "schedules": effective(run.schedules, config, source),
-        "base": base_values(config, source=source),
-        "rule": run.rule,
-        "triggers": run.triggers,
-    }
-
-
-@contextmanager
-def _placed(source: Source) -> Iterator[None]:
-    """Say where in the file batch sizes are that could not be planned."""
     try:
-        yield
+        return plan(
+            run.horizon,
+            run.policy,
+            world_size=world_size,
+            micro_batch_size=planned_micro_batch_size(config),
+            schedules=effective(run.schedules, config, source),
+            base=base_values(config, source=source),
+            rule=run.rule,
+            triggers=run.triggers,
+        )
     except PlanError as error:
         said = in_file_words(str(error))
         place = "" if said.endswith(")") else f" ({source.where(('batch_size',))})"
         raise PlanError(f"{said}{place}") from error
+
+
+def ends_of(
+    config: RunConfig, run: Run, *, source: Source = NO_SOURCE, world_size: int = 1
+) -> tuple[Plan, Plan] | None:
+    """Return the plans of a run with the smallest and with the largest size that it may decide.
+
+    None if its sizes are known before the run, or not even their bounds are.
+
+    Raises:
+        ConfigError: a piece does not fit the run.
+        PlanError: the ranks cannot share the smallest size.
+    """
+    check_run(config, run, source)
+    bounds = decided_between(run.horizon, run.policy)
+    if bounds is None:
+        return None
+    smallest, largest = (
+        plan_of(config, replace(run, policy=as_policy(size)), source=source, world_size=world_size)
+        for size in bounds
+    )
+    return smallest, largest
 
 
 def scales_rate(config: RunConfig) -> bool:

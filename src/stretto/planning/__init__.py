@@ -5,6 +5,7 @@ from stretto.planning.clock import (
     StepPlan,
     advance,
     check_plannable,
+    decided_between,
     next_step,
     tick,
     unplannable,
@@ -13,7 +14,6 @@ from stretto.planning.clock import (
 from stretto.planning.events import Event
 from stretto.planning.length import check_length
 from stretto.planning.plan import Plan, PlannedBatch, plan
-from stretto.planning.range import PlanRange, decided_between, plan_range
 from stretto.planning.sizes import PlannedSizes, UnknownSizes, known_sizes, resolve_horizon
 from stretto.planning.stages import FirstLast, Stage, check_least
 
@@ -21,7 +21,6 @@ __all__ = [
     "Event",
     "FirstLast",
     "Plan",
-    "PlanRange",
     "PlannedBatch",
     "PlannedSizes",
     "Stage",
@@ -36,7 +35,6 @@ __all__ = [
     "known_sizes",
     "next_step",
     "plan",
-    "plan_range",
     "resolve_horizon",
     "tick",
     "unplannable",

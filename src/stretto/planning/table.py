@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from stretto.batching import BatchSizePolicy
 from stretto.planning.cautions import bound_of
 from stretto.planning.events import Event
 from stretto.planning.stages import Stage
@@ -15,7 +14,6 @@ from stretto.timing import Horizon, Timestamp, TimeUnit
 
 if TYPE_CHECKING:
     from stretto.planning.plan import Plan
-    from stretto.planning.range import PlanRange
 
 WIDTH = 100
 """Columns of text."""
@@ -36,45 +34,13 @@ def to_table(plan: Plan, *, max_rows: int) -> str:
         if bound is not None:
             is_counted = plan.horizon.max_duration.unit is TimeUnit.BATCH
             size = f"{plan.num_batches:,} batches, {bound}" if is_counted else bound
-    lines = list(_headline(plan, size, plan.policy))
+    lines = list(_headline(plan, size))
     for block in blocks(_columns(plan, groups(plan.stages, max_rows))):
         lines += ["", *block]
-    for lot in ([_event(event) for event in plan.events], _notes(plan.warnings)):
+    notes = [f"note: {warning}" for warning in plan.warnings]
+    for lot in ([_event(event) for event in plan.events], notes):
         lines += _paragraph(lot)
     return "\n".join(lines)
-
-
-def range_table(planned: PlanRange) -> str:
-    """Return a range as text: a headline, a row for each end, what happens when, and warnings."""
-    least, largest = planned.least, planned.largest
-    size = "as many batches as that takes,"
-    if planned.num_batches is not None:
-        size = f"{span(*planned.num_batches)} batches"
-        if least.num_samples == largest.num_samples:
-            size += f", {least.num_samples:,} samples"
-    lines = list(_headline(least, size, planned.policy))
-    lines.append("which the run decides; were it the least, or the largest, throughout:")
-    # The columns of both, without the number of the stage, and without the clock at its start.
-    rows = [_columns(one, [one.stages]) for one in (least, largest)]
-    clock = _clock(least.horizon, is_open=least.end is None)
-    columns = [
-        [one[0], one[1], other[1]]
-        for one, other in zip(*rows, strict=True)
-        if one[0] != "stage" and one[0] not in clock
-    ]
-    for block in blocks(columns):
-        lines += ["", *block]
-    events = [
-        _event(one) if one == other else _event_range(one, other)
-        for one, other in zip(least.events, largest.events, strict=True)
-    ]
-    for lot in (events, _notes(planned.warnings)):
-        lines += _paragraph(lot)
-    return "\n".join(lines)
-
-
-def _notes(warnings: Sequence[str]) -> list[str]:
-    return [f"note: {warning}" for warning in warnings]
 
 
 def _paragraph(texts: Sequence[str]) -> Iterator[str]:
@@ -120,13 +86,13 @@ def aligned(columns: Sequence[Column]) -> list[str]:
     return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
 
 
-def _headline(plan: Plan, size: str, policy: BatchSizePolicy) -> Iterator[str]:
+def _headline(plan: Plan, size: str) -> Iterator[str]:
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     micro = ""
     if plan.micro_batch_size is not None:
         micro = f", micro-batches of at most {plan.micro_batch_size}"
     yield f"run of {plan.horizon.max_duration}: {size} on {ranks}{micro}"
-    yield from textwrap.wrap(f"batch size: {policy!r}", WIDTH, subsequent_indent="  ")
+    yield from textwrap.wrap(f"batch size: {plan.policy!r}", WIDTH, subsequent_indent="  ")
 
 
 def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
@@ -221,15 +187,6 @@ def _event(event: Event) -> str:
     more = ", ..." if event.count is None or event.count > len(event.first) else ""
     batches = "batch" if len(event.first) == 1 and not more else "batches"
     return f"{event.name}: {often}, after {batches} {listed}{more}"
-
-
-def _event_range(one: Event, other: Event) -> str:
-    """What is known of an event at either end: how often, not after which batches."""
-    if one.count is None or other.count is None:
-        return _event(one if one.count is None else other)
-    about = "" if one.is_exact and other.is_exact else "at most "
-    least, most = sorted((one.count, other.count))
-    return f"{one.name}: {about}{span(least, most)} times"
 
 
 def span(least: int, most: int) -> str:
