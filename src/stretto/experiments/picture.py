@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stretto._optional import import_optional
 from stretto.experiments.critical_batch_size import CriticalBatchSize
@@ -71,7 +71,7 @@ def _draw_branches(axes: Axes, found: CriticalBatchSize) -> None:
 
 def _draw_answer(axes: Axes, found: CriticalBatchSize) -> None:
     left, right = found.rows[0].size, found.high or found.rows[-1].size
-    above = {"xytext": (0, 4), "textcoords": "offset points"}
+    above: dict[str, Any] = {"xytext": (0, 4), "textcoords": "offset points"}
     axes.axhline(found.tolerance, color=INK, linestyle="--", linewidth=1.2)
     axes.annotate(f"tolerance {found.tolerance:g}", (left, found.tolerance), **above)
     if right > found.low:
