@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
-from typing import Any, final
+from typing import final
 
 from stretto.batching import BatchSizePolicy, LearningRateRule, as_policy, couplings_in
 from stretto.batching.following import check_monitored, followed_metric, metrics_of
