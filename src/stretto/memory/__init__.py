@@ -13,16 +13,13 @@ from stretto.memory.rewind import RandomState, Rewind
 from stretto.memory.sandbox import sandbox
 from stretto.memory.search import Found, Sizes, search
 from stretto.memory.step import TrainingStep
-from stretto.memory.surface import LengthRow, MemorySurface, predict_lengths
 from stretto.memory.trial import Trials, trials
 
 __all__ = [
     "Answer",
     "Certainty",
     "Found",
-    "LengthRow",
     "MemoryCurve",
-    "MemorySurface",
     "Peak",
     "Place",
     "Prediction",
@@ -36,7 +33,6 @@ __all__ = [
     "find_batch_size",
     "is_out_of_memory",
     "predict",
-    "predict_lengths",
     "probe",
     "release_memory",
     "resize_batch",

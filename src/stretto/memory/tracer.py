@@ -29,7 +29,7 @@ class Tracer:
 
     Args:
         step: the step, which is not touched.
-        make_batch: makes a batch, with the samples it has as the first argument.
+        make_batch: makes a batch of so many samples.
         value: the value of what is read from fake tensors.
         for_cuda: whether kernels are to behave as on CUDA.
 
@@ -40,7 +40,7 @@ class Tracer:
     def __init__(
         self,
         step: TrainingStep,
-        make_batch: Callable[..., Any],
+        make_batch: Callable[[int], Any],
         value: int = 0,
         *,
         for_cuda: bool = False,
@@ -60,8 +60,8 @@ class Tracer:
             many_at_once(self._step.optimizer)
             self._habits = CudaHabits()
 
-    def record(self, size: int, *sides: int) -> Recording:
-        """Return the recording of a step with a batch of that size (and of those other sides).
+    def record(self, size: int) -> Recording:
+        """Return the recording of a step with a batch of that size.
 
         Raises:
             FitError: the step cannot be taken on fake tensors.
@@ -70,7 +70,7 @@ class Tracer:
         state = RandomState.now()
         try:
             with self._world.entered(), torch.compiler.set_stance("force_eager"):
-                batch = self._world.batch(self._make_batch(size, *sides))
+                batch = self._world.batch(self._make_batch(size))
                 batch = move_batch(batch, self._device)
                 with self._habits:
                     return trace(
