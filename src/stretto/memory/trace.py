@@ -19,7 +19,6 @@ from stretto.memory.answers import Answers
 from stretto.memory.modules import ModuleWatch
 from stretto.memory.recording import Allocation, Category, Event, Place, Recording
 from stretto.memory.scratch import scratch_bytes
-from stretto.memory.shortcuts import Shortcuts
 from stretto.memory.step import TrainingStep
 
 _DEVICE = torch.ops.prim.device.default
@@ -34,10 +33,9 @@ class StorageTrace(TorchDispatchMode):
     A storage is known by its address; it tells itself, through a weak reference, when it is gone.
     """
 
-    def __init__(self, watch: ModuleWatch, answers: Answers, shortcuts: Shortcuts) -> None:
+    def __init__(self, watch: ModuleWatch, answers: Answers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._answers = answers
-        self._shortcuts = shortcuts
         self._watch = watch
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._phase = "before"
@@ -62,9 +60,7 @@ class StorageTrace(TorchDispatchMode):
                     if isinstance(item, Tensor):
                         self._find(item, "other")
         named = kwargs or {}
-        result = self._shortcuts.call(
-            func, args, named, lambda: self._answers.call(func, args, named, self._place)
-        )
+        result = self._answers.call(func, args, named, self._place)
         if isinstance(result, Tensor):
             self._see(result, func)
         elif isinstance(result, (tuple, list)):
@@ -166,12 +162,10 @@ def in_order(events: Iterable[Event]) -> list[Event]:
     return result
 
 
-def trace(
-    step: TrainingStep, batch: Any, size: int, *, answers: Answers, shortcuts: Shortcuts
-) -> Recording:
+def trace(step: TrainingStep, batch: Any, size: int, *, answers: Answers) -> Recording:
     """Take `step`, which is fake, and return what it allocates and frees."""
     watch = ModuleWatch()
-    seen = StorageTrace(watch, answers, shortcuts)
+    seen = StorageTrace(watch, answers)
     parameters = step.parameters
 
     def enter(phase: str) -> None:

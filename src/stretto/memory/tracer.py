@@ -16,7 +16,6 @@ from stretto.memory.cuda import CudaHabits, many_at_once
 from stretto.memory.fakes import FakeWorld
 from stretto.memory.recording import Recording
 from stretto.memory.rewind import RandomState
-from stretto.memory.shortcuts import Shortcuts
 from stretto.memory.step import TrainingStep
 from stretto.memory.trace import trace
 
@@ -49,7 +48,6 @@ class Tracer:
         self._device = "cuda" if step.device.type == "cuda" else "cpu"
         self.answers = Answers(value, on_cuda=for_cuda or self._device == "cuda")
         self._world = FakeWorld(self._device)
-        self._shortcuts = Shortcuts(self._world.mode)
         self._make_batch = make_batch
         try:
             self._step = self._world.step(step)
@@ -73,9 +71,7 @@ class Tracer:
                 batch = self._world.batch(self._make_batch(size))
                 batch = move_batch(batch, self._device)
                 with self._habits:
-                    return trace(
-                        self._step, batch, size, answers=self.answers, shortcuts=self._shortcuts
-                    )
+                    return trace(self._step, batch, size, answers=self.answers)
         except StrettoError:
             raise
         except Exception as error:  # whatever a user's model may raise
