@@ -215,7 +215,9 @@ def test_a_function_of_an_epoch_and_a_size_is_recognised_as_one_of_increments(
         make(function)
 
 
-@pytest.mark.parametrize("function", [max, lambda *_: 8, lambda now, current: 8], ids=repr)
+@pytest.mark.parametrize(
+    "function", [max, lambda *_: 8, lambda now, current: 8], ids=["builtin", "any", "two"]
+)
 def test_any_other_function_is_asked_for_sizes(function: Any) -> None:
     assert as_policy(function) == SizeFunction(function)
 
