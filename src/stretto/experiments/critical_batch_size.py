@@ -35,7 +35,7 @@ class Branch(NamedTuple):
 
     size: int
     seed: int
-    """Of the order of samples: branches with the same seed see the same samples."""
+    """Of the order of samples. Branches with the same seed see the same samples."""
     steps: int
     learning_rate: float
     loss: float
