@@ -33,7 +33,7 @@ from stretto.memory.finder import FindMethod
 from stretto.memory.limits import held_bytes
 from stretto.memory.real import record_step
 from stretto.memory.trace import state_tensors
-from stretto.training import Callback, Stepping, Trainer
+from stretto.training import Callback, Run, Stepping, Trainer
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = (64, 512)
@@ -139,19 +139,19 @@ class Turns(Callback):
         self._wait = wait
         self._since = 0.0
 
-    def on_batch_start(self, trainer: Trainer, step: Any) -> None:
+    def on_batch_start(self, run: Run, step: Any) -> None:
         """Take the time; the batch is there."""
-        del trainer, step
+        del run, step
         self._wait()
         self._since = time.perf_counter()
 
-    def on_batch_end(self, trainer: Trainer, step: Any) -> None:
+    def on_batch_end(self, run: Run, step: Any) -> None:
         """Take the time again."""
         del step
         self._wait()
         self.milliseconds.append((time.perf_counter() - self._since) * 1e3)
-        if trainer.timer.batch % 5 == 0:
-            trainer.stop("the other one's turn")
+        if run.timer.batch % 5 == 0:
+            run.stop("the other one's turn")
 
 
 def measure_noise(device: str, *, is_quick: bool) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 from stretto.examples.text import next_byte_loss
 from stretto.examples.tiny_gpt import TinyGPT
-from stretto.training import Callback, Trainer
+from stretto.training import Callback, Run, Trainer
 
 STEPS = 5
 MICRO_BATCHES = 4
@@ -40,23 +40,23 @@ class Watch(Callback):
         self.microseconds: list[float] = []
         self._since = 0.0
 
-    def on_batch_start(self, trainer: Trainer, step: Any) -> None:
+    def on_batch_start(self, run: Run, step: Any) -> None:
         """Take the time; the batch is there."""
-        del trainer, step
+        del run, step
         self._since = time.process_time()
 
-    def on_batch_end(self, trainer: Trainer, step: Any) -> None:
+    def on_batch_end(self, run: Run, step: Any) -> None:
         """Take the time again."""
         del step
         self.microseconds.append((time.process_time() - self._since) * 1e6)
-        if trainer.timer.batch % STEPS == 0:
-            trainer.stop("the other one's turn")
+        if run.timer.batch % STEPS == 0:
+            run.stop("the other one's turn")
 
 
 class Listen(Callback):
     """Has the noise measured."""
 
-    def on_noise(self, trainer: Trainer, step: Any, signals: Any) -> None:
+    def on_noise(self, run: Run, step: Any, signals: Any) -> None:
         """Nothing: what is measured is the measuring."""
 
 

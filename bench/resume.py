@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 
 from stretto.checkpoint import checkpoints, read_checkpoint, write_checkpoint
 from stretto.timing import Timestamp
-from stretto.training import Callback, Checkpointing, Loading, Stepping, Trainer
+from stretto.training import Callback, Checkpointing, Loading, Run, Stepping, Trainer
 
 RESULTS = Path(__file__).parent / "results"
 BATCH_SIZE = 64
@@ -52,11 +52,11 @@ class StopAfter(Callback):
     def __init__(self) -> None:
         self.stepped_at = 0.0
 
-    def on_batch_end(self, trainer: Trainer, step: Any) -> None:
+    def on_batch_end(self, run: Run, step: Any) -> None:
         """Note the time and stop."""
         del step
         self.stepped_at = time.perf_counter()
-        trainer.stop("one step is enough")
+        run.stop("one step is enough")
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:

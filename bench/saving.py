@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.utils.data import TensorDataset
 
 from stretto.checkpoint import checkpoint_path, pack_optimizer
-from stretto.training import Callback, Checkpointing, Logging, Stepping, Trainer
+from stretto.training import Callback, Checkpointing, Logging, Run, Stepping, Trainer
 
 RESULTS = Path(__file__).parent / "results"
 MODEL = {False: (24, 2048), True: (4, 512)}
@@ -53,12 +53,12 @@ class Rounds(Callback):
         self._ended = (0.0, 0.0)
         self._buffers: list[Tensor] = []
 
-    def on_batch_end(self, trainer: Trainer, step: Any) -> None:
-        """The step is over; what the trainer does next holds the following one."""
-        del trainer, step
+    def on_batch_end(self, run: Run, step: Any) -> None:
+        """The step is over; what the run does next holds the following one."""
+        del run, step
         self._ended = (time.perf_counter(), time.thread_time())
 
-    def on_batch_start(self, trainer: Trainer, step: Any) -> None:
+    def on_batch_start(self, run: Run, step: Any) -> None:
         """The step after a save begins: note how long that took, then let the others save."""
         held = time.perf_counter() - self._ended[0]
         worked = time.thread_time() - self._ended[1]
@@ -70,7 +70,7 @@ class Rounds(Callback):
         whole = time.perf_counter() - self._ended[0]
         if self.round:  # the first one warms up: memory is taken
             self.note("stretto", held=held, worked=worked, whole=whole, pause=pause)
-        tensors = named_tensors(trainer)
+        tensors = named_tensors(run)
         others = [self.copy, self.clone, self.torch_save, self.async_save]
         for number in range(len(others)):  # each goes first in its turn
             others[(number + self.round) % len(others)](tensors)
@@ -140,11 +140,11 @@ def longest_pause(is_done: Callable[[], bool]) -> float:
             asked = now
 
 
-def named_tensors(trainer: Trainer) -> dict[str, Tensor]:
+def named_tensors(run: Run) -> dict[str, Tensor]:
     """Everything that a checkpoint holds of the model and of its optimizer."""
-    packed, _ = pack_optimizer(trainer.optimizer)
+    packed, _ = pack_optimizer(run.optimizers[0])
     return {
-        **trainer.model.state_dict(),
+        **run.model.state_dict(),
         **{f"optimizer.{key}": one for key, one in packed.items()},
     }
 
@@ -174,7 +174,7 @@ def measure(layers: int, width: int, rounds: int, folder: Path) -> dict[str, Any
         folder=folder / "run",
     )
     trainer.fit()
-    tensors = named_tensors(trainer)
+    tensors = named_tensors(trainer.run)
     figures = callback.figures
     yardstick = figures[COPY]["held"]
     ratios = {

@@ -23,7 +23,7 @@ from stretto.batching import (
 from stretto.examples.text import PythonDocs, next_byte_loss
 from stretto.examples.tiny_gpt import TinyGPT
 from stretto.schedules import Cosine, Schedule
-from stretto.training import Callback, Evaluation, Loading, Stepping, Trainer
+from stretto.training import Callback, Evaluation, Loading, Run, Stepping, Trainer
 
 BASE_RATE = 2.8e-3
 """The learning rate at batches of 16; at another size times the root of its ratio."""
@@ -171,10 +171,10 @@ class _Curve(Callback):
     def __init__(self) -> None:
         self.points: list[tuple[int, int, float]] = []
 
-    def on_evaluation_end(self, trainer: Trainer, name: str, metrics: Mapping[str, float]) -> None:
+    def on_evaluation_end(self, run: Run, name: str, metrics: Mapping[str, float]) -> None:
         """Note where the run stands."""
         del name
-        now = trainer.timer.timestamp
+        now = run.timer.timestamp
         self.points.append((now.batch, now.token, round(metrics["loss"], 5)))
 
 

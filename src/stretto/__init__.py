@@ -109,6 +109,7 @@ _FACE = {
         "Logger",
         "Logging",
         "MLflowLogger",
+        "Run",
         "Stepping",
         "TensorBoardLogger",
         "Trainer",

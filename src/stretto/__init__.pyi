@@ -90,6 +90,7 @@ from stretto.training import Loading as Loading
 from stretto.training import Logger as Logger
 from stretto.training import Logging as Logging
 from stretto.training import MLflowLogger as MLflowLogger
+from stretto.training import Run as Run
 from stretto.training import Stepping as Stepping
 from stretto.training import TensorBoardLogger as TensorBoardLogger
 from stretto.training import Trainer as Trainer
@@ -160,6 +161,7 @@ __all__ = [
     "PowerOfTwo",
     "Product",
     "Rest",
+    "Run",
     "SampleOrder",
     "Schedule",
     "ScheduleError",

@@ -35,6 +35,7 @@ from stretto.training import (
     Evaluation,
     Loading,
     Logging,
+    Run,
     Stepping,
     Trainer,
 )
@@ -121,7 +122,7 @@ class Witness(Callback):
         self.drawn = [0.0, 0.0, 0.0]
         self.order = ""
 
-    def on_batch_start(self, trainer: Trainer, step: Any) -> None:
+    def on_batch_start(self, run: Run, step: Any) -> None:
         indices = [
             index for micro in step.micro_batches for index in micro.batch[2].tolist()
             if micro.weight
@@ -130,7 +131,7 @@ class Witness(Callback):
             self.times_seen[index] += 1
         self.order = hashlib.sha256(f"{self.order} {indices}".encode()).hexdigest()
 
-    def on_batch_end(self, trainer: Trainer, step: Any) -> None:
+    def on_batch_end(self, run: Run, step: Any) -> None:
         draws = (random.random(), numpy_draw(), float(torch.rand(())))
         self.drawn = [before + draw for before, draw in zip(self.drawn, draws, strict=True)]
 

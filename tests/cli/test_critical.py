@@ -227,11 +227,11 @@ class Halve(Callback):
     def __init__(self):
         self.count = 0
 
-    def on_batch_start(self, trainer, step):
+    def on_batch_start(self, run, step):
         self.count += 1
-        SEEN.append((str(trainer.horizon.max_duration), step.timestamp.sample, self.count))
+        SEEN.append((str(run.horizon.max_duration), step.timestamp.sample, self.count))
 
-    def transform_batch(self, trainer, batch):
+    def transform_batch(self, run, batch):
         return batch[0] / 2, batch[1]
 
     def state_dict(self):
@@ -242,58 +242,59 @@ class Halve(Callback):
 
 
 class Report(Callback):
-    def on_log(self, trainer, record):
+    def on_log(self, run, record):
         SEEN.append("reported")
 
 
 class Measure(Callback):
-    def on_fit_start(self, trainer):
+    def on_fit_start(self, run):
         SEEN.append("measured")
 
-    def on_noise(self, trainer, step, signals):
+    def on_noise(self, run, step, signals):
         SEEN.append("measured")
 
 
 class SetRates(Callback):
     sets_learning_rate = True
 
-    def on_batch_start(self, trainer, step):
+    def on_batch_start(self, run, step):
         SEEN.append("set")
 
 
 class Stop(Callback):
-    def on_batch_end(self, trainer, step):
-        trainer.stop("early enough")
+    def on_batch_end(self, run, step):
+        run.stop("early enough")
 
 
 class TerminateSecondSeed(Callback):
-    def on_batch_end(self, trainer, step):
+    def on_batch_end(self, run, step):
         SEEN.append("a step")
         if len(SEEN) == 16 + 8 + 4 + 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Batches(Callback):
-    def on_batch_end(self, trainer, step):
+    def on_batch_end(self, run, step):
         pass
 
-    def on_log(self, trainer, record):
+    def on_log(self, run, record):
         SEEN.append(record["loss"])
 
 
 class Scale(Callback):
-    def on_batch_end(self, trainer, step):
-        SEEN.append(trainer.scaler.get_scale())
-        trainer.scaler.update(32.0)
+    def on_batch_end(self, run, step):
+        scaler = run._evaluate.__self__.scaler
+        SEEN.append(scaler.get_scale())
+        scaler.update(32.0)
 
 
 class TerminateAtTheEnd(Callback):
     # When the last step of the first branch is over.
 
-    def on_batch_end(self, trainer, step):
+    def on_batch_end(self, run, step):
         pass
 
-    def on_evaluation_end(self, trainer, name, metrics):
+    def on_evaluation_end(self, run, name, metrics):
         SEEN.append("evaluated")
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -308,7 +309,7 @@ class TerminateBefore(Callback):
 
 
 class Terminate(Callback):
-    def on_batch_end(self, trainer, step):
+    def on_batch_end(self, run, step):
         if not SEEN:
             SEEN.append("terminated")
             os.kill(os.getpid(), signal.SIGTERM)

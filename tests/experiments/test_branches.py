@@ -33,23 +33,23 @@ class Watch(Callback):
 
     def _note(self, name: str, trainer: Any, timestamp: Timestamp) -> None:
         assert trainer.timer.timestamp == timestamp
-        assert trainer.get_elapsed_duration() == 0.75
+        assert trainer.timer.get_elapsed_duration() == 0.75
         self.seen.add((name, timestamp, str(trainer.horizon.max_duration)))
 
-    def on_fit_start(self, trainer: Any) -> None:
-        self._note("start", trainer, AT)
-        assert isinstance(trainer.model, torch.nn.Module)
+    def on_fit_start(self, run: Any) -> None:
+        self._note("start", run, AT)
+        assert isinstance(run.model, torch.nn.Module)
 
-    def on_batch_start(self, trainer: Any, step: Any) -> None:
-        self._note("batch", trainer, step.timestamp)
+    def on_batch_start(self, run: Any, step: Any) -> None:
+        self._note("batch", run, step.timestamp)
         self.sizes.append(step.size)
 
-    def on_noise(self, trainer: Any, step: Any, signals: Any) -> None:
-        self._note("noise", trainer, step.timestamp)
+    def on_noise(self, run: Any, step: Any, signals: Any) -> None:
+        self._note("noise", run, step.timestamp)
         assert signals.noise_numerator is not None
 
-    def on_fit_end(self, trainer: Any) -> None:
-        self._note("end", trainer, AT)
+    def on_fit_end(self, run: Any) -> None:
+        self._note("end", run, AT)
 
 
 def test_a_frozen_callback_sees_the_clock_of_the_checkpoint(problem: Make) -> None:
@@ -92,7 +92,7 @@ def test_what_is_cut_is_cut_as_at_that_moment(problem: Make, sample: int, length
     lengths = []
 
     class Lengths(Callback):
-        def transform_batch(self, trainer: Any, batch: Any) -> Any:
+        def transform_batch(self, run: Any, batch: Any) -> Any:
             lengths.append(batch[0].shape[1])
             return (torch.nn.functional.pad(batch[0], (0, 5 - lengths[-1])), batch[1])
 

@@ -23,6 +23,7 @@ from stretto.training import (
     Evaluation,
     Loading,
     Logging,
+    Run,
     Stepping,
     TensorBoardLogger,
     Trainer,
@@ -56,6 +57,22 @@ def trainer(**settings: Any) -> Trainer:
         "batch_size": 4,
     }
     return Trainer(**{**defaults, **settings})
+
+
+class Logs(Callback):
+    """Logs one value in each batch."""
+
+    def __init__(self, name: str, value: Any, **reduce: Any) -> None:
+        self.name, self.value, self.reduce = name, value, reduce
+
+    def on_batch_end(self, run: Run, step: Any) -> None:
+        run.log(self.name, self.value, **self.reduce)
+
+
+def bare_run() -> Run:
+    """A run of a loop that has neither schedules nor evaluations."""
+    made = trainer()
+    return Run(made.model, [made.optimizer], made.timer, made.horizon)
 
 
 class KeepsASet(Callback):
@@ -144,6 +161,16 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("training-callback-class", lambda: trainer(callbacks=[Callback])),
     ("training-callback-alone", lambda: trainer(callbacks=Callback())),
     ("training-callback-state", lambda: trainer(callbacks=[KeepsASet()])),
+    ("training-log-name", lambda: trainer(callbacks=[Logs("loss", 1.0)]).fit()),
+    ("training-log-text", lambda: trainer(callbacks=[Logs("a", "b")]).fit()),
+    ("training-log-tensor", lambda: trainer(callbacks=[Logs("a", torch.ones(2))]).fit()),
+    (
+        "training-log-reduce",
+        lambda: trainer(callbacks=[Logs("a", 1.0), Logs("a", 1.0, reduce="sum")]).fit(),
+    ),
+    ("training-run-gather", lambda: trainer().run.gather({1})),
+    ("training-run-evaluate", lambda: bare_run().evaluate()),
+    ("training-run-schedules", lambda: bare_run().hyperparameters),
     ("training-same-name", lambda: trainer(evaluate=[Evaluation(DATA), Evaluation(DATA)])),
     ("training-taken-name", lambda: trainer(evaluate=Evaluation(DATA, name="log"))),
     ("training-duration", lambda: trainer(max_duration="2epochs")),

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from stretto.data import DataSpec
-from stretto.training import Callback, Checkpointing, Evaluation, Logging, Stepping, Trainer
+from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run, Stepping, Trainer
 
 RANK = int(os.environ.get("RANK", "0"))
 DATA = TensorDataset(torch.randn(40, 5, generator=torch.Generator().manual_seed(1)).double())
@@ -44,9 +44,9 @@ class StopFirst(Callback):
     def __init__(self, batch: int) -> None:
         self.batch = batch
 
-    def on_batch_end(self, trainer: Trainer, step: Any) -> None:
-        if RANK == 0 and trainer.timer.batch == self.batch:
-            trainer.stop("enough")
+    def on_batch_end(self, run: Run, step: Any) -> None:
+        if RANK == 0 and run.timer.batch == self.batch:
+            run.stop("enough")
 
 
 def stopped(at: int) -> dict[str, Any]:
@@ -92,10 +92,10 @@ def unlike() -> list[float]:
 class Block(Callback):
     """Puts a file where checkpoints belong, when the run has begun."""
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, run: Run) -> None:
         if RANK == 0:
-            assert trainer.folder is not None
-            (trainer.folder / "checkpoints").write_text("")
+            assert run.folder is not None
+            (run.folder / "checkpoints").write_text("")
 
 
 def unwritable(folder: Path) -> dict[str, Any]:
@@ -132,14 +132,14 @@ class Clock(Callback):
     def __init__(self) -> None:
         self.batches: list[tuple[str, int]] = []
 
-    def on_log(self, trainer: Trainer, record: Any) -> None:
-        self.batches.append(("log", trainer.timer.batch))
+    def on_log(self, run: Run, record: Any) -> None:
+        self.batches.append(("log", run.timer.batch))
 
-    def on_evaluation_end(self, trainer: Trainer, name: str, metrics: Any) -> None:
-        self.batches.append((name, trainer.timer.batch))
+    def on_evaluation_end(self, run: Run, name: str, metrics: Any) -> None:
+        self.batches.append((name, run.timer.batch))
 
-    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        self.batches.append((path.name, trainer.timer.batch))
+    def on_checkpoint(self, run: Run, path: Path) -> None:
+        self.batches.append((path.name, run.timer.batch))
 
 
 def wall_clock(folder: Path) -> list[tuple[str, int]]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
-from stretto.training import Callback, Evaluation, Stepping, Trainer
+from stretto.training import Callback, Evaluation, Run, Stepping, Trainer
 
 RANK = int(os.environ["RANK"])
 DATA = TensorDataset(torch.randn(40, 5, generator=torch.Generator().manual_seed(1)))
@@ -30,8 +30,8 @@ def broken_metric(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 class Break(Callback):
-    def on_batch_end(self, trainer: Trainer, step: Any) -> None:
-        if RANK == 1 and trainer.timer.batch == 3:
+    def on_batch_end(self, run: Run, step: Any) -> None:
+        if RANK == 1 and run.timer.batch == 3:
             raise ValueError("a callback of rank 1 is broken")
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
-from stretto.training import Callback, Stepping, Trainer
+from stretto.training import Callback, Run, Stepping, Trainer
 
 SECONDS = 100
 """The most that a rank may take, on a machine that is very busy."""
@@ -100,15 +100,17 @@ class Events(Callback):
 
     def __init__(self, shortage: Shortage | None) -> None:
         self.shortage = shortage
+        self.trainer: Trainer | None = None
 
-    def on_batch_start(self, trainer: Trainer, step: Any) -> None:
+    def on_batch_start(self, run: Run, step: Any) -> None:
         """Begin with batch `FIRST`."""
         if step.timestamp.batch != FIRST:
             return
         if self.shortage is not None:
             self.shortage.room = ROOM
         else:
-            net = trainer._loop.stepper.net
+            assert self.trainer is not None
+            net = self.trainer._loop.stepper.net
             assert net is not None
             net.size = ROOM
 
@@ -131,6 +133,7 @@ def train(case: Case, shortage: Shortage | None) -> dict[str, Any]:
     if case.parallel == "fsdp":
         for child in (model[0], model[4], model):
             fully_shard(child)
+    events = Events(shortage if case.rank == dist.get_rank() else None)
     trainer = Trainer(
         model,
         TensorDataset(data),
@@ -140,8 +143,9 @@ def train(case: Case, shortage: Shortage | None) -> dict[str, Any]:
         batch_size=8,
         micro_batch_size=4,
         stepping=Stepping(device="cpu"),
-        callbacks=[Events(shortage if case.rank == dist.get_rank() else None)],
+        callbacks=[events],
     )
+    events.trainer = trainer
     if shortage is not None and case.rank != dist.get_rank():
         trainer._loop.events._listeners["on_batch_start"].clear()
     net = trainer._loop.stepper.net

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from stretto.batching import NoiseScale
-from stretto.training import Callback, Checkpointing, Stepping, Trainer
+from stretto.training import Callback, Checkpointing, Run, Stepping, Trainer
 
 Outcome = dict[str, Any]
 
@@ -34,7 +34,7 @@ class Listener(Callback):
         self.sizes: list[int] = []
         self.stepping = stepping
 
-    def on_batch_start(self, trainer: Trainer, step: Any) -> None:
+    def on_batch_start(self, run: Run, step: Any) -> None:
         self.sizes.append(step.batch_size)
         if self.stepping is not None:
             self.groups.append([self.group(micro) for micro in step.micro_batches])
@@ -47,7 +47,7 @@ class Listener(Callback):
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         return (units if micro.weight else 0), flat.tolist()
 
-    def on_noise(self, trainer: Trainer, step: Any, signals: Any) -> None:
+    def on_noise(self, run: Run, step: Any, signals: Any) -> None:
         numerator, denominator = signals.noise_numerator, signals.noise_denominator
         assert None not in (numerator, denominator, signals.num_samples)
         self.terms.append((numerator, denominator, denominator + numerator / signals.num_samples))

@@ -19,6 +19,7 @@ from stretto.training import (
     Checkpointing,
     Evaluation,
     Logging,
+    Run,
     Stepping,
     Trainer,
     safety_net,
@@ -61,17 +62,17 @@ class Watch(Callback):
         self.stop = stop
         self.kill = kill
 
-    def on_fit_start(self, trainer: Trainer) -> None:
-        self.look(trainer)
+    def on_fit_start(self, run: Run) -> None:
+        self.look(run)
 
-    def on_fit_end(self, trainer: Trainer) -> None:
-        self.look(trainer)
+    def on_fit_end(self, run: Run) -> None:
+        self.look(run)
 
-    def look(self, trainer: Trainer) -> None:
-        tensors = {**trainer.model.state_dict(), **pack_optimizer(trainer.optimizer)[0]}
+    def look(self, run: Run) -> None:
+        tensors = {**run.model.state_dict(), **pack_optimizer(run.optimizers[0])[0]}
         self.states.append({name: whole(tensor) for name, tensor in tensors.items()})
 
-    def on_batch_start(self, trainer: Trainer, step: Any) -> None:
+    def on_batch_start(self, run: Run, step: Any) -> None:
         if self.kill == [RANK, step.timestamp.batch] and IS_FIRST_ATTEMPT:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.stop == [RANK, step.timestamp.batch]:

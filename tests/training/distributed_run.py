@@ -19,6 +19,7 @@ from stretto.training import (
     Evaluation,
     Loading,
     Logging,
+    Run,
     Stepping,
     Trainer,
 )
@@ -55,7 +56,7 @@ class Shortage(Callback):
         self.is_here = rank == int(os.environ.get("RANK", "0"))
         self.first, self.room, self.batch = batch, room, 0
 
-    def on_batch_start(self, trainer: Trainer, step: Any) -> None:
+    def on_batch_start(self, run: Run, step: Any) -> None:
         self.batch = step.timestamp.batch
 
     def around(self, loss: Any) -> Any:
@@ -74,16 +75,16 @@ class Remember(Callback):
         self.losses: list[float] = []
         self.stop_rank = stop_rank
 
-    def on_batch_start(self, trainer: Trainer, step: Any) -> None:
+    def on_batch_start(self, run: Run, step: Any) -> None:
         for micro in step.micro_batches:
             if micro.weight:
                 self.samples += micro.batch[0][:, 0].tolist()
 
-    def on_batch_end(self, trainer: Trainer, step: Any) -> None:
-        if self.stop_rank == int(os.environ.get("RANK", "0")) and trainer.timer.batch == 5:
+    def on_batch_end(self, run: Run, step: Any) -> None:
+        if self.stop_rank == int(os.environ.get("RANK", "0")) and run.timer.batch == 5:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def on_log(self, trainer: Trainer, record: Any) -> None:
+    def on_log(self, run: Run, record: Any) -> None:
         self.losses.append(record["loss"])
 
 

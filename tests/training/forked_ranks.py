@@ -26,6 +26,7 @@ from stretto.training import (
     Evaluation,
     Loading,
     Logging,
+    Run,
     Stepping,
     Trainer,
 )
@@ -99,15 +100,15 @@ def doubled(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 class Halved(Callback):
-    def transform_batch(self, trainer: Trainer, batch: Any) -> Any:
-        del trainer
+    def transform_batch(self, run: Run, batch: Any) -> Any:
+        del run
         return [batch[0] / 2]
 
 
 class Faster(Callback):
-    def on_batch_start(self, trainer: Trainer, step: Any) -> None:
+    def on_batch_start(self, run: Run, step: Any) -> None:
         if step.timestamp.batch == 2:
-            trainer.optimizer.param_groups[0]["lr"] = 0.3
+            run.optimizers[0].param_groups[0]["lr"] = 0.3
 
 
 class Buffered(nn.Linear):
@@ -217,10 +218,44 @@ def ending_apart(rank: int) -> None:
 class Stop(Callback):
     """Stops its process, as `kill -STOP` does."""
 
-    def on_batch_end(self, trainer: Trainer, step: Any) -> None:
+    def on_batch_end(self, run: Run, step: Any) -> None:
         del step
-        if trainer.timer.batch == 3:
+        if run.timer.batch == 3:
             os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Exchange(Callback):
+    """Logs on both ranks and on one alone; at the end, calls every collective."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {"lines": []}
+
+    def on_batch_end(self, run: Run, step: Any) -> None:
+        run.log("mean", torch.tensor(float(run.rank)), weight=1 + run.rank)
+        run.log("samples", step.num_samples, reduce="sum")
+        if run.rank == 1:
+            run.log("alone", run.timer.batch, reduce="last")
+
+    def on_log(self, run: Run, record: Any) -> None:
+        names = ("mean", "samples", "alone")
+        self.seen["lines"].append([record[name] for name in names])
+
+    def on_fit_end(self, run: Run) -> None:
+        run.barrier()
+        own = torch.tensor([run.rank, 5])
+        for reduce in ("sum", "mean", "max", "min"):
+            pair = run.all_reduce(run.rank + 1.0, reduce), run.all_reduce(own, reduce).tolist()
+            self.seen[reduce] = pair
+        self.seen["gather"] = [str(one) for one in run.gather((run.rank, own))]
+        self.seen["broadcast"] = run.broadcast({"from": run.rank})
+
+
+def exchanged(rank: int) -> str:
+    """What two ranks log together, and tell each other."""
+    del rank
+    exchange = Exchange()
+    make(callbacks=[exchange], log=Logging("3ba")).fit()
+    return json.dumps(exchange.seen)
 
 
 def stopped(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -254,6 +289,7 @@ def main(out: Path) -> None:
     said["no difference"] = Forked(
         lambda rank: make(loading=Loading(num_workers=rank)).fit()
     ).said()
+    said["exchange"] = Forked(exchanged).said()
     said["stream"] = Forked(ending_apart).said()
     said |= {f"resumed {rank}": resumed_alone(out / "alone", rank) for rank in range(2)}
     said |= {f"stuck {name}": run.said() for name, run in waiting.items()}

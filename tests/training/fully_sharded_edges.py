@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 from stretto.checkpoint import Shard, pack_optimizer, to_shard
 from stretto.data import Step
 from stretto.errors import TrainingError
-from stretto.training import Callback, Evaluation, Loading, Logging, Stepping, Trainer
+from stretto.training import Callback, Evaluation, Loading, Logging, Run, Stepping, Trainer
 
 Outcome = dict[str, Any]
 
@@ -82,7 +82,7 @@ class Losses(Callback):
     def __init__(self) -> None:
         self.seen: list[float] = []
 
-    def on_log(self, trainer: Trainer, record: Any) -> None:
+    def on_log(self, run: Run, record: Any) -> None:
         self.seen.append(record["loss"])
 
 
@@ -192,12 +192,12 @@ def overflowing(net: nn.Module, batch: Any) -> Tensor:
 class Poison(Callback):
     """Puts an infinity into a row of a gradient that one rank alone has."""
 
-    def on_gradient(self, trainer: Trainer, step: Step) -> None:
+    def on_gradient(self, run: Run, step: Step) -> None:
         """The first row is the first rank's."""
-        gradient = dict(trainer.model.named_parameters())["body.0.weight"].grad
+        gradient = dict(run.model.named_parameters())["body.0.weight"].grad
         assert gradient is not None
         own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        if step.timestamp.batch == 3 and trainer.is_first_rank:
+        if step.timestamp.batch == 3 and run.is_first_rank:
             own[0, 0] = torch.inf
 
 

@@ -34,6 +34,18 @@ def test_no_rank_waits_for_one_that_is_set_up_unlike_or_is_stuck(
     assert first == second
     assert "samples after the end of the epoch in batch 5 is (0,) on rank 0" in first
     assert said["no difference"] == ["None", "None"]  # workers may differ
+    first, second = said["exchange"]
+    assert first == second
+    exchanged = json.loads(first)
+    assert exchanged.pop("lines") == [[pytest.approx(2 / 3), 24, 3], [pytest.approx(2 / 3), 24, 6]]
+    assert exchanged == {
+        "sum": [3.0, [1, 10]],
+        "mean": [1.5, [0.5, 5.0]],
+        "max": [2.0, [1, 5]],
+        "min": [1.0, [0, 5]],
+        "gather": ["(0, tensor([0, 5]))", "(1, tensor([1, 5]))"],
+        "broadcast": {"from": 0},
+    }
     for rank in range(2):
         first, second = said[f"resumed {rank}"]
         assert first == second

@@ -23,8 +23,8 @@ def metric(values: dict[int, float]) -> tuple[Callback, Any]:
     class Clock(Callback):
         batch = 0
 
-        def on_batch_end(self, trainer: Any, step: Any) -> None:
-            self.batch = trainer.timer.batch
+        def on_batch_end(self, run: Any, step: Any) -> None:
+            self.batch = run.timer.batch
 
     clock = Clock()
 

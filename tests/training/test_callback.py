@@ -47,18 +47,18 @@ def test_every_event_happens_in_its_order(problem: Callable[..., Any], tmp_path:
     ).fit()
     step = ["on_batch_start", "transform_batch", "transform_batch", "on_gradient"]
     step += ["on_noise", "on_batch_end"]
-    ends = ["on_epoch_end", "on_log", "on_evaluation_end", "on_checkpoint"]
-    assert callback.seen == ["on_fit_start", *step, *step, *ends, "on_fit_end"]
+    ends = ["on_epoch_end", "on_log", "on_evaluation_start", "on_evaluation_end", "on_checkpoint"]
+    assert callback.seen == ["on_build", "on_fit_start", *step, *step, *ends, "on_fit_end"]
 
 
 def test_who_does_not_listen_is_not_called(problem: Callable[..., Any]) -> None:
-    events = Events([Callback(), Everything()], problem().trainer())
+    events = Events([Callback(), Everything()], problem().trainer().run)
     assert all(len(events.listeners(name)) == 1 for name in EVENTS)
 
 
 def test_a_transform_changes_what_is_trained_on(problem: Callable[..., Any]) -> None:
     class Zero(Callback):
-        def transform_batch(self, trainer: Any, batch: Any) -> Any:
+        def transform_batch(self, run: Any, batch: Any) -> Any:
             return (batch[0] * 0, batch[1])
 
     plain, zeroed = problem(), problem()
@@ -72,7 +72,7 @@ def test_state_of_a_callback_survives_a_resume(problem: Callable[..., Any], tmp_
         def __init__(self) -> None:
             self.count = 0
 
-        def on_batch_end(self, trainer: Any, step: Any) -> None:
+        def on_batch_end(self, run: Any, step: Any) -> None:
             self.count += 1
 
         def state_dict(self) -> dict[str, Any]:
@@ -94,10 +94,10 @@ class Ends(Callback):
     def __init__(self, seen: list[str], name: str, fails_at: str = "") -> None:
         self.seen, self.name, self.fails_at = seen, name, fails_at
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, run: Any) -> None:
         self._note("start")
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, run: Any) -> None:
         self._note("end")
 
     def _note(self, event: str) -> None:
@@ -130,7 +130,7 @@ def test_what_ends_a_run_is_raised_before_what_fails_at_its_end(
     problem: Callable[..., Any],
 ) -> None:
     class Interrupt(Callback):
-        def on_batch_end(self, trainer: Any, step: Any) -> None:
+        def on_batch_end(self, run: Any, step: Any) -> None:
             raise KeyboardInterrupt
 
     seen: list[str] = []
@@ -148,9 +148,9 @@ class Moments(Callback):
         self.mean = torch.zeros(2, 3, dtype=torch.bfloat16)
         self.seen: tuple[Any, ...] = ()
 
-    def on_batch_end(self, trainer: Any, step: Any) -> None:
+    def on_batch_end(self, run: Any, step: Any) -> None:
         self.mean += torch.rand(2, 3)
-        self.seen = (trainer.timer.batch, math.inf, b"x", torch.tensor(step.size))
+        self.seen = (run.timer.batch, math.inf, b"x", torch.tensor(step.size))
 
     def state_dict(self) -> dict[str, Any]:
         return {"mean": self.mean, "seen": [self.seen]}

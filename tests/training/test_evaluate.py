@@ -20,11 +20,11 @@ def test_each_module_is_back_in_its_own_mode(problem: Make) -> None:
         def __init__(self) -> None:
             self.modes: list[tuple[bool, bool]] = []
 
-        def on_fit_start(self, trainer: Any) -> None:
-            trainer.model[0].eval()
+        def on_fit_start(self, run: Any) -> None:
+            run.model[0].eval()
 
-        def on_batch_end(self, trainer: Any, step: Any) -> None:
-            self.modes.append((trainer.model.training, trainer.model[0].training))
+        def on_batch_end(self, run: Any, step: Any) -> None:
+            self.modes.append((run.model.training, run.model[0].training))
 
     run, watch = problem(), FreezeStatistics()
     run.trainer(max_duration="4ba", evaluate=Evaluation(run.data, "1ba"), callbacks=[watch]).fit()

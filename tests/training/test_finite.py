@@ -75,10 +75,10 @@ class Spoil(Callback):
     def __init__(self, *batches: int) -> None:
         self.batches = batches
 
-    def on_batch_start(self, trainer: Any, step: Any) -> None:
+    def on_batch_start(self, run: Any, step: Any) -> None:
         self.is_bad = step.timestamp.batch in self.batches
 
-    def transform_batch(self, trainer: Any, batch: Any) -> Any:
+    def transform_batch(self, run: Any, batch: Any) -> Any:
         return [batch[0], batch[1] * math.inf] if self.is_bad else batch
 
 
@@ -100,7 +100,7 @@ def test_a_spoiled_step_is_skipped_and_counted(problem: Make, tmp_path: Path) ->
     run, records = problem(), []
 
     class Read(Callback):
-        def on_log(self, trainer: Any, record: Any) -> None:
+        def on_log(self, run: Any, record: Any) -> None:
             records.append(record)
 
     trainer = run.trainer(
@@ -129,13 +129,13 @@ def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were(problem: Make)
 
     class Leave(Callback):
         def on_batch_start(self, trainer: Any, step: Any) -> None:
-            self.before = run.weights(), trainer.optimizer.state_dict()["state"]
+            self.before = run.weights(), trainer.optimizers[0].state_dict()["state"]
             self.number = step.timestamp.batch
 
         def on_batch_end(self, trainer: Any, step: Any) -> None:
             if self.number == 2:
                 assert torch.equal(self.before[0], run.weights())
-                after = trainer.optimizer.state_dict()["state"]
+                after = trainer.optimizers[0].state_dict()["state"]
                 for key, entry in self.before[1].items():
                     assert torch.equal(entry["momentum_buffer"], after[key]["momentum_buffer"])
 

@@ -37,7 +37,7 @@ class Sizes(Callback):
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
 
-    def on_batch_start(self, trainer: Any, step: Any) -> None:
+    def on_batch_start(self, run: Any, step: Any) -> None:
         self.seen.append((step.timestamp.sample, step.batch_size))
 
 
@@ -65,9 +65,9 @@ def test_a_resumed_run_decides_as_the_whole_one(name: str, problem: Make, tmp_pa
         class Stop(Callback):
             at = cut
 
-            def on_batch_end(self, trainer: Any, step: Any) -> None:
-                if trainer.timer.batch == self.at:
-                    trainer.stop("cut here")
+            def on_batch_end(self, run: Any, step: Any) -> None:
+                if run.timer.batch == self.at:
+                    run.stop("cut here")
 
         given = settings(first, POLICIES[name](), checkpoint=keep, folder=folder)
         first.trainer(**given, callbacks=[after, Stop()]).fit()

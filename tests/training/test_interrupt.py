@@ -48,8 +48,8 @@ class Kill(Callback):
         if self._left == 0:
             os.kill(os.getpid(), self.number)
 
-    def on_batch_end(self, trainer: Any, step: Any) -> None: ...
-    def on_evaluation_end(self, trainer: Any, name: str, metrics: Any) -> None: ...
+    def on_batch_end(self, run: Any, step: Any) -> None: ...
+    def on_evaluation_end(self, run: Any, name: str, metrics: Any) -> None: ...
 
 
 RAISED = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit}
@@ -104,9 +104,9 @@ def test_a_run_that_is_stopped_at_its_start_computes_nothing(problem: Make, tmp_
     class Never(Callback):
         is_willing = False
 
-        def on_fit_start(self, trainer: Any) -> None:
+        def on_fit_start(self, run: Any) -> None:
             if not self.is_willing:
-                trainer.stop("not today")
+                run.stop("not today")
 
     run, never = problem(), Never()
     trainer = run.trainer(
@@ -124,9 +124,9 @@ def test_a_run_that_is_stopped_at_its_start_computes_nothing(problem: Make, tmp_
 
 def test_a_stopped_run_goes_on_where_fit_is_called_again(problem: Make) -> None:
     class StopEach(Callback):
-        def on_batch_end(self, trainer: Any, step: Any) -> None:
-            if trainer.timer.batch % 5 == 0:
-                trainer.stop("a break")
+        def on_batch_end(self, run: Any, step: Any) -> None:
+            if run.timer.batch % 5 == 0:
+                run.stop("a break")
 
     whole, cut = problem(), problem()
     whole.trainer().fit()
@@ -142,9 +142,9 @@ def test_a_stopped_run_goes_on_where_fit_is_called_again(problem: Make) -> None:
 
 def test_an_error_leaves_the_model_as_it_was(problem: Make) -> None:
     class Fail(Callback):
-        def on_batch_end(self, trainer: Any, step: Any) -> None:
-            if trainer.timer.batch == 2:
-                assert not trainer.model[0].weight.requires_grad
+        def on_batch_end(self, run: Any, step: Any) -> None:
+            if run.timer.batch == 2:
+                assert not run.model[0].weight.requires_grad
                 raise ZeroDivisionError
 
     run = problem()

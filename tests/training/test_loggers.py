@@ -37,10 +37,10 @@ class EndAt(Callback):
     def __init__(self, batch: int, *, kill: bool = False) -> None:
         self.batch, self.kill = batch, kill
 
-    def on_batch_end(self, trainer: Any, step: Any) -> None:
-        if trainer.timer.batch == self.batch:
+    def on_batch_end(self, run: Any, step: Any) -> None:
+        if run.timer.batch == self.batch:
             if self.kill:
-                while latest_good(trainer.folder / "checkpoints") is None:
+                while latest_good(run.folder / "checkpoints") is None:
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ZeroDivisionError

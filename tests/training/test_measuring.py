@@ -29,11 +29,11 @@ class Listener(Callback):
         self.batches: list[list[Any]] = []
         self.states: list[dict[str, Tensor]] = []
 
-    def on_batch_start(self, trainer: Any, step: Any) -> None:
+    def on_batch_start(self, run: Any, step: Any) -> None:
         self.batches.append([(micro.num_samples, micro.batch) for micro in step])
-        self.states.append({k: v.clone() for k, v in trainer.model.state_dict().items()})
+        self.states.append({k: v.clone() for k, v in run.model.state_dict().items()})
 
-    def on_noise(self, trainer: Any, step: Any, signals: Signals) -> None:
+    def on_noise(self, run: Any, step: Any, signals: Signals) -> None:
         self.heard.append((step.timestamp.batch, signals))
 
 

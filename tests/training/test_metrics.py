@@ -17,7 +17,7 @@ from torchmetrics.text import Perplexity
 
 from stretto.batching import Plateau
 from stretto.errors import TrainingError
-from stretto.training import Callback, Checkpointing, Evaluation, Trainer
+from stretto.training import Callback, Checkpointing, Evaluation, Run, Trainer
 from stretto.training.metrics import default_predict
 
 Make = Callable[..., Any]
@@ -199,9 +199,9 @@ def test_the_best_checkpoint_and_a_plateau_may_follow_an_object(
     """Resumed, the run goes on as the one that was not cut."""
 
     class Stop(Callback):
-        def on_batch_end(self, trainer: Trainer, step: Any) -> None:
-            if trainer.timer.batch == 9:
-                trainer.stop("enough")
+        def on_batch_end(self, run: Run, step: Any) -> None:
+            if run.timer.batch == 9:
+                run.stop("enough")
 
     def run(folder: str, *callbacks: Callback) -> Trainer:
         metrics: dict[str, Any] = {"f1": f1(), "largest": Largest()}

@@ -25,10 +25,10 @@ class Listener(Callback):
     def __init__(self) -> None:
         self.batches: list[int] = []
 
-    def transform_batch(self, trainer: Any, batch: Any) -> Any:
+    def transform_batch(self, run: Any, batch: Any) -> Any:
         return batch
 
-    def on_noise(self, trainer: Any, step: Any, signals: Signals) -> None:
+    def on_noise(self, run: Any, step: Any, signals: Signals) -> None:
         self.batches.append(step.timestamp.batch)
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from stretto.batching import LinearRamp, NoiseScale, Signals
 from stretto.schedules import Cosine
-from stretto.training import Callback, Checkpointing, Stepping, Trainer
+from stretto.training import Callback, Checkpointing, Run, Stepping, Trainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,8 +27,8 @@ class Listener(Callback):
     def __init__(self) -> None:
         self.heard: list[Signals] = []
 
-    def on_noise(self, trainer: Trainer, step: Any, signals: Signals) -> None:
-        del trainer, step
+    def on_noise(self, run: Run, step: Any, signals: Signals) -> None:
+        del run, step
         self.heard.append(signals)
 
 
@@ -88,10 +88,10 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 class _Stop(Callback):
-    def on_batch_end(self, trainer: Trainer, step: Any) -> None:
+    def on_batch_end(self, run: Run, step: Any) -> None:
         del step
-        if trainer.timer.batch == 20:
-            trainer.stop("half way")
+        if run.timer.batch == 20:
+            run.stop("half way")
 
 
 def test_the_noise_is_that_of_a_cpu() -> None:

@@ -70,14 +70,14 @@ class StopAt(Callback):
     def __init__(self, batch: int, reason: str = "enough") -> None:
         self.batch, self.reason = batch, reason
 
-    def on_batch_end(self, trainer: Any, step: Any) -> None:
-        if trainer.timer.batch == self.batch:
-            trainer.stop(self.reason)
+    def on_batch_end(self, run: Any, step: Any) -> None:
+        if run.timer.batch == self.batch:
+            run.stop(self.reason)
 
 
 class FailAt(StopAt):
-    def on_batch_end(self, trainer: Any, step: Any) -> None:
-        if trainer.timer.batch == self.batch:
+    def on_batch_end(self, run: Any, step: Any) -> None:
+        if run.timer.batch == self.batch:
             raise ZeroDivisionError
 
 
@@ -275,8 +275,8 @@ def test_lines_are_kept_while_the_disk_is_full(
     monkeypatch.setattr(Appender, "flush", full)
 
     class Fill(Callback):
-        def on_batch_end(self, trainer: Any, step: Any) -> None:
-            is_full[0] = 3 <= trainer.timer.batch < 12
+        def on_batch_end(self, run: Any, step: Any) -> None:
+            is_full[0] = 3 <= run.timer.batch < 12
 
     trainer = problem().trainer(
         folder=tmp_path,
@@ -416,7 +416,7 @@ def test_the_last_line_is_written_where_only_dropped_samples_were_left(
         )
 
     class FailAtTheEnd(Callback):
-        def on_epoch_end(self, trainer: Any) -> None:
+        def on_epoch_end(self, run: Any) -> None:
             raise ZeroDivisionError
 
     trainer(tmp_path / "whole").fit()

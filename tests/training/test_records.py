@@ -27,7 +27,7 @@ class Counter(Callback):
 
     count = 0
 
-    def on_batch_end(self, trainer: Any, step: Any) -> None:
+    def on_batch_end(self, run: Any, step: Any) -> None:
         self.count += 1
 
     def state_dict(self) -> dict[str, Any]:

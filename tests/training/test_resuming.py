@@ -101,8 +101,8 @@ def test_a_checkpoint_that_became_whole_while_the_run_failed_is_one(
     problem: Make, tmp_path: Path
 ) -> None:
     class FailBesides(Callback):
-        def on_batch_end(self, trainer: Any, step: Any) -> None:
-            if trainer.timer.batch == 3:
+        def on_batch_end(self, run: Any, step: Any) -> None:
+            if run.timer.batch == 3:
                 raise ValueError("enough")
 
     held = threading.Event()
@@ -166,8 +166,8 @@ def test_a_trainer_that_has_trained_keeps_its_files_where_auto_finds_nothing(
 
 def test_a_file_of_the_run_that_is_gone_does_not_end_it(problem: Make, tmp_path: Path) -> None:
     class Remove(Callback):
-        def on_batch_end(self, trainer: Any, step: Any) -> None:
-            if trainer.timer.batch == 3:
+        def on_batch_end(self, run: Any, step: Any) -> None:
+            if run.timer.batch == 3:
                 (tmp_path / "metrics.jsonl").unlink()
 
     trainer = problem().trainer(

@@ -44,7 +44,7 @@ class Count(Callback):
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
 
-    def on_batch_start(self, trainer: Any, step: Any) -> None:
+    def on_batch_start(self, run: Any, step: Any) -> None:
         self.memory.batch = step.timestamp.batch
 
 
@@ -98,9 +98,9 @@ def test_a_step_that_is_taken_again_is_the_step_of_the_smaller_size(
     assert trainer._loop.stepper.net.splits == 1  # type: ignore[union-attr]
 
     class Shrink(Callback):
-        def on_batch_start(self, trainer: Any, step: Any) -> None:
+        def on_batch_start(self, run: Any, step: Any) -> None:
             if step.timestamp.batch == 4:
-                trainer._loop.stepper.net.size = 4
+                other._loop.stepper.net.size = 4  # type: ignore[union-attr]
 
     free = Memory((0, 16))
     other = noisy_trainer(free, data, given)

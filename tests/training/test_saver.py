@@ -22,13 +22,13 @@ class Watch(Callback):
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
 
-    def on_log(self, trainer: Any, record: Any) -> None:
-        self.seen.append(("log", trainer.timer.batch))
+    def on_log(self, run: Any, record: Any) -> None:
+        self.seen.append(("log", run.timer.batch))
 
-    def on_evaluation_end(self, trainer: Any, name: str, metrics: Any) -> None:
-        self.seen.append(("evaluation", trainer.timer.batch))
+    def on_evaluation_end(self, run: Any, name: str, metrics: Any) -> None:
+        self.seen.append(("evaluation", run.timer.batch))
 
-    def on_checkpoint(self, trainer: Any, path: Path) -> None:
+    def on_checkpoint(self, run: Any, path: Path) -> None:
         # Told when it is whole, which may be batches later.
         self.seen.append(("checkpoint", -(-int(path.name[-12:]) // 8)))
 
@@ -105,10 +105,10 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again(problem: Make, tmp_p
     class Unsaveable(Callback):
         state: Any = None
 
-        def on_checkpoint(self, trainer: Any, path: Path) -> None:
+        def on_checkpoint(self, run: Any, path: Path) -> None:
             raise AssertionError
 
-        def on_fit_end(self, trainer: Any) -> None:
+        def on_fit_end(self, run: Any) -> None:
             self.state = {}
 
         def state_dict(self) -> Any:
@@ -173,7 +173,7 @@ def test_every_epoch_ends_once(problem: Make, last_batch: Any) -> None:
     class Epochs(Callback):
         count = 0
 
-        def on_epoch_end(self, trainer: Any) -> None:
+        def on_epoch_end(self, run: Any) -> None:
             self.count += 1
 
     epochs = Epochs()
@@ -210,13 +210,13 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     gate, then = Gate(monkeypatch), []
 
     class Open(Callback):
-        def on_batch_end(self, trainer: Any, step: Any) -> None:
-            if trainer.timer.batch == 6:
+        def on_batch_end(self, run: Any, step: Any) -> None:
+            if run.timer.batch == 6:
                 assert not (tmp_path / "checkpoints" / "checkpoint-000000000032").exists()
                 gate.is_open.set()
 
-        def on_checkpoint(self, trainer: Any, path: Path) -> None:
-            then.append((path.name[-3:], trainer.timer.batch >= 6))
+        def on_checkpoint(self, run: Any, path: Path) -> None:
+            then.append((path.name[-3:], run.timer.batch >= 6))
 
     run = problem()
     run.trainer(
@@ -232,7 +232,7 @@ def test_what_is_written_later_is_what_was_when_it_was_due(
     gate = Gate(monkeypatch)
 
     class Open(Callback):
-        def on_fit_end(self, trainer: Any) -> None:
+        def on_fit_end(self, run: Any) -> None:
             gate.is_open.set()
 
     settings: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing("20sp")}
@@ -249,8 +249,8 @@ class Fail(Callback):
     def __init__(self, batch: int) -> None:
         self.batch = batch
 
-    def on_batch_end(self, trainer: Any, step: Any) -> None:
-        if trainer.timer.batch == self.batch:
+    def on_batch_end(self, run: Any, step: Any) -> None:
+        if run.timer.batch == self.batch:
             raise ZeroDivisionError
 
 

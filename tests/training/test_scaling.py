@@ -11,7 +11,7 @@ from stretto.batching import DoublingRamp, Seesaw
 from stretto.errors import TrainingError
 from stretto.schedules import Cosine, Step
 from stretto.timing import At, Every, Time
-from stretto.training import Callback, Checkpointing, Evaluation, Logging, Trainer
+from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run
 from stretto.training.algorithms import LayerFreezing
 from stretto.training.scaling import Timed
 
@@ -24,8 +24,8 @@ class Frozen(Callback):
     def __init__(self) -> None:
         self.seen: list[int] = []
 
-    def on_batch_end(self, trainer: Trainer, step: Any) -> None:
-        freezing = next(one for one in trainer.callbacks if isinstance(one, LayerFreezing))
+    def on_batch_end(self, run: Run, step: Any) -> None:
+        freezing = next(one for one in run.callbacks if isinstance(one, LayerFreezing))
         self.seen.append(freezing.num_frozen)
 
 

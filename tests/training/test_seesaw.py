@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from stretto.batching import DoublingRamp, Seesaw
 from stretto.data import Step
 from stretto.schedules import Cosine
-from stretto.training import Callback, Checkpointing, Trainer
+from stretto.training import Callback, Checkpointing, Run, Trainer
 
 PAIR = Seesaw(Cosine(warmup="10%"), DoublingRamp(2, 4, "20%"), maximum=16)
 
@@ -22,12 +22,12 @@ class Record(Callback):
         self.rows: list[tuple[int, int, float]] = []
         self.stop_at = stop_at
 
-    def on_batch_end(self, trainer: Trainer, step: Step) -> None:
+    def on_batch_end(self, run: Run, step: Step) -> None:
         """Note it."""
-        rate = trainer.optimizer.param_groups[0]["lr"]
+        rate = run.optimizers[0].param_groups[0]["lr"]
         self.rows.append((step.timestamp.sample, step.size, rate))
         if step.timestamp.batch == self.stop_at:
-            trainer.stop("for the test")
+            run.stop("for the test")
 
 
 def trainer(folder: Path, record: Record) -> Trainer:

@@ -60,8 +60,8 @@ def test_a_second_run_with_the_same_optimizer_is_set_up_as_the_first(
     rates: list[float] = []
 
     class Watch(Callback):
-        def on_batch_end(self, trainer: Any, step: Any) -> None:
-            rates.append(trainer.optimizer.param_groups[0]["lr"])
+        def on_batch_end(self, run: Any, step: Any) -> None:
+            rates.append(run.optimizers[0].param_groups[0]["lr"])
 
     second = run.trainer(max_duration="4ba", callbacks=[Watch()], **settings)
     second.fit()
@@ -116,8 +116,8 @@ def test_what_the_optimizer_is_built_with_otherwise_holds_from_there_on(
     class Calm(Callback):
         """Changes on the way what nobody schedules."""
 
-        def on_batch_end(self, trainer: Any, step: Any) -> None:
-            trainer.optimizer.param_groups[0]["dampening"] = 0.25
+        def on_batch_end(self, run: Any, step: Any) -> None:
+            run.optimizers[0].param_groups[0]["dampening"] = 0.25
 
     def trainer(duration: str, **built: Any) -> Any:
         run = problem()

@@ -73,7 +73,7 @@ def test_a_transform_that_changes_no_tokens_leaves_their_count_alone(problem: Ma
     """Samples that were dropped have passed, and their tokens with them."""
 
     class Half(Callback):
-        def transform_batch(self, trainer: Any, batch: Any) -> Any:
+        def transform_batch(self, run: Any, batch: Any) -> Any:
             return tuple(tensor[::2] for tensor in batch)
 
     run = problem()

@@ -26,6 +26,7 @@ from stretto.training import (
     Evaluation,
     Loading,
     Logging,
+    Run,
     Stepping,
     Trainer,
 )
@@ -49,7 +50,7 @@ class Losses(Callback):
     def __init__(self) -> None:
         self.seen: list[float] = []
 
-    def on_log(self, trainer: Trainer, record: Any) -> None:
+    def on_log(self, run: Run, record: Any) -> None:
         self.seen.append(record["loss"])
 
 
@@ -209,11 +210,11 @@ def test_intervals_in_any_unit_fire_where_they_should(problem: Make) -> None:
             self.evaluated: list[int] = []
             self.epochs: list[int] = []
 
-        def on_evaluation_end(self, trainer: Trainer, name: str, metrics: Any) -> None:
-            self.evaluated.append(trainer.timer.batch)
+        def on_evaluation_end(self, run: Run, name: str, metrics: Any) -> None:
+            self.evaluated.append(run.timer.batch)
 
-        def on_epoch_end(self, trainer: Trainer) -> None:
-            self.epochs.append(trainer.timer.sample)
+        def on_epoch_end(self, run: Run) -> None:
+            self.epochs.append(run.timer.sample)
 
     run, watch = problem(), Watch()
     run.trainer(
@@ -242,12 +243,12 @@ def test_a_run_of_seconds_ends(problem: Make) -> None:
 
 
 class StopAt(Callback):
-    def __init__(self, batch: int, how: Callable[[Trainer], None]) -> None:
+    def __init__(self, batch: int, how: Callable[[Run], None]) -> None:
         self.batch, self.how = batch, how
 
-    def on_batch_end(self, trainer: Trainer, step: Any) -> None:
-        if trainer.timer.batch == self.batch:
-            self.how(trainer)
+    def on_batch_end(self, run: Run, step: Any) -> None:
+        if run.timer.batch == self.batch:
+            self.how(run)
 
 
 @pytest.mark.parametrize(
@@ -386,11 +387,11 @@ def test_clipping_bounds_the_gradient_of_the_whole_batch(problem: Make) -> None:
         def __init__(self) -> None:
             self.updates: list[float] = []
 
-        def on_batch_start(self, trainer: Trainer, step: Any) -> None:
-            self.before = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+        def on_batch_start(self, run: Run, step: Any) -> None:
+            self.before = torch.cat([p.detach().flatten() for p in run.model.parameters()])
 
-        def on_batch_end(self, trainer: Trainer, step: Any) -> None:
-            now = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+        def on_batch_end(self, run: Run, step: Any) -> None:
+            now = torch.cat([p.detach().flatten() for p in run.model.parameters()])
             self.updates.append((now - self.before).norm().item())
 
     run, norms = problem(), Norms()
@@ -480,9 +481,9 @@ def test_sizes_of_a_pair_without_its_schedule_are_told(problem: Callable[..., An
 
 def test_workers_end_where_a_run_is_stopped(problem: Callable[..., Any]) -> None:
     class Stop(Callback):
-        def on_batch_end(self, trainer: Trainer, step: Any) -> None:
-            if trainer.timer.batch == 2:
-                trainer.stop("enough")
+        def on_batch_end(self, run: Run, step: Any) -> None:
+            if run.timer.batch == 2:
+                run.stop("enough")
 
     before = set(multiprocessing.active_children())
     run = problem()

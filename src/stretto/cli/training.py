@@ -28,7 +28,7 @@ from stretto.training.interrupt import exit_code
 from stretto.training.resuming import FOLDER as CHECKPOINTS
 
 if TYPE_CHECKING:
-    from stretto.training import Trainer
+    from stretto.training import Run, Trainer
 
 RUNS = Path("runs")
 """Where runs go that were given no folder."""
@@ -45,13 +45,14 @@ def train(arguments: Sequence[str], *, folder: Path | None, resume: str | None) 
     console = Console(highlight=False)
     is_first = os.environ.get("RANK", "0") == "0"
     folder = choose_folder(run_file, path.stem, folder, resumes=resume is not None)
-    results = Results()
+    description, results = Description(run_file), Results()
     trainer = build_trainer(
         with_console(run_file.config),
         source=run_file.source,
         folder=folder,
-        callbacks=[Description(run_file), results],
+        callbacks=[description, results],
     )
+    description.trainer = trainer
     found = None if resume is None else trainer.resume(resume)
     if is_first:
         for line in introduce(trainer, path, found):
@@ -79,15 +80,16 @@ class Description(Callback):
 
     def __init__(self, run_file: RunFile) -> None:
         self._run_file = run_file
+        self.trainer: Trainer | None = None
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, run: Run) -> None:
         """Write the whole run file and the plan.
 
         Raises:
             ConfigError: the folder cannot be written to.
         """
-        if trainer.is_first_rank and trainer.folder is not None:
-            _keep(trainer.folder, self._run_file, trainer)
+        if run.is_first_rank and run.folder is not None and self.trainer is not None:
+            _keep(run.folder, self._run_file, self.trainer)
 
 
 @final
@@ -98,14 +100,14 @@ class Results(Callback):
         self.metrics: dict[str, Mapping[str, float]] = {}
         self.checkpoint: Path | None = None
 
-    def on_evaluation_end(self, trainer: Trainer, name: str, metrics: Mapping[str, float]) -> None:
+    def on_evaluation_end(self, run: Run, name: str, metrics: Mapping[str, float]) -> None:
         """Keep the metrics."""
-        del trainer
+        del run
         self.metrics[name] = dict(metrics)
 
-    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+    def on_checkpoint(self, run: Run, path: Path) -> None:
         """Keep the path."""
-        del trainer
+        del run
         self.checkpoint = path
 
 

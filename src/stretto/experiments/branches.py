@@ -30,7 +30,7 @@ from stretto.errors import CheckpointError, ConfigError, TrainingError, cannot
 from stretto.experiments.critical_batch_size import Branch
 from stretto.planning import resolve_horizon
 from stretto.timing import Horizon, Time, Timer, Timestamp, TimeUnit
-from stretto.training import Callback, Logging, Trainer
+from stretto.training import Callback, Logging, Run, Trainer
 from stretto.training.callback import EVENTS, overrides
 from stretto.training.callback_state import GROUP, restore_states
 from stretto.training.resuming import FOLDER, newest_of
@@ -234,12 +234,13 @@ def frozen(callback: Callback, timestamp: Timestamp, horizon: Horizon) -> Callba
     def listener(name: str) -> Callable[..., Any]:
         method = getattr(callback, name)
 
-        def listen(_: Callback, trainer: Trainer, *details: Any) -> Any:
-            seen = copy.copy(trainer)
-            seen.loader = copy.copy(trainer.loader)
-            seen.loader.horizon, seen.loader.timer = horizon, Timer.at(timestamp, horizon)
+        def listen(_: Callback, run: Run, *details: Any) -> Any:
+            seen = copy.copy(run)
+            seen.horizon, seen.timer = horizon, Timer.at(timestamp, horizon)
             at = (replace(d, timestamp=timestamp) if isinstance(d, Step) else d for d in details)
-            return method(seen, *at)
+            result = method(seen, *at)
+            run.stop_reason = seen.stop_reason
+            return result
 
         return listen
 
@@ -280,19 +281,19 @@ class _BranchLoss(Callback):
             return self._evaluated
         return self._sum / self._weight if self._weight else math.nan
 
-    def on_log(self, trainer: Trainer, record: Mapping[str, float]) -> None:
+    def on_log(self, run: Run, record: Mapping[str, float]) -> None:
         """Take the training loss of a batch."""
-        end = trainer.timer.sample
+        end = run.timer.sample
         part = (end - max(self._before, self._quarter)) / (end - self._before)
         if part > 0:
-            weight = part * trainer.logged_units
+            weight = part * run.logged_units
             self._sum += weight * float(record["loss"])
             self._weight += weight
         self._before = end
 
-    def on_evaluation_end(self, trainer: Trainer, name: str, metrics: Mapping[str, float]) -> None:
+    def on_evaluation_end(self, run: Run, name: str, metrics: Mapping[str, float]) -> None:
         """Take the loss of the evaluation."""
-        del trainer, name
+        del run, name
         self._evaluated = float(metrics["loss"])
 
 

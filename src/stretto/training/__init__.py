@@ -7,6 +7,7 @@ from stretto.training.loggers import (
     TensorBoardLogger,
     WandbLogger,
 )
+from stretto.training.run import Run
 from stretto.training.settings import Checkpointing, Evaluation, Loading, Logging, Stepping
 from stretto.training.sharding import shard_blocks
 from stretto.training.trainer import Trainer
@@ -19,6 +20,7 @@ __all__ = [
     "Logger",
     "Logging",
     "MLflowLogger",
+    "Run",
     "Stepping",
     "TensorBoardLogger",
     "Trainer",

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import Any, Self, final
 
 from stretto.batching import Signals
 from stretto.batching.policy import stretched
@@ -14,20 +14,19 @@ from stretto.data import Step
 from stretto.schedules import Schedule
 from stretto.timing import Time, Trigger
 from stretto.timing.time import Number
-
-if TYPE_CHECKING:
-    from stretto.training.trainer import Trainer
+from stretto.training.run import Run
 
 
 class Callback:
     """Listens to a run; override what you need, the rest costs nothing.
 
-    The clock is `trainer.timer`. State that must survive a resume goes through `state_dict` and
+    Each event gets the `Run`: its clock is `run.timer`, and `run.log("name", value)` puts a value
+    on the next line of metrics. State that must survive a resume goes through `state_dict` and
     `load_state_dict`: numbers, texts, bytes, tensors, and lists, tuples and dicts of them.
 
     >>> class PrintEpochs(Callback):
-    ...     def on_epoch_end(self, trainer):
-    ...         print(trainer.timer.get("ep"))
+    ...     def on_epoch_end(self, run):
+    ...         print(run.timer.get("ep"))
     """
 
     changes_tokens: bool = False
@@ -36,53 +35,62 @@ class Callback:
     sets_learning_rate: bool = False
     """Whether it changes learning rates with the batch size, as a learning rate rule does."""
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_build(self, run: Run) -> None:
+        """The trainer is built, model and optimizers are on their device; nothing is resumed yet.
+
+        It comes once, before `load_state_dict`.
+        """
+
+    def on_fit_start(self, run: Run) -> None:
         """Training begins; the clock stands where the run starts or resumes.
 
         Where this fails, it must undo what it has done so far: it is not told the end.
         """
 
-    def on_batch_start(self, trainer: Trainer, step: Step) -> None:
+    def on_batch_start(self, run: Run, step: Step) -> None:
         """The batch is there and hyper-parameters are set; nothing is computed yet."""
 
-    def transform_batch(self, trainer: Trainer, batch: Any) -> Any:  # noqa: ARG002
+    def transform_batch(self, run: Run, batch: Any) -> Any:  # noqa: ARG002
         """Return the micro-batch to train on instead of `batch`, on its device."""
         return batch
 
-    def on_gradient(self, trainer: Trainer, step: Step) -> None:
-        """The gradient of the whole batch is in the parameters, not yet clipped."""
+    def on_gradient(self, run: Run, step: Step) -> None:
+        """The gradient of the whole batch is in the parameters, not yet clipped.
 
-    def on_noise(self, trainer: Trainer, step: Step, signals: Signals) -> None:
+        With fp16, it is divided by the loss scale already; it may be infinite, and then the
+        optimizer does not step.
+        """
+
+    def on_noise(self, run: Run, step: Step, signals: Signals) -> None:
         """The noise of the step's gradient was measured, and the clock has moved.
 
         It is measured only where this is overridden, or where the batch size follows it.
         """
 
-    def on_batch_end(self, trainer: Trainer, step: Step) -> None:
+    def on_batch_end(self, run: Run, step: Step) -> None:
         """The optimizer has stepped and the clock has moved."""
 
-    def on_epoch_end(self, trainer: Trainer) -> None:
+    def on_epoch_end(self, run: Run) -> None:
         """An epoch has ended; once for each, also where one batch ended several."""
 
-    def on_evaluation_end(self, trainer: Trainer, name: str, metrics: Mapping[str, float]) -> None:
+    def on_evaluation_start(self, run: Run, name: str) -> None:
+        """An evaluation begins; if it fails, `on_evaluation_end` does not come."""
+
+    def on_evaluation_end(self, run: Run, name: str, metrics: Mapping[str, float]) -> None:
         """An evaluation is done."""
 
-    def on_log(self, trainer: Trainer, record: Mapping[str, float]) -> None:
-        """A line of metrics was logged."""
+    def on_log(self, run: Run, record: Mapping[str, float]) -> None:
+        """A line of metrics was logged; what `run.log` takes now is for the next one."""
 
-    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+    def on_checkpoint(self, run: Run, path: Path) -> None:
         """A checkpoint is whole and in its place."""
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, run: Run) -> None:
         """Training has ended, was stopped, or has failed: undo what `on_fit_start` did.
 
         It comes where `on_fit_start` has, also if that of a later callback or this of an earlier
         one failed.
         """
-
-    def log_values(self, trainer: Trainer) -> Mapping[str, float]:  # noqa: ARG002
-        """Return what belongs on the line of metrics that is about to be logged, by name."""
-        return {}
 
     def scaled(self, ratio: Number) -> Self:
         """Return the callback for a run `ratio` times as long (`scale_schedule`).
@@ -128,32 +136,24 @@ class Callback:
 class Events:
     """The listeners of each event of a run: only those that do listen."""
 
-    __slots__ = ("_callbacks", "_listeners", "_loggers", "_trainer")
+    __slots__ = ("_callbacks", "_listeners", "_run")
 
-    def __init__(self, callbacks: Sequence[Callback], trainer: Trainer) -> None:
+    def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
         self._callbacks = tuple(callbacks)
-        self._trainer = trainer
+        self._run = run
         self._listeners: dict[str, list[Callable[..., Any]]] = {
             name: [getattr(callback, name) for callback in callbacks if overrides(callback, name)]
             for name in EVENTS
         }
-        self._loggers = [one for one in callbacks if overrides(one, "log_values")]
-
-    def values(self) -> dict[str, float]:
-        """Return what callbacks have to say on the next line of metrics."""
-        named: dict[str, float] = {}
-        for callback in self._loggers:
-            named |= callback.log_values(self._trainer)
-        return named
 
     def listeners(self, event: str) -> list[Callable[..., Any]]:
         """Return whoever listens to `event`, in the order of the callbacks."""
         return self._listeners[event]
 
     def tell(self, event: str, *details: Any) -> None:
-        """Call every listener of `event` with the trainer and the details."""
+        """Call every listener of `event` with the run and the details."""
         for listener in self._listeners[event]:
-            listener(self._trainer, *details)
+            listener(self._run, *details)
 
     @contextmanager
     def fit(self) -> Iterator[None]:
@@ -165,7 +165,7 @@ class Events:
         told: list[Callback] = []
         try:
             for callback in self._callbacks:
-                callback.on_fit_start(self._trainer)
+                callback.on_fit_start(self._run)
                 told.append(callback)
             yield
         except BaseException as error:
@@ -182,7 +182,7 @@ class Events:
         failures = []
         for callback in told:
             try:
-                callback.on_fit_end(self._trainer)
+                callback.on_fit_end(self._run)
             except Exception as error:  # noqa: BLE001  the others are told nevertheless
                 failures.append((type(callback).__qualname__, error))
         return failures

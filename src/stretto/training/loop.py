@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, final
 
@@ -16,11 +17,13 @@ from stretto.training.agreement import check_agreement, in_batch
 from stretto.training.best import Best
 from stretto.training.callback import Events
 from stretto.training.evaluate import Evaluator
-from stretto.training.finite import SkippedSteps, spoiled
+from stretto.training.finite import spoiled
 from stretto.training.interrupt import SIGNALS, Interrupts
 from stretto.training.measuring import Measurements
 from stretto.training.ranks import Ranks
 from stretto.training.recorder import Recorder
+from stretto.training.run import Run
+from stretto.training.running_loss import mean_loss
 from stretto.training.saver import Progress, Saver
 from stretto.training.stepper import Gradient, Stepper
 
@@ -49,15 +52,13 @@ class Loop:
     saver: Saver
     evaluators: Sequence[Evaluator]
     best: Best
-    skipped: SkippedSteps
+    run: Run
     non_finite: Literal["stop", "skip", "ignore"]
     events: Events
     ranks: Ranks
     interrupts: Interrupts
     log_is_due: BoundTrigger
     flush_is_due: BoundTrigger
-    stop_reason: str | None = None
-    """Why the run is to stop after this batch; None: it goes on."""
     signal: str | None = None
     """The signal that this rank or another one has received; None: none."""
     _all_stop: bool = False
@@ -67,11 +68,7 @@ class Loop:
         """The clock."""
         return self.loader.timer
 
-    def stop(self, reason: str) -> None:
-        """End the run after this batch; the first reason counts."""
-        self.stop_reason = self.stop_reason or reason
-
-    def run(self) -> None:
+    def train(self) -> None:
         """Train; the clock stands where the run starts or resumes."""
         self.timer.start()
         before = self.timer.timestamp
@@ -84,7 +81,7 @@ class Loop:
     def _steps(self) -> Iterator[Step]:
         """The steps of the loader, until the run is over or stopped."""
         self._all_stop, self.signal = False, None
-        if self.ranks.agree((self.stop_reason is not None,))[0]:
+        if self.ranks.agree((self.run.stop_reason is not None,))[0]:
             self._stop_together()
         while not self._is_stopped:
             try:
@@ -99,13 +96,13 @@ class Loop:
     @property
     def _is_stopped(self) -> bool:
         # Of several ranks none may leave the loop alone, so only what they agreed on counts.
-        return self._all_stop if self.ranks.world_size > 1 else self.stop_reason is not None
+        return self._all_stop if self.ranks.world_size > 1 else self.run.stop_reason is not None
 
     def _stop_together(self) -> None:
         """Stop on all ranks, for the same reason; every rank must call it."""
         self._all_stop = True
         self.signal = self._received()
-        self.stop(
+        self.run.stop(
             "another rank was told to stop"
             if self.signal is None
             else f"received {self.signal} on another rank"
@@ -119,8 +116,10 @@ class Loop:
     def _take(self, step: Step) -> Timestamp:
         """Compute one step and move the clock."""
         self.hyperparameters.apply(step.timestamp, step.batch_size)
+        self.run.begin_step(step)
         self.events.tell("on_batch_start", step)
         gradient = self.stepper.gradient(step)
+        self.run.set_loss(partial(mean_loss, gradient.losses))
         shared = self._agree(step, gradient)
         is_taken = not shared.is_spoiled and self._update(step)
         if not is_taken:
@@ -141,10 +140,11 @@ class Loop:
         return after
 
     def _update(self, step: Step) -> bool:
-        self.events.tell("on_gradient", step)
+        if self.events.listeners("on_gradient"):
+            self.stepper.show(partial(self.events.tell, "on_gradient", step))
         has_moved = self.stepper.update()
         if has_moved:
-            self.skipped.end_row()
+            self.run.skipped.end_row()
         return has_moved
 
     def _leave_out(self, step: Step, *, is_spoiled: bool) -> None:
@@ -152,18 +152,18 @@ class Loop:
         if is_spoiled and self.non_finite == "stop":
             raise spoiled(step.timestamp)
         self.stepper.clear()
-        self.skipped.add(step.timestamp)
+        self.run.skipped.add(step.timestamp)
 
     def _agree(self, step: Step, gradient: Gradient) -> Shared:
         """Tell the other ranks what this one knows, in one sum, and return what all know."""
         if self.interrupts.received is not None:
-            self.stop(f"received {self.interrupts.received}")
+            self.run.stop(f"received {self.interrupts.received}")
         saving, measured = self.saver.progress(), self.measurements.own(gradient)
         if self.ranks.world_size == 1:
             signals = self.measurements.signals(step, measured)
             is_spoiled = not self.stepper.is_finite(gradient)
             return Shared(gradient.tokens, None, is_spoiled, saving, signals)
-        wants_stop = self.stop_reason is not None
+        wants_stop = self.run.stop_reason is not None
         seconds = self.timer.seconds_since_update() if self.ranks.is_first else 0.0
         tokens = step.num_tokens if gradient.tokens is None else gradient.tokens
         own = self.loader.extent | self.hyperparameters.values()
@@ -210,7 +210,7 @@ class Loop:
     def _end(self, before: Timestamp) -> None:
         """Log, measure and save what the last batch left open."""
         if not self._is_stopped:
-            self.stop_reason = None  # a wish that came too late for the ranks to agree on
+            self.run.stop_reason = None  # a wish that came too late for the ranks to agree on
         self._end_epochs(before, self.timer.timestamp)
         is_cut = self._is_stopped and not self.loader.horizon.is_done(self.timer.timestamp)
         if is_cut:
@@ -225,12 +225,14 @@ class Loop:
         self.signal = self._received()  # one that came too late to stop anything counts as well
 
     def _log(self) -> None:
-        values = {**self.loader.told(), **self.events.values()}
-        self.events.tell("on_log", self.recorder.log(self.timer.timestamp, values))
+        record = self.recorder.log(self.timer.timestamp, self.loader.told())
+        self.run.logged_units = self.recorder.units
+        self.events.tell("on_log", record)
 
     def evaluate(self, evaluator: Evaluator) -> dict[str, float]:
         """Measure the model on one evaluation's data, and log what comes out."""
         evaluator.measured_at = self.timer.batch
+        self.events.tell("on_evaluation_start", evaluator.name)
         metrics = self.recorder.paused(evaluator.measure)
         named = {f"{evaluator.name}/{name}": value for name, value in metrics.items()}
         self.recorder.write({**self.recorder.clock(self.timer.timestamp), **named})

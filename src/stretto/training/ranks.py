@@ -80,6 +80,14 @@ class Ranks:
             dist.all_reduce(packed, group=self._group)
         return cast(list[float], packed.tolist())
 
+    def reduce(self, tensor: Tensor, operation: str) -> None:
+        """Replace a tensor by its "sum", "max" or "min" over all ranks, element by element."""
+        if self.world_size > 1:
+            # On the host over gloo, so that no accelerator has to wait for it.
+            group = self._group if tensor.device.type == "cpu" else None
+            with self.peers.meeting():
+                dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper()), group=group)
+
     def least(self, value: int) -> int:
         """Return the least value that a rank has."""
         return min(int(text) for text in self.gather(str(value)))

@@ -18,6 +18,7 @@ from stretto.training.appending import Appender, check_appendable, cut_back
 from stretto.training.console import ConsoleLogger
 from stretto.training.finite import SkippedSteps
 from stretto.training.lock import set_aside, unwritable
+from stretto.training.logged import Logged
 from stretto.training.loggers import Guarded, Logger, Record
 from stretto.training.ranks import Ranks
 from stretto.training.records import count
@@ -43,6 +44,7 @@ class Recorder:
         horizon: the run, for fractions of it.
         values: reads the hyper-parameters that are scheduled.
         skipped: the steps that were not applied.
+        logged: what callbacks have logged.
     """
 
     def __init__(
@@ -56,8 +58,12 @@ class Recorder:
         horizon: Horizon,
         values: Callable[[], Mapping[str, float]],
         skipped: SkippedSteps,
+        logged: Logged,
     ) -> None:
         self.loss = RunningLoss()
+        self.units = 0.0
+        """What the loss in the last line is a mean over: samples, or target tokens."""
+        self._logged = logged
         self._ranks = ranks
         self._horizon = horizon
         self._values = values
@@ -159,6 +165,9 @@ class Recorder:
         """Log what was measured since the last call, and `values`. Every rank must call it.
 
         There must have been a batch.
+
+        Raises:
+            TrainingError: a callback has logged a value by a name that the line has already.
         """
         assert self._size is not None, "there is something to log"
         before, self._since = self._since, timestamp
@@ -167,9 +176,10 @@ class Recorder:
         samples, self._samples = self._samples, 0
         tokens, self._tokens = self._tokens, 0
         seconds = max(passed, 1) / NANOSECONDS
+        total, self.units, any_logged = self._ranks.agree((*self.loss.take(), bool(self._logged)))
         record = {
             **self.clock(timestamp),
-            "loss": self.loss.take(self._ranks),
+            "loss": total / self.units if self.units else math.nan,
             "batch_size": self._size,
             **self._values(),
             "samples_per_second": samples / seconds,
@@ -179,6 +189,11 @@ class Recorder:
         if timestamp.token:
             record["tokens_per_second"] = tokens / seconds
         record |= values
+        if any_logged:
+            logged = self._logged.take(self._ranks)
+            for name in sorted(logged.keys() & record.keys()):
+                raise _taken(name)
+            record |= logged
         self._size = None
         self.write(record)
         return record
@@ -262,17 +277,19 @@ class Recorder:
         """
         self.flush()
         loss = self.loss.state_dict(self._ranks)
+        logged = self._logged.state_dict(self._ranks)
         if any(one.is_waiting for one in self._outputs):
             raise _no_checkpoint(self._folder, f"{METRICS} and {LEDGER} cannot be written")
         try:
             lengths = {file.name: file.stat().st_size for file in self.files}
         except OSError as error:  # somebody has moved one
             raise _no_checkpoint(self._folder, str(error)) from error
-        return {"loss": loss, "size": self._size, "files": lengths}
+        return {"loss": loss, "logged": logged, "size": self._size, "files": lengths}
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_own: bool) -> None:
         """Continue from saved sums, and where files are its own, from where those were."""
         self.loss.load_state_dict(state["loss"], self._ranks)
+        self._logged.load_state_dict(state.get("logged", {}), self._ranks)
         self._size = None if state.get("size") is None else count(state, "size", least=1)
         # Files of this folder that belong to another past are none to go on with.
         self._goes_on = is_own
@@ -318,6 +335,16 @@ def json_line(record: Record) -> str:
 def _no_checkpoint(folder: Path | None, why: str) -> CheckpointError:
     return CheckpointError(
         cannot(f"write a checkpoint of {folder}", why=why, instead="make room, or put them back")
+    )
+
+
+def _taken(name: str) -> TrainingError:
+    return TrainingError(
+        cannot(
+            f"log {name!r}",
+            why="a line of metrics has a value of that name already",
+            instead="choose another name",
+        )
     )
 
 

@@ -23,8 +23,6 @@ class RunningLoss:
         self._pending: list[MicroLoss] = []
         self._sum = 0.0
         self._weight = 0.0
-        self.units = 0.0
-        """What the mean that was taken last is over: samples, or target tokens."""
 
     def add(self, losses: Sequence[MicroLoss]) -> None:
         """Take the losses of one step."""
@@ -32,16 +30,12 @@ class RunningLoss:
         if len(self._pending) >= _FOLD:
             self._fold()
 
-    def take(self, ranks: Ranks) -> float:
-        """Return the mean over all ranks since the last call, and begin anew; nan if nothing came.
-
-        Every rank must call it.
-        """
+    def take(self) -> tuple[float, float]:
+        """Return this rank's sum and weight since the last call, and begin anew."""
         self._fold()
-        total, weight = ranks.agree((self._sum, self._weight))
+        sums = self._sum, self._weight
         self._sum = self._weight = 0.0
-        self.units = weight
-        return total / weight if weight else float("nan")
+        return sums
 
     def state_dict(self, ranks: Ranks) -> dict[str, float]:
         """Return the sums over all ranks. Every rank must call it."""
@@ -57,8 +51,22 @@ class RunningLoss:
 
     def _fold(self) -> None:
         if self._pending:
-            losses = torch.stack([micro.loss for micro in self._pending]).double().tolist()
-            for loss, micro in zip(losses, self._pending, strict=True):
-                self._sum += loss * micro.factor
-                self._weight += micro.weight
+            self._sum, self._weight = _added(self._pending, self._sum, self._weight)
             self._pending = []
+
+
+def mean_loss(losses: Sequence[MicroLoss]) -> float:
+    """Return the mean loss of micro-batches over their units; nan without any."""
+    total, weight = _added(losses) if losses else (0.0, 0.0)
+    return total / weight if weight else float("nan")
+
+
+def _added(
+    losses: Sequence[MicroLoss], total: float = 0.0, weight: float = 0.0
+) -> tuple[float, float]:
+    """The sum and the weight, one loss after the other: the same to the last bit however cut."""
+    values = torch.stack([micro.loss for micro in losses]).double().tolist()
+    for loss, micro in zip(values, losses, strict=True):
+        total += loss * micro.factor
+        weight += micro.weight
+    return total, weight

@@ -97,14 +97,21 @@ class RunState:
         packed, record = pack_optimizer(self._optimizer)
         # All that ranks do together comes first: what follows may fail on one of them alone.
         everybody = self._ranks.gather(json.dumps(random_state()))
-        recorder = self._recorder.state_dict()
-        callbacks, kept = pack_states(self._callbacks)
         groups = {"model": self._model.state_dict(), "optimizer": packed}
-        groups |= {GROUP: kept} if kept else {}
+        callbacks: list[dict[str, Any]] = []
+        failure: CheckpointError | None = None
+        try:
+            callbacks, kept = pack_states(self._callbacks)
+            groups |= {GROUP: kept} if kept else {}
+        except CheckpointError as error:
+            failure = error
         tensors = {
             group: {name: to_shard(tensor) for name, tensor in named.items()}
             for group, named in groups.items()
         }
+        recorder = self._recorder.state_dict()
+        if failure is not None:
+            raise failure
         records = {
             "optimizer": record,
             "loader": self._loader.state_dict(),

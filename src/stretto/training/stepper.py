@@ -226,8 +226,25 @@ class Stepper:
             return
         if units == 0:
             raise nothing_to_learn(step)
+        self._multiply(step.size / units)
+
+    def show(self, look: Callable[[], None]) -> None:
+        """Call `look` while the gradient is without the loss scale, if there is one.
+
+        The scale is a power of two, so nothing is lost; and what `look` makes infinite is found.
+        """
+        if self.scaler is None:
+            look()
+            return
+        scale = self.scaler.get_scale()
+        self._multiply(1 / scale)
+        look()
+        self._multiply(scale)
+
+    def _multiply(self, factor: float) -> None:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, step.size / units)  # no public spelling of it
+        if gradients:
+            torch._foreach_mul_(gradients, factor)  # no public spelling of it
 
     def update(self) -> bool:
         """Clip, step and clear the gradients; return whether the weights have moved.

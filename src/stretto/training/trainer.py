@@ -34,6 +34,7 @@ from stretto.training.measuring import keeps_gradients_apart
 from stretto.training.preparation import make_loader, make_plan
 from stretto.training.ranks import Ranks
 from stretto.training.resuming import find_checkpoint, open_run, open_verified
+from stretto.training.run import Run
 from stretto.training.scaling import Timed
 from stretto.training.settings import (
     Checkpointing,
@@ -128,7 +129,6 @@ class Trainer:
             timed = timed.scaled(scale_schedule)
         max_duration, batch_size, schedules, evaluations, checkpoint, log, callbacks = timed
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
-        check_states(callbacks)
         self.callbacks = tuple(callbacks)
         """The listeners, in the order in which they are told."""
         self.changes: tuple[str, ...] = ()
@@ -140,7 +140,10 @@ class Trainer:
             spec = replace(spec, tokens_vary=True)
         self.optimizer = optimizer
         assembly = Assembly(
-            trainer=self,
+            model=self.model,
+            optimizer=optimizer,
+            callbacks=self.callbacks,
+            folder=self.folder,
             ranks=self._ranks,
             loss=loss,
             loading=loading,
@@ -181,13 +184,21 @@ class Trainer:
         self.hyperparameters = Hyperparameters(
             optimizer, schedules, self.horizon, rule=stepping.learning_rate_rule
         )
+        self.run = Run(
+            self.model,
+            [optimizer],
+            self.timer,
+            self.horizon,
+            hyperparameters=self.hyperparameters,
+            folder=self.folder,
+            callbacks=self.callbacks,
+            ranks=self._ranks,
+        )
+        """What every event of a callback gets."""
         self._make_plan = partial(
             make_plan, self.loader, self.hyperparameters, evaluations, checkpoint, log
         )
-        self.plan, self._refusal = self._planned()
-        """The run as it is planned. None if its batches are not known before the run, for example
-        because their sizes follow tokens that have to be counted: `horizon.batch_sizes` says why.
-        `plan.is_exact` says whether it is only a bound."""
+        self.run.plan, self._refusal = self._planned()
         given = self.hyperparameters.schedules
         for line in growth_alone(self.loader.policy, given, self.hyperparameters.rule):
             warnings.warn(line, UserWarning, stacklevel=2)
@@ -202,8 +213,26 @@ class Trainer:
                 measures_noise=measures(self.loader.reads),
             )
             self.loader.set_micro_batch_size(self.fitting.size)
-            self.plan, self._refusal = self._planned()
-        self._loop, self._state = assembly.loop()
+            self.run.plan, self._refusal = self._planned()
+        self._loop, self._state = assembly.loop(
+            self.run,
+            self.loader,
+            self.hyperparameters,
+            finds_micro_batch_size=self.fitting is not None,
+        )
+        self.run.evaluate_with(self.evaluate)
+        self._loop.events.tell("on_build")
+        check_states(self.callbacks)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The run as it is planned.
+
+        None if its batches are not known before the run, for example because their sizes follow
+        tokens that have to be counted: `horizon.batch_sizes` says why. `plan.is_exact` says whether
+        it is only a bound.
+        """
+        return self.run.plan
 
     @property
     def horizon(self) -> Horizon:
@@ -232,17 +261,12 @@ class Trainer:
         `"received SIGINT"` or `"received SIGTERM"` after a signal (with `" on another rank"` on the
         other ranks), else what was passed to `stop`.
         """
-        return self._loop.stop_reason
+        return self.run.stop_reason
 
     @property
     def skipped_steps(self) -> int:
         """How many steps were left out because something in them was not finite."""
-        return self._loop.skipped.count
-
-    @property
-    def logged_units(self) -> float:
-        """How many samples, or target tokens, the loss in the last line of metrics is a mean of."""
-        return self._loop.recorder.loss.units
+        return self.run.skipped_steps
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -259,12 +283,8 @@ class Trainer:
         return self.timer.get_elapsed_duration()
 
     def stop(self, reason: str) -> None:
-        """End the run after the batch that is being computed, as a signal would.
-
-        In `on_fit_start`: before the first batch. On several ranks one that asks is enough; they
-        agree while they compute a batch, so what is asked after that holds for the next one.
-        """
-        self._loop.stop(reason)
+        """End the run after the batch that is being computed (see `Run.stop`)."""
+        self.run.stop(reason)
 
     def fit(self, *, on_signal: Literal["raise", "return"] = "raise") -> None:
         """Train until `max_duration` is reached, or the run is stopped.
@@ -288,7 +308,7 @@ class Trainer:
         if self._refusal is not None:
             raise self._refusal
         loop = self._loop
-        loop.stop_reason = None
+        self.run.stop_reason = None
         # The folder is let go of last, when nothing is written there any more.
         with ExitStack() as folder, ExitStack() as held:
             if self.loader.spec.is_map_style:  # what is iterated would have to begin anew
@@ -301,7 +321,7 @@ class Trainer:
             self.model.train()
             loop.stepper.clear()  # a gradient from before is no part of the first batch
             with loop.events.fit(), self._ranks.peers.meeting(inside_a_pass=True):
-                loop.run()
+                loop.train()
         if on_signal == "raise":
             raise_for(loop.signal or loop.interrupts.received)
 
@@ -343,7 +363,7 @@ class Trainer:
         saver = self._loop.saver
         is_own = saver.owns(found)
         self.changes = tuple(self._state.restore(open_verified(found), found, is_own=is_own))
-        self.plan = self._make_plan(resume_at=self.timer.timestamp)
+        self.run.plan = self._make_plan(resume_at=self.timer.timestamp)
         self._refusal = None
         saver.saved_at = self.timer.sample if is_own else None
         return found

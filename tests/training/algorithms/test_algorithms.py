@@ -11,7 +11,7 @@ from stretto.data import DataSpec
 from stretto.errors import ConversionError, StrettoError, TrainingError
 from stretto.examples.text import PythonDocs
 from stretto.timing import Horizon, Time, Timestamp
-from stretto.training import Callback, Trainer
+from stretto.training import Callback, Run, Trainer
 from stretto.training.algorithms import (
     LayerFreezing,
     SelectiveBackprop,
@@ -24,16 +24,16 @@ from stretto.training.algorithms.window import progress
 class Watch(Callback):
     """Notes something at every batch."""
 
-    def __init__(self, look: Callable[[Trainer], Any]) -> None:
+    def __init__(self, look: Callable[[Run], Any]) -> None:
         self.look = look
         self.seen: list[Any] = []
 
-    def on_batch_end(self, trainer: Trainer, step: Any) -> None:
-        self.seen.append(self.look(trainer))
+    def on_batch_end(self, run: Run, step: Any) -> None:
+        self.seen.append(self.look(run))
 
 
-def _weight(trainer: Trainer, index: int) -> torch.Tensor:
-    return trainer.model.get_submodule(str(index)).get_parameter("weight").detach().clone()
+def _weight(run: Run, index: int) -> torch.Tensor:
+    return run.model.get_submodule(str(index)).get_parameter("weight").detach().clone()
 
 
 def test_layers_freeze_one_after_the_other(problem: Callable[..., Any]) -> None:
@@ -62,7 +62,7 @@ def test_selective_backprop_keeps_the_part_it_says_and_prefers_large_losses(
             self.sizes: list[int] = []
             self.losses: list[float] = []
 
-        def transform_batch(self, trainer: Trainer, batch: Any) -> Any:
+        def transform_batch(self, run: Run, batch: Any) -> Any:
             self.sizes.append(len(batch[0]))
             self.losses.append(batch[1][:, 0].mean().item())
             return batch

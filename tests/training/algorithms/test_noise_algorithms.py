@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +26,8 @@ from stretto.batching import (
 from stretto.config import parse_run_file
 from stretto.errors import BatchSizeError, TrainingError
 from stretto.noise import NoiseEstimator, NoiseTerms
-from stretto.timing import Horizon, Timer, Timestamp
-from stretto.training import Callback, Checkpointing, Logging, Stepping, Trainer
+from stretto.timing import Horizon, Timestamp
+from stretto.training import Callback, Checkpointing, Logging, Run, Stepping, Trainer
 from stretto.training.algorithms import AdaScale, NoiseReport
 
 Make = Callable[..., Any]
@@ -49,24 +49,20 @@ def known(*callbacks: Callback, **settings: Any) -> Trainer:
     return Trainer(model, draws, loss=loss, callbacks=callbacks, **given)
 
 
-class Moment(NamedTuple):
-    """What a report asks a trainer for."""
-
-    passed: float
-    horizon: Horizon = Horizon("1ep")
-    timer: Timer = Timer()
-
-    def get_elapsed_duration(self) -> float:
-        return self.passed
+def moment(passed: float) -> Any:
+    """What a report asks a run for."""
+    timer = SimpleNamespace(timestamp=Timestamp(), get_elapsed_duration=lambda: passed)
+    return SimpleNamespace(horizon=Horizon("1ep"), timer=timer)
 
 
 def measured(report: NoiseReport, scales: list[float], *, size: int = 16, steps: int = 60) -> None:
     """Let a report see steps of batches of `size` at noise scales that are spread over a run."""
     for number, scale in enumerate(scales):
         for step in range(steps):
-            at = Moment((number + step / steps) / len(scales))
+            at = moment((number + step / steps) / len(scales))
             terms = Signals(noise_numerator=scale + (-1) ** step * 0.1, noise_denominator=1.0)
-            report.on_noise(at, SimpleNamespace(batch_size=size), terms)  # type: ignore[arg-type]
+            step_of_size: Any = SimpleNamespace(batch_size=size)
+            report.on_noise(at, step_of_size, terms)
 
 
 def test_the_noise_scale_is_logged_with_its_interval(tmp_path: Path) -> None:
@@ -126,8 +122,8 @@ def test_the_suggestion_is_what_the_policy_decides(c: float, power: float) -> No
     seen: list[tuple[float, Signals]] = []
 
     class Watch(Callback):
-        def on_noise(self, trainer: Trainer, step: Any, signals: Signals) -> None:
-            seen.append((trainer.get_elapsed_duration(), signals))
+        def on_noise(self, run: Run, step: Any, signals: Signals) -> None:
+            seen.append((run.timer.get_elapsed_duration(), signals))
 
     report = NoiseReport(c=c, power=power, minimum=4, maximum=64)
     known(report, Watch(), batch_size=10).fit()
@@ -262,9 +258,9 @@ def test_a_resumed_run_goes_on_to_the_last_bit(
     states.append(one.state_dict())
 
     class Stop(Callback):
-        def on_batch_end(self, trainer: Any, step: Any) -> None:
-            if trainer.timer.batch == 31:
-                trainer.stop("cut")
+        def on_batch_end(self, run: Any, step: Any) -> None:
+            if run.timer.batch == 31:
+                run.stop("cut")
 
     keep = {"checkpoint": Checkpointing("31ba"), "folder": tmp_path}
     cut.trainer(**settings, **keep, callbacks=[make(), Stop()]).fit()
@@ -311,8 +307,8 @@ def test_ada_scale_multiplies_the_learning_rate_afresh_in_each_step() -> None:
     rates: list[float] = []
 
     class Watch(Callback):
-        def on_batch_end(self, trainer: Trainer, step: Any) -> None:
-            rates.append(trainer.optimizer.param_groups[0]["lr"])
+        def on_batch_end(self, run: Run, step: Any) -> None:
+            rates.append(run.optimizers[0].param_groups[0]["lr"])
 
     ada = AdaScale(10)
     known(ada, Watch()).fit()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -12,9 +12,7 @@ from stretto.data import Step
 from stretto.errors import TrainingError, cannot
 from stretto.noise import NoiseEstimator, NoiseTerms
 from stretto.training.callback import Callback
-
-if TYPE_CHECKING:
-    from stretto.training.trainer import Trainer
+from stretto.training.run import Run
 
 
 @final
@@ -53,12 +51,12 @@ class AdaScale(Callback):
         """The sum of the gains of all steps that were taken: as many steps of the reference size
         they stand for."""
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, run: Run) -> None:
         """Refuse what multiplies it already: a rule, or a schedule that goes by the batch size."""
-        rule = trainer.hyperparameters.rule
-        schedules = trainer.hyperparameters.schedules.values()
+        rule = run.hyperparameters.rule
+        schedules = run.hyperparameters.schedules.values()
         pairs = [pair for schedule in schedules for pair in couplings_in(schedule)]
-        first = next((one for one in trainer.callbacks if isinstance(one, AdaScale)), self)
+        first = next((one for one in run.callbacks if isinstance(one, AdaScale)), self)
         if pairs:
             raise _done_already(pairs[0], "leave AdaScale out")
         if not isinstance(rule, NoRule):
@@ -66,35 +64,32 @@ class AdaScale(Callback):
         if first is not self:
             raise _done_already(first, "leave one of the two out")
 
-    def on_batch_start(self, trainer: Trainer, step: Step) -> None:
+    def on_batch_start(self, run: Run, step: Step) -> None:
         """Multiply the learning rates that were just set."""
         self.gain = self._estimator.gain(step.batch_size, self._reference)
-        self._left_out = trainer.skipped_steps
-        for group in trainer.optimizer.param_groups:
+        self._left_out = run.skipped_steps
+        for group in [group for one in run.optimizers for group in one.param_groups]:
             if isinstance(group["lr"], Tensor):
                 group["lr"].mul_(self.gain)
             else:
                 group["lr"] *= self.gain
 
-    def on_noise(self, trainer: Trainer, step: Step, signals: Signals) -> None:
+    def on_noise(self, run: Run, step: Step, signals: Signals) -> None:
         """Take what a step measured."""
-        del trainer, step
+        del run, step
         self._estimator.add(NoiseTerms.of(signals), signals.num_samples)
 
-    def on_batch_end(self, trainer: Trainer, step: Step) -> None:
-        """Count the step by its gain, if it was taken."""
+    def on_batch_end(self, run: Run, step: Step) -> None:
+        """Count the step by its gain, if it was taken; log the gain and the sum of all."""
         del step
-        if trainer.skipped_steps == self._left_out:
+        if run.skipped_steps == self._left_out:
             self.gained += self.gain
+        run.log("gain", self.gain, reduce="last")
+        run.log("gained", self.gained, reduce="last")
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, run: Run) -> None:
         """Take the gain out of the learning rates, so that none is mistaken for a base value."""
-        trainer.hyperparameters.apply(trainer.timer.timestamp)
-
-    def log_values(self, trainer: Trainer) -> Mapping[str, float]:
-        """Return the gain, and the sum of all."""
-        del trainer
-        return {"gain": self.gain, "gained": self.gained}
+        run.hyperparameters.apply(run.timer.timestamp)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages and the sum."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from torch import nn
 
@@ -14,9 +14,7 @@ from stretto.timing import Time, TimeLike
 from stretto.training.algorithms.modules import find_modules
 from stretto.training.algorithms.window import progress
 from stretto.training.callback import Callback
-
-if TYPE_CHECKING:
-    from stretto.training.trainer import Trainer
+from stretto.training.run import Run
 
 
 @final
@@ -64,33 +62,33 @@ class LayerFreezing(Callback):
         self.num_frozen = 0
         self._stopped: list[nn.Parameter] = []
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, run: Run) -> None:
         """Find the layers and resolve the times."""
-        self._modules = find_modules(trainer.model, self._layers, "freeze")
-        self._progress = progress(trainer.horizon, self._start, self._end)
-        self._alone = not trainer.has_several_ranks
+        self._modules = find_modules(run.model, self._layers, "freeze")
+        self._progress = progress(run.horizon, self._start, self._end)
+        self._alone = run.world_size == 1
 
-    def on_batch_start(self, trainer: Trainer, step: Step) -> None:
+    def on_batch_start(self, run: Run, step: Step) -> None:
         """Freeze what is due."""
         passed = self._progress(step.timestamp)
         # A hair of tolerance: 0.3 * 10 is 2.9999999999999996.
         due = math.floor(passed * self._level * len(self._modules) + 1e-9)
         for module in self._modules[self.num_frozen : due]:
-            if self._alone and _learns_without(trainer.model, module):
+            if self._alone and _learns_without(run.model, module):
                 self._stopped += [p for p in module.parameters() if p.requires_grad]
                 module.requires_grad_(requires_grad=False)
         self.num_frozen = max(due, self.num_frozen)
 
-    def on_gradient(self, trainer: Trainer, step: Step) -> None:
+    def on_gradient(self, run: Run, step: Step) -> None:
         """Drop the gradients of what is frozen."""
-        del trainer, step
+        del run, step
         for module in self._modules[: self.num_frozen]:
             for parameter in module.parameters():
                 parameter.grad = None
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, run: Run) -> None:
         """Let everything learn again that was stopped here."""
-        del trainer
+        del run
         for parameter in self._stopped:
             parameter.requires_grad = True
         self._stopped.clear()

@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from torch.optim import SGD
 
@@ -16,9 +16,7 @@ from stretto.data import Step
 from stretto.noise import NoiseEstimator, NoiseTerms
 from stretto.training.callback import Callback
 from stretto.training.records import count, number
-
-if TYPE_CHECKING:
-    from stretto.training.trainer import Trainer
+from stretto.training.run import Run
 
 FILE = "suggested_batch_size.yaml"
 """Where the suggestion is written in the run folder."""
@@ -84,16 +82,16 @@ class NoiseReport(Callback):
         """What is known of the noise."""
         return self._estimator
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, run: Run) -> None:
         """Look whether the learning rate goes by the batch size already, and which way it would."""
-        schedules = trainer.hyperparameters.schedules.values()
+        schedules = run.hyperparameters.schedules.values()
         pairs = any(True for schedule in schedules for _ in couplings_in(schedule))
-        gains = any(callback.sets_learning_rate for callback in trainer.callbacks)
-        has_rule = not isinstance(trainer.hyperparameters.rule, NoRule)
+        gains = any(getattr(one, "sets_learning_rate", False) for one in run.callbacks)
+        has_rule = not isinstance(run.hyperparameters.rule, NoRule)
         self._moves = self._moves or pairs or gains or has_rule
-        self._rule = "linear" if isinstance(trainer.optimizer, SGD) else "sqrt"
+        self._rule = "linear" if all(isinstance(one, SGD) for one in run.optimizers) else "sqrt"
 
-    def on_noise(self, trainer: Trainer, step: Step, signals: Signals) -> None:
+    def on_noise(self, run: Run, step: Step, signals: Signals) -> None:
         """Take what a step measured."""
         self._moves = self._moves or self._size not in (None, step.batch_size)
         self._size = step.batch_size
@@ -104,33 +102,30 @@ class NoiseReport(Callback):
             self._told = min(lowest, scale), max(highest, scale)
         if not self._decided:
             self._decided = [(0.0, self._bounded(self._minimum or step.batch_size))]
-        policy = self._policy(self._decided[0][1]).bind(trainer.horizon)
-        timestamp = trainer.timer.timestamp
+        policy = self._policy(self._decided[0][1]).bind(run.horizon)
+        timestamp = run.timer.timestamp
         size, self._state = policy.decide(timestamp, self._state or policy.start(), signals)
         if size != self._decided[-1][1]:
-            self._decided.append((trainer.get_elapsed_duration(), size))
+            self._decided.append((run.timer.get_elapsed_duration(), size))
 
-    def log_values(self, trainer: Trainer) -> Mapping[str, float]:
-        """Return the noise scale and its interval, once they are known."""
-        del trainer
+    def on_batch_end(self, run: Run, step: Step) -> None:
+        """Log the noise scale and its interval, once they are known."""
+        del step
         scale, interval = self._estimator.noise_scale, self._estimator.interval
-        if scale is None or interval is None:
-            return {}
-        return {
-            "noise_scale": scale,
-            "noise_scale_low": interval.lower,
-            "noise_scale_high": interval.upper,
-        }
+        if scale is not None and interval is not None:
+            run.log("noise_scale", scale, reduce="last")
+            run.log("noise_scale_low", interval.lower, reduce="last")
+            run.log("noise_scale_high", interval.upper, reduce="last")
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, run: Run) -> None:
         """Write the suggestion to the run folder."""
-        if trainer.folder is None or not trainer.is_first_rank or not trainer.folder.is_dir():
+        if run.folder is None or not run.is_first_rank or not run.folder.is_dir():
             return
-        text, unfinished = self.suggestion() + "\n", trainer.folder / f"{FILE}.tmp"
+        text, unfinished = self.suggestion() + "\n", run.folder / f"{FILE}.tmp"
         try:
             # Beside it first: a full disk must not cost the one that is there.
             unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(trainer.folder / FILE)
+            unfinished.replace(run.folder / FILE)
         except OSError as error:
             with contextlib.suppress(OSError):
                 unfinished.unlink()

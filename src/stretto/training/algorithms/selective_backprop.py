@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,7 @@ from stretto.errors import TrainingError, cannot
 from stretto.timing import Time, TimeLike
 from stretto.training.algorithms.window import progress
 from stretto.training.callback import Callback
-
-if TYPE_CHECKING:
-    from stretto.training.trainer import Trainer
+from stretto.training.run import Run
 
 
 @final
@@ -59,22 +57,22 @@ class SelectiveBackprop(Callback):
         self._losses = sample_losses
         self._start, self._end, self._keep = Time(start), Time(end), keep
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, run: Run) -> None:
         """Resolve the times."""
-        self._progress = progress(trainer.horizon, self._start, self._end)
+        self._progress = progress(run.horizon, self._start, self._end)
         self._is_on = False
 
-    def on_batch_start(self, trainer: Trainer, step: Step) -> None:
+    def on_batch_start(self, run: Run, step: Step) -> None:
         """Decide whether this batch is thinned out."""
-        del trainer
+        del run
         self._is_on = 0 < self._progress(step.timestamp) < 1
 
-    def transform_batch(self, trainer: Trainer, batch: Any) -> Any:
+    def transform_batch(self, run: Run, batch: Any) -> Any:
         """Keep part of the samples."""
         if not self._is_on:
             return batch
         with torch.no_grad():
-            losses = self._losses(trainer.model, batch)
+            losses = self._losses(run.model, batch)
         count = len(losses)
         percentile = (losses.argsort().argsort() + 1) / count
         kept = max(1, round(self._keep * count))

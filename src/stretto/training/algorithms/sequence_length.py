@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -12,9 +12,7 @@ from stretto.errors import TrainingError, cannot
 from stretto.timing import Time, TimeLike
 from stretto.training.algorithms.window import progress
 from stretto.training.callback import Callback
-
-if TYPE_CHECKING:
-    from stretto.training.trainer import Trainer
+from stretto.training.run import Run
 
 
 @final
@@ -54,21 +52,21 @@ class SequenceLengthWarmup(Callback):
         self._over = Time(over)
         self.length = start
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, run: Run) -> None:
         """Resolve the time."""
-        self._progress = progress(trainer.horizon, self._over * 0, self._over)
+        self._progress = progress(run.horizon, self._over * 0, self._over)
 
-    def on_batch_start(self, trainer: Trainer, step: Step) -> None:
+    def on_batch_start(self, run: Run, step: Step) -> None:
         """Set the length of this batch."""
-        del trainer
+        del run
         grown = self._start + self._progress(step.timestamp) * (self._stop - self._start)
         self.length = max(self._start, int(grown) // self._multiple * self._multiple)
         if grown >= self._stop:
             self.length = self._stop
 
-    def transform_batch(self, trainer: Trainer, batch: Any) -> Any:
+    def transform_batch(self, run: Run, batch: Any) -> Any:
         """Cut every sequence of the batch."""
-        del trainer
+        del run
         return mapped(self._cut, batch)
 
     def _cut(self, tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -14,9 +14,7 @@ from stretto.timing import Time, TimeLike
 from stretto.training.algorithms.modules import find_modules
 from stretto.training.algorithms.window import progress
 from stretto.training.callback import Callback
-
-if TYPE_CHECKING:
-    from stretto.training.trainer import Trainer
+from stretto.training.run import Run
 
 
 @final
@@ -57,23 +55,23 @@ class StochasticDepth(Callback):
         self._now = rate
         self._restore: list[Callable[[], None]] = []
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, run: Run) -> None:
         """Put chance in front of each block."""
-        blocks = find_modules(trainer.model, self._blocks, "leave out")
+        blocks = find_modules(run.model, self._blocks, "leave out")
         self._grown = (
-            progress(trainer.horizon, self._warmup * 0, self._warmup) if self._warmup else None
+            progress(run.horizon, self._warmup * 0, self._warmup) if self._warmup else None
         )
         for depth, block in enumerate(blocks, start=1):
             self._restore.append(self._lottery(block, depth / len(blocks)))
 
-    def on_batch_start(self, trainer: Trainer, step: Step) -> None:
+    def on_batch_start(self, run: Run, step: Step) -> None:
         """Set the rate of this batch."""
-        del trainer
+        del run
         self._now = self._rate * (self._grown(step.timestamp) if self._grown else 1.0)
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, run: Run) -> None:
         """Give every block its own forward pass back."""
-        del trainer
+        del run
         while self._restore:
             self._restore.pop()()
 

@@ -1,0 +1,274 @@
+"""`Run`: what callbacks see of a run, and what they can do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stretto.data import Step
+from stretto.errors import TrainingError, cannot
+from stretto.optim import Hyperparameters
+from stretto.packing import PackingError, pack, unpack
+from stretto.planning import Plan
+from stretto.timing import Horizon, Timer
+from stretto.training.finite import SkippedSteps
+from stretto.training.logged import Logged, Reduce
+from stretto.training.ranks import Ranks
+from stretto.training.settings import one_of
+
+_T = TypeVar("_T", float, Tensor)
+
+
+@final
+class Run:
+    """A run as its callbacks see it: model, clock, current step, other ranks, metrics.
+
+    A `Trainer` has one and hands it to every event. A loop of your own can make one, for callbacks
+    that were written for the trainer.
+
+    >>> import torch
+    >>> from stretto import StepLoader
+    >>> from torch.utils.data import TensorDataset
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> loader = StepLoader(TensorDataset(torch.randn(64, 4)), 16, max_duration="1ep")
+    >>> run = Run(model, [optimizer], loader.timer, loader.horizon)
+    >>> for step in loader:
+    ...     run.begin_step(step)
+    ...     loss = sum(micro.weight * model(micro.batch[0]).square().mean() for micro in step)
+    ...     loss.backward(); optimizer.step(); optimizer.zero_grad()
+    ...     run.set_loss(loss)
+    ...     run.log("size", step.size, reduce="sum")
+    >>> run.take_logged()
+    {'size': 64.0}
+
+    Args:
+        model: the model itself, neither compiled nor wrapped.
+        optimizers: those that update it.
+        timer: the clock.
+        horizon: the static facts of the run: its length, and what an epoch is.
+        hyperparameters: what is scheduled, for callbacks that read it.
+        plan: the run as it is planned; None: it is not known.
+        folder: the run folder; None: there is none.
+        callbacks: the listeners of the run.
+        ranks: the processes of the run; None: those of the environment.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        timer: Timer,
+        horizon: Horizon,
+        *,
+        hyperparameters: Hyperparameters | None = None,
+        plan: Plan | None = None,
+        folder: Path | None = None,
+        callbacks: Sequence[object] = (),
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizers = tuple(optimizers)
+        self.timer = timer
+        self.horizon = horizon
+        self._hyperparameters = hyperparameters
+        self.plan = plan
+        self.folder = folder
+        self.callbacks = tuple(callbacks)
+        self.step: Step | None = None
+        """The current step, from `on_batch_start` to `on_batch_end` and all that follows it; None
+        before the first."""
+        self.stop_reason: str | None = None
+        """Why the run is to stop after this batch, or has stopped; None: it goes on."""
+        self.logged_units = 0.0
+        """How many samples, or target tokens, the loss in the last line of metrics is a mean of."""
+        self.skipped = SkippedSteps()
+        """Counts the steps that were left out; for the loop."""
+        self.logged = Logged()
+        """What was logged since the last line of metrics; for the loop."""
+        self._ranks = Ranks.from_environment() if ranks is None else ranks
+        self._loss: float | Tensor | Callable[[], float] = float("nan")
+        self._evaluate: Callable[[], dict[str, float]] | None = None
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """The base values, the schedules and the learning rate rule.
+
+        Raises:
+            TrainingError: the loop has given the run none.
+        """
+        if self._hyperparameters is None:
+            raise TrainingError(
+                cannot(
+                    "read the schedules of the run",
+                    why="this loop has given it none",
+                    instead="pass Run(hyperparameters=Hyperparameters(optimizer, {}, horizon))",
+                )
+            )
+        return self._hyperparameters
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return self._ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return self._ranks.world_size
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process writes and prints for all."""
+        return self._ranks.is_first
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the current step on this rank; nan before it is computed.
+
+        It is known from `on_gradient` on. Reading it waits for the device, so read it only when
+        you need it; `log` takes tensors without waiting.
+        """
+        if not isinstance(self._loss, float):
+            self._loss = float(self._loss() if callable(self._loss) else self._loss)
+        return self._loss
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were left out because something in them was not finite."""
+        return self.skipped.count
+
+    def log(
+        self, name: str, value: float | Tensor, *, reduce: Reduce = "mean", weight: float = 1.0
+    ) -> None:
+        """Put a value on the next line of metrics.
+
+        It is reduced over all calls since the last line, on all ranks; a rank that logs nothing
+        adds nothing. What was logged survives a resume.
+
+        Args:
+            name: the name on the line; one that the line has already is refused.
+            value: a number, or a tensor of one, which is not read before the line is written.
+            reduce: `"mean"`; `"sum"`; or `"last"`: the newest value, of the first rank that has
+                one.
+            weight: what the value counts in a mean, for example `step.num_samples`: then the mean
+                is one over samples, whatever the batch sizes were.
+
+        Raises:
+            TrainingError: the value is not a number, or the name was logged with another reduction
+                since the last line.
+        """
+        self.logged.add(name, value, reduce=reduce, weight=weight)
+
+    def take_logged(self) -> dict[str, float]:
+        """Return what was logged since the last call; for a loop of your own.
+
+        Every rank must call it.
+        """
+        return self.logged.take(self._ranks)
+
+    def all_reduce(self, value: _T, reduce: Literal["sum", "mean", "max", "min"] = "sum") -> _T:
+        """Return a number, or a tensor element by element, reduced over all ranks.
+
+        Every rank must call it, with a tensor of the same shape and type on its device.
+
+        Raises:
+            TrainingError: there is no such reduction, or another rank has ended.
+        """
+        one_of("reduce", reduce, ("sum", "mean", "max", "min"))
+        operation = "sum" if reduce == "mean" else reduce
+        divisor = self.world_size if reduce == "mean" else 1
+        if isinstance(value, Tensor):
+            total = value.detach().clone()
+            self._ranks.reduce(total, operation)
+            return total / divisor if divisor > 1 else total
+        packed = torch.tensor([value], dtype=torch.float64)
+        self._ranks.reduce(packed, operation)
+        return float(packed.item()) / divisor
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order, on every rank.
+
+        Every rank must call it. Nothing is pickled: a value may hold what the state of a callback
+        may (`Callback.state_dict`).
+
+        Raises:
+            TrainingError: it holds something else, or another rank has ended.
+        """
+        texts = self._ranks.gather(_text(value, "gather"), call="run.gather()")
+        return [unpack(json.loads(text)) for text in texts]
+
+    def broadcast(self, value: Any = None) -> Any:
+        """Return the first rank's value on every rank. Every rank must call it.
+
+        Raises:
+            TrainingError: it holds what `gather` does not take, or another rank has ended.
+        """
+        text = _text(value if self.is_first_rank else None, "broadcast")
+        return unpack(json.loads(self._ranks.gather(text, call="run.broadcast()")[0]))
+
+    def barrier(self) -> None:
+        """Wait until every rank has called it.
+
+        Raises:
+            TrainingError: another rank has ended, or did not come in time.
+        """
+        self._ranks.gather("", call="run.barrier()")
+
+    def stop(self, reason: str) -> None:
+        """End the run after the batch that is being computed, as a signal would.
+
+        In `on_fit_start`: before the first batch. The first reason counts. On several ranks one
+        that asks is enough; they agree while they compute a batch, so what is asked after that
+        holds for the next one.
+        """
+        self.stop_reason = self.stop_reason or reason
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the model on every evaluation's data, log it and return it by `name/metric`.
+
+        Every rank must call it.
+
+        Raises:
+            TrainingError: the loop has no evaluations.
+        """
+        if self._evaluate is None:
+            raise TrainingError(
+                cannot(
+                    "evaluate",
+                    why="this loop has given the run no evaluations",
+                    instead="call run.evaluate_with(function) in the loop first",
+                )
+            )
+        return self._evaluate()
+
+    def evaluate_with(self, evaluate: Callable[[], dict[str, float]]) -> None:
+        """Set what `evaluate` does; for the loop."""
+        self._evaluate = evaluate
+
+    def begin_step(self, step: Step) -> None:
+        """Note that a step begins; for the loop."""
+        self.step, self._loss = step, float("nan")
+
+    def set_loss(self, loss: float | Tensor | Callable[[], float]) -> None:
+        """Note the loss of the step, or a function that reads it; for the loop."""
+        self._loss = loss.detach() if isinstance(loss, Tensor) else loss
+
+
+def _text(value: Any, verb: str) -> str:
+    try:
+        return json.dumps(pack(value))
+    except PackingError as error:
+        raise TrainingError(
+            cannot(
+                f"{verb} a {type(value).__name__}",
+                why=str(error),
+                instead="pass numbers, texts, bytes, tensors, and lists, tuples and dicts of them",
+            )
+        ) from None

@@ -1,0 +1,301 @@
+"""What callbacks are given: facts, the loss of the step, values to log, collectives."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stretto import Hyperparameters, StepLoader
+from stretto.errors import TrainingError
+from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run, Stepping
+from stretto.training.algorithms import AdaScale, SequenceLengthWarmup
+from stretto.training.callback import EVENTS, Events
+
+Make = Callable[..., Any]
+
+
+class Do(Callback):
+    """Calls a function at the end of each batch."""
+
+    def __init__(self, work: Callable[[Run, Any], None]) -> None:
+        self.work = work
+
+    def on_batch_end(self, run: Run, step: Any) -> None:
+        self.work(run, step)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics, without what depends on the clock on the wall."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = ("sec", "samples_per_second", "tokens_per_second")
+    return [{key: value for key, value in one.items() if key not in timed} for one in found]
+
+
+def test_every_event_gets_the_run_of_the_trainer(problem: Make, tmp_path: Path) -> None:
+    class Everything(Callback): ...
+
+    seen: dict[str, set[int]] = {}
+    for name in EVENTS:
+
+        def listen(self: Any, run: Any, *details: Any, name: str = name) -> Any:
+            seen.setdefault(name, set()).add(id(run))
+            return details[0] if name == "transform_batch" else None
+
+        setattr(Everything, name, listen)
+    trainer = problem().trainer(
+        folder=tmp_path,
+        evaluate=Evaluation(problem().data),
+        checkpoint=Checkpointing(),
+        callbacks=[Everything()],
+    )
+    trainer.fit()
+    assert seen == {name: {id(trainer.run)} for name in EVENTS}
+    run = trainer.run
+    assert (run.model, run.optimizers) == (trainer.model, (trainer.optimizer,))
+    assert (run.timer, run.horizon, run.plan) == (trainer.timer, trainer.horizon, trainer.plan)
+    assert (run.folder, run.hyperparameters) == (tmp_path, trainer.hyperparameters)
+    assert (run.rank, run.world_size, run.is_first_rank) == (0, 1, True)
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_samples(problem: Make) -> None:
+    """Of micro-batches of different sizes too; before it is computed it is nan."""
+    run, found = problem(), []
+
+    class Look(Callback):
+        def on_batch_start(self, run: Run, step: Any) -> None:
+            assert math.isnan(run.loss)
+            assert run.step is step
+
+        def on_gradient(self, run: Run, step: Any) -> None:
+            batches = [micro.batch for micro in step]
+            inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+            loss = nn.functional.mse_loss(run.model(inputs), targets)
+            found.append((run.loss, loss.item()))
+
+        def on_batch_end(self, run: Run, step: Any) -> None:
+            assert run.loss == found[-1][0]
+
+    run.trainer(batch_size=8, micro_batch_size=3, callbacks=[Look()]).fit()
+    assert len(found) == 16
+    assert [one for one, _ in found] == pytest.approx([other for _, other in found], rel=1e-12)
+
+
+def test_a_loss_that_nobody_reads_is_not_computed(problem: Make) -> None:
+    run = problem().trainer().run
+    run.set_loss(lambda: pytest.fail("was read"))
+    run.begin_step(next(problem().trainer().loader))
+    assert math.isnan(run.loss)
+
+
+def test_what_is_logged_stands_on_the_next_line_reduced_over_its_batches(
+    problem: Make, tmp_path: Path
+) -> None:
+    def log(run: Run, step: Any) -> None:
+        run.log("mean", step.size)
+        run.log("weighted", torch.tensor(float(step.size)), weight=step.size)
+        run.log("sum", step.size, reduce="sum")
+        run.log("last", run.timer.batch, reduce="last")
+        if step.timestamp.batch == 5:
+            run.log("once", 1)
+
+    trainer = problem().trainer(
+        batch_size="0sp:4 20sp:10", log=Logging("4ba"), folder=tmp_path, callbacks=[Do(log)]
+    )
+    trainer.fit()
+    first, second, *rest = lines(tmp_path)
+    assert [first[key] for key in ("mean", "weighted", "sum", "last")] == [4.0, 4.0, 16.0, 4.0]
+    assert [second[key] for key in ("mean", "sum", "last", "once")] == [8.5, 34.0, 8.0, 1.0]
+    assert second["weighted"] == pytest.approx((4 * 4 + 3 * 100) / 34)
+    assert all("once" not in line for line in (first, *rest))
+
+
+@pytest.mark.parametrize("stop_at", [2, 4, 7])
+def test_what_was_logged_before_a_checkpoint_survives_a_resume(
+    problem: Make, tmp_path: Path, stop_at: int
+) -> None:
+    def log(run: Run, step: Any) -> None:
+        run.log("a", torch.tensor(run.loss), weight=step.size)
+        run.log("b", 1, reduce="sum")
+        if run.timer.batch % 4 == 1:
+            run.log("c", run.timer.batch, reduce="last")
+
+    def stop(run: Run, step: Any) -> None:
+        if run.timer.batch == stop_at:
+            run.stop("enough")
+
+    settings: dict[str, Any] = {"log": Logging("4ba"), "checkpoint": Checkpointing("1ep")}
+    problem().trainer(folder=tmp_path / "whole", callbacks=[Do(log)], **settings).fit()
+    problem().trainer(folder=tmp_path / "cut", callbacks=[Do(log), Do(stop)], **settings).fit()
+    again = problem().trainer(folder=tmp_path / "cut", callbacks=[Do(log)], **settings)
+    again.resume()
+    again.fit()
+    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (lambda run: run.log("loss", 1), "cannot log 'loss': a line of metrics has a value"),
+        (lambda run: run.log("lr", 1), "cannot log 'lr': a line of metrics has a value"),
+        (lambda run: run.log("a", torch.ones(2)), r"cannot log 'a': it is a tensor of shape \[2\]"),
+        (lambda run: run.log("a", "b"), "cannot log 'a': it is of type str"),
+        (lambda run: run.log("a", 1, reduce="max"), "cannot use reduce='max'"),
+        (lambda run: [run.log("a", 1), run.log("a", 1, reduce="sum")], "with reduce='sum'"),
+    ],
+    ids=["loss", "scheduled", "shape", "text", "reduction", "two"],
+)
+def test_what_cannot_be_logged_is_refused(problem: Make, log: Any, said: str) -> None:
+    trainer = problem().trainer(
+        schedules={"lr": 1.0}, log=Logging("1ba"), callbacks=[Do(lambda run, _: log(run))]
+    )
+    with pytest.raises(TrainingError, match=said):
+        trainer.fit()
+
+
+def small(model: nn.Module, batch: Any) -> Tensor:
+    """A loss whose gradient does not overflow at the first loss scale."""
+    return 0.01 * nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+class Gradients(Callback):
+    """Notes the norm of the gradient, and the loss scale would be in it."""
+
+    def __init__(self, limit: float = math.inf) -> None:
+        self.seen: list[float] = []
+        self.limit = limit
+
+    def on_gradient(self, run: Run, step: Any) -> None:
+        gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+        self.seen.append(float(torch.cat([one.flatten() for one in gradients]).norm()))
+        if len(self.seen) == 3:
+            gradients[0].mul_(self.limit)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_callbacks_see_gradients_without_the_loss_scale(problem: Make, clip_norm: Any) -> None:
+    found = {}
+    for precision in ("fp32", "fp16"):
+        run, watch = problem(dtype=torch.float32), Gradients(1.0)
+        run.trainer(
+            max_duration="4ba",
+            loss=small,
+            stepping=Stepping(device="cpu", precision=precision, clip_norm=clip_norm),
+            callbacks=[watch],
+        ).fit()
+        found[precision] = watch.seen
+    assert found["fp16"] == pytest.approx(found["fp32"], rel=0.02)
+
+
+def test_looking_at_a_scaled_gradient_changes_no_bit(problem: Make) -> None:
+    plain, watched = problem(dtype=torch.float32), problem(dtype=torch.float32)
+    stepping = Stepping(device="cpu", precision="fp16")
+    plain.trainer(stepping=stepping).fit()
+    watched.trainer(stepping=stepping, callbacks=[Gradients(1.0)]).fit()
+    assert torch.equal(plain.weights(), watched.weights())
+
+
+def test_a_gradient_that_a_callback_makes_infinite_is_skipped(problem: Make) -> None:
+    run = problem(dtype=torch.float32)
+    trainer = run.trainer(
+        loss=small,
+        stepping=Stepping(device="cpu", precision="fp16"),
+        callbacks=[Gradients(math.inf)],
+    )
+    trainer.fit()
+    assert trainer.run.skipped_steps == 1
+    assert run.weights().isfinite().all()
+
+
+def test_the_start_of_an_evaluation_is_an_event(problem: Make) -> None:
+    seen: list[Any] = []
+
+    class Note(Callback):
+        def on_evaluation_start(self, run: Run, name: str) -> None:
+            seen.append(("start", name, run.timer.batch))
+
+        def on_evaluation_end(self, run: Run, name: str, metrics: Any) -> None:
+            seen.append(("end", name, run.timer.batch))
+
+    data = problem().data
+    evaluations = [Evaluation(data, "1ep", name="a"), Evaluation(data, "2ep", name="b")]
+    trainer = problem().trainer(evaluate=evaluations, callbacks=[Note()])
+    trainer.fit()
+    first = [("start", "a", 8), ("end", "a", 8)]
+    both = [("start", "a", 16), ("end", "a", 16), ("start", "b", 16), ("end", "b", 16)]
+    assert seen == first + both
+    trainer.run.evaluate()
+    assert seen == first + both + both
+
+
+def test_collectives_of_one_rank_give_back_what_they_get(problem: Make) -> None:
+    run = problem().trainer().run
+    for reduce in ("sum", "mean", "max", "min"):
+        assert run.all_reduce(2.5, reduce) == 2.5
+        assert torch.equal(run.all_reduce(torch.arange(3), reduce), torch.arange(3))
+    value: dict[str, Any] = {"tensor": torch.ones(2, dtype=torch.bfloat16), "rest": (1, b"x")}
+    for back in (*run.gather(value), run.broadcast(value)):
+        assert torch.equal(back["tensor"], value["tensor"])
+        assert back["rest"] == value["rest"]
+    run.barrier()
+    with pytest.raises(TrainingError, match="cannot gather a set: it is of type set"):
+        run.gather({1})
+    with pytest.raises(TrainingError, match="cannot use reduce='median'"):
+        run.all_reduce(1.0, "median")
+
+
+def sequences() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 5, (16,), generator=generator) for _ in range(24)]
+
+
+def test_callbacks_work_in_a_loop_of_your_own() -> None:
+    """Two of stretto's own, with everything that a loop must do for them."""
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loader = StepLoader(sequences(), "0sp:4 12sp:6", max_duration="1ep", world_size=1, rank=0)
+    settings = Hyperparameters(optimizer, {}, loader.horizon)
+    callbacks: list[Callback] = [SequenceLengthWarmup(8, 16, over="50%"), AdaScale(4)]
+    run = Run(
+        model,
+        [optimizer],
+        loader.timer,
+        loader.horizon,
+        hyperparameters=settings,
+        callbacks=callbacks,
+    )
+    events, lengths, gains = Events(callbacks, run), [], []
+    with events.fit():
+        for step in loader:
+            run.begin_step(step)
+            settings.apply(step.timestamp, step.batch_size)
+            events.tell("on_batch_start", step)
+            for micro in step:
+                batch = micro.batch
+                for transform in events.listeners("transform_batch"):
+                    batch = transform(run, batch)
+                lengths.append(batch.shape[1])
+                (micro.weight * model(batch).square().mean()).backward()
+            events.tell("on_gradient", step)
+            optimizer.step()
+            optimizer.zero_grad()
+            loader.finish(step)
+            events.tell("on_batch_end", step)
+            gains.append(run.take_logged()["gain"])
+    assert (lengths[0], lengths[-1]) == (8, 16)
+    assert gains == [1.0] * len(lengths)
+
+
+def test_a_run_without_schedules_or_evaluations_says_so(problem: Make) -> None:
+    trainer = problem().trainer()
+    run = Run(trainer.model, [trainer.optimizer], trainer.timer, trainer.horizon)
+    with pytest.raises(TrainingError, match="cannot read the schedules of the run"):
+        _ = run.hyperparameters
+    with pytest.raises(TrainingError, match="cannot evaluate"):
+        run.evaluate()
