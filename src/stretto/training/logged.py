@@ -58,16 +58,28 @@ class Logged:
             raise _no_number(name, f"it is of type {type(value).__name__}")
         known.add(value, weight)
 
-    def take(self, ranks: Ranks) -> dict[str, float]:
+    def take(self, ranks: Ranks, *, taken: Iterable[str] = ()) -> dict[str, float]:
         """Return what was logged since the last call, on every rank, and begin anew.
 
         A rank that has logged nothing adds nothing. Of "last", the first rank that has logged the
         name counts. Every rank must call it.
 
+        Args:
+            ranks: the processes of the run.
+            taken: names that the line has already.
+
         Raises:
-            TrainingError: two ranks have logged one name with different reductions.
+            TrainingError: a name is taken, or two ranks have logged one with different reductions.
         """
         merged = self._merged(ranks)
+        for name in sorted(merged.keys() & set(taken)):
+            raise TrainingError(
+                cannot(
+                    f"log {shown(name)}",
+                    why="a line of metrics has a value of that name already",
+                    instead="choose another name",
+                )
+            )
         self._values = {}
         return {name: one.result() for name, one in merged.items()}
 

@@ -190,10 +190,7 @@ class Recorder:
             record["tokens_per_second"] = tokens / seconds
         record |= values
         if any_logged:
-            logged = self._logged.take(self._ranks)
-            for name in sorted(logged.keys() & record.keys()):
-                raise _taken(name)
-            record |= logged
+            record |= self._logged.take(self._ranks, taken=record.keys())
         self._size = None
         self.write(record)
         return record
@@ -335,16 +332,6 @@ def json_line(record: Record) -> str:
 def _no_checkpoint(folder: Path | None, why: str) -> CheckpointError:
     return CheckpointError(
         cannot(f"write a checkpoint of {folder}", why=why, instead="make room, or put them back")
-    )
-
-
-def _taken(name: str) -> TrainingError:
-    return TrainingError(
-        cannot(
-            f"log {name!r}",
-            why="a line of metrics has a value of that name already",
-            instead="choose another name",
-        )
     )
 
 
