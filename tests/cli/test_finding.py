@@ -65,6 +65,25 @@ def test_for_a_device_that_is_not_here(wide: Path, stretto: Stretto) -> None:
     assert "0 real ones" in said.out
 
 
+NOISY = """
+
+from stretto import BatchSizePolicy, BoundPolicy
+
+
+class Noisy(BatchSizePolicy, BoundPolicy):
+    is_static, units, reads = False, frozenset(), frozenset({"noise"})
+
+    def bind(self, horizon):
+        return self
+
+    def start(self):
+        return {}
+
+    def decide(self, timestamp, state, signals):
+        return 8, state
+"""
+
+
 @pytest.mark.parametrize(
     "measured",
     [
@@ -75,12 +94,14 @@ def test_for_a_device_that_is_not_here(wide: Path, stretto: Stretto) -> None:
             "{duration: rest, norm_test: 0.5, start: 8, maximum: 64}]}",
         ),
         RUN + "callbacks: [{target: stretto.training.algorithms:NoiseReport}]",
+        RUN.replace("batch_size: 8", "batch_size: {target: cli_wide:Noisy}"),
     ],
-    ids=["policy", "period", "callback"],
+    ids=["policy", "period", "callback", "policy of yours"],
 )
 def test_a_run_that_measures_noise_keeps_one_more_gradient(
     wide: Path, stretto: Stretto, measured: str
 ) -> None:
+    (wide / "cli_wide.py").write_text(WIDE + NOISY)
     (wide / "measured.yaml").write_text(measured)
     arguments = ("--device-memory", "25MB", *CPU, "--json")
     plain = json.loads(stretto("find-batch-size", "run.yaml", *arguments).out)

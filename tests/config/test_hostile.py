@@ -120,6 +120,7 @@ batch_size: 64
 callbacks: [{target: "harm:touch"}]
 loading: {collate_fn: {target: "harm:touch"}}
 evaluate: {metrics: {a: {target: "harm:touch"}}, data: {target: "harm:touch"}}
+log: {loggers: [{target: "harm:touch"}]}
 """
 
 
@@ -132,7 +133,7 @@ def test_what_reading_and_planning_import(tmp_path: Path, monkeypatch: pytest.Mo
     for override in (
         "batch_size={target: 'harm:touch'}",
         "schedules.lr={target: 'harm:touch'}",
-        "learning_rate_rule={function: {target: 'harm:touch'}}",
+        "learning_rate_rule={target: 'harm:touch'}",
         "optimizer.lr=null",
         "data.num_samples=null",
     ):

@@ -102,7 +102,7 @@ def test_functions_of_yours(project: str) -> None:
         config(
             batch_size={"target": f"{project}:grow", "every": "1ep"},
             schedules={"lr": {"target": f"{project}:halve_each_epoch"}},
-            learning_rate_rule={"function": {"target": f"{project}:follow"}},
+            learning_rate_rule={"target": f"{project}:follow"},
         )
     )
     assert [stage.size for stage in plan.stages] == [8, 12]

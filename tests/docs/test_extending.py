@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from stretto.config import build_plan, build_trainer, parse_run_file
+from stretto.config import RunFile, build_plan, build_trainer, parse_run_file
+from stretto.errors import ConfigError
 from stretto.training import Trainer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
@@ -68,7 +70,7 @@ def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
-def written(title: str, **more: Any) -> Any:
+def written(title: str, **more: Any) -> RunFile:
     """The run file that a section shows, as it is read."""
     (lines,) = blocks("yaml", section(title))
     return parse_run_file(yaml.safe_dump({**BASE, **yaml.safe_load(lines), **more}))
@@ -78,6 +80,25 @@ def trainer(title: str, **more: Any) -> Trainer:
     """The trainer of the run file that a section shows."""
     run_file = written(title, **more)
     return build_trainer(run_file.config, source=run_file.source, folder=Path("run"))
+
+
+def policy() -> dict[str, Any]:
+    """The batch size of the section on policies."""
+    (lines,) = blocks("yaml", section("A batch size policy"))
+    found: dict[str, Any] = yaml.safe_load(lines)["batch_size"]
+    return found
+
+
+def ledger(column: str) -> list[str]:
+    """What a run has noted of each batch."""
+    with Path("run/ledger.csv").open() as file:
+        return [row[column] for row in csv.DictReader(file)]
+
+
+def rates(run_file: RunFile) -> list[float]:
+    """The learning rate of each batch in the plan of a run file."""
+    plan = build_plan(run_file.config, source=run_file.source)
+    return [batch.values["lr"] for batch in plan.batches()]
 
 
 def test_each_part_takes_at_most_fifteen_lines() -> None:
@@ -99,3 +120,42 @@ def test_a_logger_has_every_line_once_after_a_resume() -> None:
     again.fit()
     assert Path("run/losses.csv").read_text().splitlines() == rows
     assert build_plan(written("A logger").config).num_batches == again.timer.batch
+
+
+def test_a_batch_size_policy_follows_the_loss_and_resumes_with_its_state() -> None:
+    whole = trainer("A batch size policy")
+    whole.fit()
+    sizes = ledger("size")
+    assert sizes[0] == "4"
+    assert "8" in sizes
+    Path("run").rename("whole")
+    stopped = trainer("A batch size policy", max_duration="4ep", checkpoint={"every": "1ep"})
+    assert stopped.plan is None
+    again = trainer("A batch size policy")
+    again.resume(min(Path("whole/checkpoints").iterdir()))
+    again.fit()
+    assert ledger("size") == sizes[-len(ledger("size")) :]
+
+
+def test_a_policy_gets_every_key_that_is_not_a_bound() -> None:
+    with pytest.raises(ConfigError, match=r"DoubleWhenLossHalves: it takes no 'every'"):
+        trainer("A batch size policy", batch_size={**policy(), "every": "1ep"})
+    with pytest.raises(ConfigError, match=r"it takes no 'larges'; did you mean 'largest'"):
+        trainer("A batch size policy", batch_size={"target": policy()["target"], "larges": 3})
+    small = trainer("A batch size policy", batch_size={**policy(), "at_most": 8})
+    small.fit()
+    assert max(map(int, ledger("size"))) == 8
+
+
+def test_a_schedule() -> None:
+    expected = [0.1] * 5 + [0.075] * 5
+    assert rates(written("A schedule")) == pytest.approx(expected)
+    trainer("A schedule").fit()
+    assert [float(rate) for rate in ledger("lr")] == pytest.approx(expected)
+
+
+def test_a_learning_rate_rule() -> None:
+    expected = [0.1] * 10 + [0.3] * 3
+    assert rates(written("A learning rate rule")) == pytest.approx(expected)
+    trainer("A learning rate rule").fit()
+    assert [float(rate) for rate in ledger("lr")] == pytest.approx(expected)

@@ -169,7 +169,6 @@ RuleLike: TypeAlias = LearningRateRule | Mapping[str, Any] | Callable[[int], flo
 _RULES: Mapping[str, Callable[[Any], LearningRateRule]] = {
     "linear": LinearRule,
     "sqrt": SquareRootRule,
-    "function": FunctionRule,
 }
 
 
@@ -189,7 +188,7 @@ def as_rule(rule: RuleLike) -> LearningRateRule:
         if len(value) == 1 and next(iter(value)) in _RULES:
             [(name, argument)] = value.items()
             return _RULES[name](argument)
-        why = "it is not exactly one of 'linear', 'sqrt' and 'function'"
+        why = "it is not exactly one of 'linear' and 'sqrt'"
     elif callable(value):
         return FunctionRule(value)
     elif isinstance(value, str) and value in ("linear", "sqrt"):

@@ -33,11 +33,6 @@ class PeriodicSizes(Sizes):
     periods: Annotated[list[SizesInPeriod], Field(min_length=1)]
     """Each with a `duration`, and a way to write its sizes; times in it are relative to it."""
 
-    @property
-    def reads_noise(self) -> bool:
-        """Whether one of them follows the noise of the gradient."""
-        return any(getattr(period, "reads_noise", False) for period in self.periods)
-
     def _sizes(self, building: Building, path: Path) -> BatchSizePolicy:
         policies = []
         for number, period in enumerate(self.periods):

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from stretto.config.fields import Target
 from stretto.config.source import NO_SOURCE, Path, Source
-from stretto.config.targets import bound_target
+from stretto.config.targets import bound_target, call_target, import_target
 
 
 @final
@@ -36,6 +36,17 @@ class Building:
         if not self.imports:
             return _stand_in
         return bound_target(section, source=self.source, path=path)  # type: ignore[no-any-return]
+
+    def is_class(self, target: str, kind: type, path: Path) -> bool:
+        """Return whether a target is a class of `kind`; False if targets are not imported."""
+        if not self.imports:
+            return False
+        found = import_target(target, where=self.source.where((*path, "target")))
+        return isinstance(found, type) and issubclass(found, kind)
+
+    def made(self, section: Target, path: Path) -> Any:
+        """Return what a section's target returns for its arguments."""
+        return call_target(section, source=self.source, path=path)
 
 
 CHECKING = Building(imports=False)

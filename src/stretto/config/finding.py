@@ -7,19 +7,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stretto.config.data import make_spec
+from stretto.config.data import known_sizes, make_spec
 from stretto.config.parts import (
     make_loading,
     make_loss,
     make_model,
     make_optimizer,
 )
+from stretto.config.plans import build_run
 from stretto.config.run import RunConfig
 from stretto.config.source import NO_SOURCE, Source
 from stretto.config.targets import import_target
-from stretto.config.training import check_complete, seed_everything
+from stretto.config.training import check_complete, seed_everything, with_some_maximum
 from stretto.data import DataSpec, StepLoader
-from stretto.errors import ConfigError, cannot
+from stretto.errors import ConfigError, StrettoError, cannot
 from stretto.memory import TrainingStep
 from stretto.memory.examples import example_batches, resizable
 from stretto.training.measuring import keeps_gradients_apart
@@ -73,21 +74,25 @@ def build_finding(
         clip_norm=stepping.clip_norm,
         accumulation=MICRO_BATCHES,
         loss_reduction=stepping.loss_reduction,
-        measures_noise=_measures_noise(config),
+        measures_noise=_measures_noise(config, spec, source),
     )
     return Finding(step, batch, spec.known_num_samples)
 
 
-def _measures_noise(config: RunConfig) -> bool:
-    """Whether steps keep gradients apart. Nothing is built that the question does not need."""
-    reads = {"noise"} if getattr(config.batch_size, "reads_noise", False) else set()
+def _measures_noise(config: RunConfig, spec: DataSpec, source: Source) -> bool:
+    """Whether steps keep gradients apart, for batch sizes or callbacks that follow their noise."""
+    reads: frozenset[str] = frozenset()
+    # What cannot be planned for the data here can where it trains, or is refused there.
+    with contextlib.suppress(StrettoError):
+        run = with_some_maximum(build_run(config, known_sizes(spec), source=source))
+        reads = run.policy.bind(run.horizon).reads
     callbacks = []
     for section in config.callbacks:
         # What cannot be imported here can where it trains, or is refused there.
         with contextlib.suppress(ConfigError):
             callbacks.append(import_target(section.target))
     kinds = [one for one in callbacks if isinstance(one, type)]
-    return keeps_gradients_apart(frozenset(reads), kinds)
+    return keeps_gradients_apart(reads, kinds)
 
 
 def _examples(config: RunConfig, spec: DataSpec, source: Source) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -31,8 +31,6 @@ class FollowingSizes(WrittenSizes):
 
 class NoisySizes(FollowingSizes):
     """Sizes that follow the noise of the gradient."""
-
-    reads_noise: ClassVar[bool] = True
 
     start: Count
     """The size until the noise is known."""

@@ -17,6 +17,7 @@ from stretto.config.fields import Target
 from stretto.config.hyperparameters import base_values, check_optimizer, effective
 from stretto.config.run import RunConfig
 from stretto.config.schedules import build_schedule
+from stretto.config.sections import build_rule
 from stretto.config.source import NO_SOURCE, Path, Source, in_file_words
 from stretto.errors import ConfigError, PlanError, cannot
 from stretto.planning import (
@@ -225,7 +226,7 @@ def build_run(
         scaled,
         triggers,
         {name: path for name, (path, _) in intervals.items()},
-        None if rule is None else rule.build(building, ("learning_rate_rule",)),
+        None if rule is None else build_rule(rule, building, ("learning_rate_rule",)),
     )
 
 

@@ -22,13 +22,13 @@ from stretto.config.fields import (
 from stretto.config.messages import explain
 from stretto.config.schedules import ScheduleText
 from stretto.config.sections import (
+    AnyRule,
     Checkpoint,
     Data,
     Evaluate,
     LoadingSection,
     Log,
     Optimizer,
-    Rule,
     SteppingSection,
 )
 from stretto.config.source import NO_SOURCE, Source
@@ -103,8 +103,9 @@ class RunConfig(Section):
     micro_batch_size: CountOrAuto | None = None
     """Most samples of one forward and backward pass on one rank; `auto`: as many as fit into
     memory; left out: all its share."""
-    learning_rate_rule: Rule | None = None
-    """How the learning rate answers to the batch size; left out: not at all."""
+    learning_rate_rule: AnyRule | None = None
+    """How the learning rate follows the batch size, a rule or a function of yours; left out: not at
+    all."""
     last_batch: LastBatch = "keep"
     """Where an epoch ends inside a batch: `keep` a smaller one, `drop` it, or `carry` on."""
     loading: LoadingSection = LoadingSection()

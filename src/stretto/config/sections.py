@@ -76,14 +76,12 @@ class Optimizer(Target):
 
 
 class Rule(Section):
-    """How the learning rate answers to the batch size; exactly one of the keys."""
+    """How the learning rate follows the batch size; exactly one of the keys."""
 
     linear: Count | None = None
     """In proportion to it; the learning rate is meant for batches of this size."""
     sqrt: Count | None = None
     """In proportion to its square root; the learning rate is meant for batches of this size."""
-    function: Target | None = None
-    """As a function of yours says: `function(size) -> factor`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -103,11 +101,36 @@ class Rule(Section):
             )
         return self
 
-    def build(self, building: Building, path: Path) -> LearningRateRule:
+    def rule(self) -> LearningRateRule:
         """Return the rule."""
-        if self.function is not None:
-            return as_rule(building.function(self.function, (*path, "function")))
         return as_rule({"sqrt": self.sqrt} if self.linear is None else {"linear": self.linear})
+
+
+AnyRule: TypeAlias = Annotated[
+    Annotated[Rule, Tag("<Rule>")] | Annotated[Target, Tag("<target>")],
+    shape_of(
+        lambda value: (
+            "<target>"
+            if isinstance(value, Target) or (isinstance(value, dict) and "target" in value)
+            else "<Rule>"
+        ),
+        "write for example {sqrt: 64}, or {target: my.module:rule}",
+    ),
+]
+"""How the learning rate follows the batch size: a rule, or a function of yours from the size to a
+factor."""
+
+
+def build_rule(value: AnyRule, building: Building, path: Path) -> LearningRateRule:
+    """Return the learning rate rule that a run file says.
+
+    Raises:
+        ConfigError: the target cannot be imported or called.
+    """
+    if isinstance(value, Rule):
+        return value.rule()
+    with building.source.at(*path):
+        return as_rule(building.function(value, path))
 
 
 class LoadingSection(Section):

@@ -231,20 +231,28 @@ class SteppedSizes(WrittenSizes):
 
 
 class FunctionSizes(Sizes):
-    """A function of yours: `function(timestamp, current) -> size`."""
+    """A function of yours, `function(timestamp, current) -> size`, or a policy of yours."""
 
     model_config = ConfigDict(extra="allow")
 
     target: TargetText
-    """`package.module:function`; keys that stand in no list here are its arguments."""
+    """`package.module:function`, or a class of policies (`stretto.BatchSizePolicy`); keys that are
+    not listed here are its arguments."""
     every: Length | None = None
-    """Ask only when another such time has passed; left out, before every batch."""
+    """How often the function is asked; left out, before every batch. A policy gets it as an
+    argument."""
     planned: bool = True
-    """Whether the sizes follow from counts, so that they are known before the run."""
+    """Whether the function's sizes follow from counts, so that they are known before the run. A
+    policy gets it as an argument."""
 
     def _sizes(self, building: Building, path: Path) -> BatchSizePolicy:
-        section = Target(target=self.target, **(self.__pydantic_extra__ or {}))
-        function = building.function(section, path)
+        arguments = self.__pydantic_extra__ or {}
+        if building.is_class(self.target, BatchSizePolicy, path):
+            own = self.model_fields_set & {"every", "planned"}
+            arguments = {**arguments, **{name: getattr(self, name) for name in own}}
+            policy: BatchSizePolicy = building.made(Target(target=self.target, **arguments), path)
+            return policy
+        function = building.function(Target(target=self.target, **arguments), path)
         return SizeFunction(function, every=self.every, planned=self.planned)
 
 

@@ -61,7 +61,7 @@ def build_trainer(
     world_size = _world_size(config, source)
     spec = make_spec(config, source=source)
     run = build_run(config, known_sizes(spec), source=source, world_size=world_size)
-    check_run(config, _with_some_maximum(run), source)
+    check_run(config, with_some_maximum(run), source)
     seed_everything(config.seed)
     model = make_model(config, source)
     if config.parallel == "fsdp":
@@ -90,7 +90,7 @@ def build_trainer(
     return trainer
 
 
-def _with_some_maximum(run: Run) -> Run:
+def with_some_maximum(run: Run) -> Run:
     """The run with a largest batch size that is still to be found, so that it can be checked."""
     if not awaits_maximum(run.policy):
         return run
