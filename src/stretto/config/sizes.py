@@ -241,19 +241,19 @@ class FunctionSizes(Sizes):
     every: Length | None = None
     """How often the function is asked; left out, before every batch. A policy gets it as an
     argument."""
-    planned: bool = True
-    """Whether the function's sizes follow from counts, so that they are known before the run. A
-    policy gets it as an argument."""
+    planned: bool | None = None
+    """Whether the function's sizes follow from counts, so that they are known before the run; left
+    out: yes. A policy gets it as an argument."""
 
     def _sizes(self, building: Building, path: Path) -> BatchSizePolicy:
-        arguments = self.__pydantic_extra__ or {}
+        arguments = dict(self.__pydantic_extra__ or {})
         if building.is_class(self.target, BatchSizePolicy, path):
-            own = self.model_fields_set & {"every", "planned"}
-            arguments = {**arguments, **{name: getattr(self, name) for name in own}}
+            own = {"every": self.every, "planned": self.planned}
+            arguments |= {name: value for name, value in own.items() if value is not None}
             policy: BatchSizePolicy = building.made(Target(target=self.target, **arguments), path)
             return policy
         function = building.function(Target(target=self.target, **arguments), path)
-        return SizeFunction(function, every=self.every, planned=self.planned)
+        return SizeFunction(function, every=self.every, planned=self.planned is not False)
 
 
 class IncreasedSizes(Sizes):
