@@ -29,6 +29,7 @@ from stretto.training import (
     Trainer,
 )
 from stretto.training.algorithms import (
+    ExponentialMovingAverage,
     LayerFreezing,
     SelectiveBackprop,
     SequenceLengthWarmup,
@@ -171,6 +172,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("training-run-gather", lambda: trainer().run.gather({1})),
     ("training-run-evaluate", lambda: bare_run().evaluate()),
     ("training-run-schedules", lambda: bare_run().hyperparameters),
+    ("training-average", lambda: ExponentialMovingAverage(0.9, half_life="1ep")),
     ("training-same-name", lambda: trainer(evaluate=[Evaluation(DATA), Evaluation(DATA)])),
     ("training-taken-name", lambda: trainer(evaluate=Evaluation(DATA, name="log"))),
     ("training-duration", lambda: trainer(max_duration="2epochs")),

@@ -20,7 +20,17 @@ from torch.utils.data import TensorDataset
 from stretto.checkpoint import Shard, pack_optimizer, to_shard
 from stretto.data import Step
 from stretto.errors import TrainingError
-from stretto.training import Callback, Evaluation, Loading, Logging, Run, Stepping, Trainer
+from stretto.training import (
+    Callback,
+    Checkpointing,
+    Evaluation,
+    Loading,
+    Logging,
+    Run,
+    Stepping,
+    Trainer,
+)
+from stretto.training.algorithms import ExponentialMovingAverage
 
 Outcome = dict[str, Any]
 
@@ -231,6 +241,55 @@ def halves() -> Outcome:
     return {name: half(sharded(model()), Poison(), **run) for name, run in HALF.items()}
 
 
+class StopAt(Callback):
+    def __init__(self, batch: int | None) -> None:
+        self.batch = batch
+
+    def on_batch_end(self, run: Run, step: Step) -> None:
+        if run.timer.batch == self.batch:
+            run.stop("enough")
+
+
+def average(net: nn.Module, folder: Path | None = None, *, stop_at: int | None = None) -> Outcome:
+    """Train with averaged weights, on from a checkpoint if there is one; return them whole."""
+    averages = ExponentialMovingAverage(half_life="20sp", start="8sp")
+    trainer = Trainer(
+        net,
+        data(),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+        loss=square,
+        max_duration="8ba",
+        batch_size="0sp:7 28sp:8",
+        micro_batch_size=3,
+        stepping=Stepping(device="cpu"),
+        evaluate=Evaluation(data(), "3ba"),
+        checkpoint=None if folder is None else Checkpointing("1ep"),
+        callbacks=[averages, StopAt(stop_at)],
+        folder=folder,
+    )
+    if folder is not None:
+        trainer.resume("auto")
+    trainer.fit()
+    kept = averages.state_dict()["average"]
+    whole = {
+        name: (one.full_tensor() if isinstance(one, DTensor) else one).tolist()
+        for name, one in kept.items()
+    }
+    kinds = {type(one).__name__ for one in kept.values()}
+    return {"averages": whole, "kinds": sorted(kinds), "metrics": trainer.evaluate()}
+
+
+def averaged(out: Path) -> Outcome:
+    """With fully sharded and with replicated models, in one piece and resumed."""
+    found: Outcome = {}
+    makes: dict[str, Callable[[], Net]] = {"sharded": lambda: sharded(model()), "replicated": model}
+    for name, make in makes.items():
+        found[name] = average(make())
+        average(make(), out / name, stop_at=5)
+        found[f"{name}, resumed"] = average(make(), out / name)
+    return found
+
+
 _CALLS = [0]
 
 
@@ -246,6 +305,7 @@ def main(out: Path) -> None:
     report: Outcome = {name: train(sharded(model()), **run) for name, run in RUNS.items()}
     others: list[Callable[[], Outcome]] = [refusals, pieces, statistics, scaled, halves]
     report |= {other.__name__: other() for other in others}
+    report["averaged"] = averaged(out)
     (out / f"rank{rank}.json").write_text(json.dumps(report))
     dist.barrier()
 

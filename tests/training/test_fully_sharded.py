@@ -105,6 +105,18 @@ class TestTwoRanks:
             assert distance(found["weights"], expected["weights"]) < 2e-3
             assert distance(found["weights"], untouched["weights"]) > 1e-2
 
+    @pytest.mark.parametrize("name", ["sharded", "replicated"])
+    def test_average_weights_like_one_process_and_resume_to_the_last_bit(
+        self, ranks: list[dict[str, Any]], name: str
+    ) -> None:
+        expected = edges.average(edges.model())
+        for rank in ranks:
+            found, resumed = rank["averaged"][name], rank["averaged"][f"{name}, resumed"]
+            assert found["kinds"] == ["DTensor" if name == "sharded" else "Tensor"]
+            assert distance(found["averages"], expected["averages"]) < 1e-12
+            assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
+            assert resumed == found
+
     def test_refuse_other_ways_of_sharding(self, ranks: list[dict[str, Any]]) -> None:
         refusals = ranks[0]["refusals"]
         assert refusals == ranks[1]["refusals"]

@@ -50,8 +50,8 @@ class BranchPoint:
     size, and the learning rate of the batch before the checkpoint, scaled by the rule for its size.
     It has no schedules and no loggers. Of the callbacks it has those that take part in a step
     (`on_fit_start`, `on_batch_start`, `transform_batch`, `on_gradient` or `on_batch_end`), and
-    neither set learning rates nor listen to the measured noise; their clock stays at the
-    checkpoint. All else is as the run file says.
+    neither set learning rates nor listen to the measured noise or to the start of an evaluation;
+    their clock stays at the checkpoint. All else is as the run file says.
 
     Args:
         config: the run file.
@@ -254,6 +254,7 @@ def _changes_training(callback: Callback) -> bool:
     return (
         any(overrides(callback, name) for name in _IN_STEPS)
         and not overrides(callback, "on_noise")
+        and not overrides(callback, "on_evaluation_start")  # measures other weights
         and not callback.sets_learning_rate
     )
 

@@ -2,6 +2,7 @@
 
 from stretto.training.algorithms.ada_scale import AdaScale
 from stretto.training.algorithms.layer_freezing import LayerFreezing
+from stretto.training.algorithms.moving_average import ExponentialMovingAverage
 from stretto.training.algorithms.noise_report import NoiseReport
 from stretto.training.algorithms.selective_backprop import SelectiveBackprop
 from stretto.training.algorithms.sequence_length import SequenceLengthWarmup
@@ -9,6 +10,7 @@ from stretto.training.algorithms.stochastic_depth import StochasticDepth
 
 __all__ = [
     "AdaScale",
+    "ExponentialMovingAverage",
     "LayerFreezing",
     "NoiseReport",
     "SelectiveBackprop",
