@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -27,7 +28,10 @@ BASE = {
     "checkpoint": {"every": "1ep"},
     "log": {"loggers": []},
 }
-SHORT = ("A batch size policy", "A schedule", "A learning rate rule", "A logger")
+SHORT = (
+    *("A batch size policy", "A schedule", "A learning rate rule"),
+    *("A callback", "A metric", "A logger"),
+)
 """The parts that fifteen lines of Python and one block of a run file are enough for."""
 PROJECT = """
 import torch
@@ -158,6 +162,20 @@ def test_a_policy_gets_every_key_that_is_not_a_bound() -> None:
     small = trainer("A batch size policy", batch_size={**policy(), "at_most": 8})
     small.fit()
     assert max(map(int, ledger("size"))) == 8
+
+
+def test_a_callback() -> None:
+    stopping = trainer("A callback", max_duration="20ep")
+    stopping.fit()
+    assert stopping.stop_reason == "the loss is below 0.01"
+    last = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["distance"] == pytest.approx(last["loss"] - 0.01)
+
+
+def test_a_metric() -> None:
+    measured = trainer("A metric").evaluate()
+    assert set(measured) == {"validation/loss", "validation/error"}
+    assert measured["validation/error"] == pytest.approx(measured["validation/loss"])
 
 
 def test_a_schedule() -> None:
