@@ -37,11 +37,11 @@ def fits(case: Case, size: int) -> dict[str, Any]:
 
 def stretto(case: Case, method: str) -> dict[str, Any]:
     """Ask `stretto.find_batch_size`."""
-    from stretto import TrainingStep, find_batch_size
+    from stretto import SupervisedStep, find_batch_size
 
     model = case.make_model()
     counter = Counter(model)
-    step = TrainingStep(model, optimizer_of(model), case.loss)
+    step = SupervisedStep(model, optimizer_of(model), case.loss)
     set_limit()
     answer = find_batch_size(step, case.make_batch(2), method=method)  # type: ignore[arg-type]
     return {

@@ -28,11 +28,12 @@ from torch.utils.data import TensorDataset
 from stretto.errors import FitError
 from stretto.examples.text import next_byte_loss
 from stretto.examples.tiny_gpt import TinyGPT
-from stretto.memory import TrainingStep, find_batch_size, predict, probe
+from stretto.memory import find_batch_size, predict, probe
 from stretto.memory.finder import FindMethod
 from stretto.memory.limits import held_bytes
 from stretto.memory.real import record_step
 from stretto.memory.trace import state_tensors
+from stretto.runtime import SupervisedStep
 from stretto.training import Callback, Run, Stepping, Trainer
 
 RESULTS = Path(__file__).parent / "results"
@@ -114,7 +115,7 @@ def measure_finder(device: str, *, is_quick: bool) -> dict[str, Any]:
         layers, width, heads, length = 2, 64, 2, 64
     with torch.device(device):
         model = TinyGPT(layers, width, heads=heads, context=length, vocabulary=50257, tied=tied)
-    step = TrainingStep(
+    step = SupervisedStep(
         model, torch.optim.AdamW(model.parameters()), next_byte, precision="bf16", clip_norm=1.0
     )
     found: dict[str, Any] = {}

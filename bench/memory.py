@@ -24,8 +24,9 @@ from peer_environments import FOLDER
 
 from stretto.errors import FitError
 from stretto.examples.tiny_gpt import TinyGPT
-from stretto.memory import TrainingStep, predict, probe
+from stretto.memory import predict, probe
 from stretto.memory.real import record_step
+from stretto.runtime import SupervisedStep
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = (8, 17, 40)
@@ -93,7 +94,7 @@ def measure_large(name: str) -> dict[str, Any]:
     with torch.device("meta"):
         model = TinyGPT(layers, width, heads=heads, context=length, vocabulary=50257, tied=tied)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    step = TrainingStep(model, optimizer, next_byte, precision="bf16", clip_norm=1.0)
+    step = SupervisedStep(model, optimizer, next_byte, precision="bf16", clip_norm=1.0)
     # Making an optimizer has imported torch's compiler, about 2 s and 70 MiB, in any program.
     before, start = high_water_mark(), time.process_time()
     prediction = predict(step, lambda size: torch.zeros(size, length, dtype=torch.long))

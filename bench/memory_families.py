@@ -17,7 +17,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from stretto.examples.tiny_gpt import TinyGPT
-from stretto.memory import TrainingStep
+from stretto.memory.step import WholeStep
+from stretto.runtime import SupervisedStep
 
 MakeBatch = Callable[[int], Any]
 
@@ -25,7 +26,7 @@ MakeBatch = Callable[[int], Any]
 class Family(NamedTuple):
     """A step, and how its batches are made."""
 
-    step: TrainingStep
+    step: WholeStep
     make_batch: MakeBatch
 
 
@@ -324,7 +325,9 @@ def _of(
     optimizer: torch.optim.Optimizer | None = None,
     **options: Any,
 ) -> Family:
-    return Family(TrainingStep(model, optimizer or adamw(model), loss, **options), make_batch)
+    accumulation = options.pop("accumulation", 1)
+    step = SupervisedStep(model, optimizer or adamw(model), loss, **options)
+    return Family(WholeStep.of(step, accumulation=accumulation), make_batch)
 
 
 def _mlp(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], **options: Any) -> Family:

@@ -68,11 +68,12 @@ _FACE = {
         "TrainingError",
         "UnitError",
     ),
-    "stretto.memory": ("TrainingStep", "find_batch_size", "is_out_of_memory"),
+    "stretto.memory": ("find_batch_size", "is_out_of_memory"),
     "stretto.noise": ("NoiseEstimator", "NoiseSums", "NoiseTerms", "noise_terms"),
     "stretto.optim": ("Hyperparameters", "from_torch"),
     "stretto.ordering": ("SampleOrder",),
     "stretto.planning": ("Plan", "plan"),
+    "stretto.runtime": ("SupervisedStep", "TrainStep"),
     "stretto.schedules": (
         "Constant",
         "Cosine",

@@ -47,7 +47,6 @@ from stretto.errors import StrettoError as StrettoError
 from stretto.errors import TimeError as TimeError
 from stretto.errors import TrainingError as TrainingError
 from stretto.errors import UnitError as UnitError
-from stretto.memory import TrainingStep as TrainingStep
 from stretto.memory import find_batch_size as find_batch_size
 from stretto.memory import is_out_of_memory as is_out_of_memory
 from stretto.noise import NoiseEstimator as NoiseEstimator
@@ -59,6 +58,8 @@ from stretto.optim import from_torch as from_torch
 from stretto.ordering import SampleOrder as SampleOrder
 from stretto.planning import Plan as Plan
 from stretto.planning import plan as plan
+from stretto.runtime import SupervisedStep as SupervisedStep
+from stretto.runtime import TrainStep as TrainStep
 from stretto.schedules import Constant as Constant
 from stretto.schedules import Cosine as Cosine
 from stretto.schedules import CosineRestarts as CosineRestarts
@@ -176,15 +177,16 @@ __all__ = [
     "Stepping",
     "Steps",
     "StrettoError",
+    "SupervisedStep",
     "TensorBoardLogger",
     "Time",
     "TimeError",
     "TimeUnit",
     "Timer",
     "Timestamp",
+    "TrainStep",
     "Trainer",
     "TrainingError",
-    "TrainingStep",
     "UnitError",
     "WSD",
     "WandbLogger",

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from stretto.memory import Sizes, TrainingStep, find_batch_size, sandbox, search
+from stretto.memory import Sizes, find_batch_size, sandbox, search
 from stretto.memory.amounts import Margin, parse_bytes
 from stretto.memory.limits import room
 from stretto.memory.ranks import Together
+from stretto.runtime import SupervisedStep
 
 
 def find(device: str = "cpu", **options: Any) -> object:
     model = nn.Linear(4, 1, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = TrainingStep(model, optimizer, lambda m, x: m(x).sum())
+    step = SupervisedStep(model, optimizer, lambda m, x: m(x).sum())
     return find_batch_size(step, torch.ones(2, 4), **options)
 
 

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.memory import TrainingStep, predict
+from stretto.memory import predict
 from stretto.memory.fit import fit
 from stretto.memory.recording import Allocation, Event, Place, Recording
+from stretto.runtime import SupervisedStep
 
 
 def _predict(model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> object:
     optimizer = torch.optim.SGD(model.parameters())
-    return predict(TrainingStep(model, optimizer, loss), lambda size: torch.ones(size, 4))
+    return predict(SupervisedStep(model, optimizer, loss), lambda size: torch.ones(size, 4))
 
 
 def _locked() -> nn.Module:

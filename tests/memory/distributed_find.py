@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.memory import TrainingStep, find_batch_size
+from stretto.memory import find_batch_size
+from stretto.memory.step import WholeStep
+from stretto.runtime import SupervisedStep
 
 
 class Capacity(nn.Module):
@@ -46,7 +48,7 @@ def main() -> None:
     inner = Capacity((40, 23, 11)[rank])
     model = nn.parallel.DistributedDataParallel(inner)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = TrainingStep(model, optimizer, lambda m, x: m(x).square().mean() + m(x).sum())
+    step = SupervisedStep(model, optimizer, lambda m, x: m(x).square().mean() + m(x).sum())
     before = [value.clone() for value in inner.state_dict().values()]
     seen: dict[str, object] = {}
     for method in ("try", "halve"):
@@ -63,7 +65,7 @@ def main() -> None:
     # The reducer has seen nothing of all that.
     torch.manual_seed(rank)
     for _ in range(3):
-        step.run(torch.randn(8, 2))
+        WholeStep.of(step).run(torch.randn(8, 2))
     seen["weights"] = inner.layer.weight.tolist()
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.memory import TrainingStep, predict, probe
+from stretto.memory import predict, probe
 from stretto.memory.modules import compiled_modules
 from stretto.memory.real import record_step
+from stretto.memory.step import WholeStep
+from stretto.runtime import SupervisedStep
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, from inside its compiler
 
@@ -45,7 +47,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
-def compiled_step(what: str, backend: Any) -> TrainingStep:
+def compiled_step(what: str, backend: Any) -> SupervisedStep:
     """Return a step of which something is compiled."""
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -61,7 +63,7 @@ def compiled_step(what: str, backend: Any) -> TrainingStep:
             block.compile(backend=backend, dynamic=True)
     else:
         function = torch.compile(loss, backend=backend, dynamic=True)
-    return TrainingStep(model, torch.optim.AdamW(model.parameters()), function)
+    return SupervisedStep(model, torch.optim.AdamW(model.parameters()), function)
 
 
 def make_batch(size: int) -> Tensor:
@@ -88,7 +90,7 @@ def test_what_is_compiled_stays_in_one_piece(what: str) -> None:
     assert set(each) == ({2} if what == "its blocks" else {4})  # whole, however often
     assert len(each) <= 2
     GRAPHS.clear()
-    step.run(make_batch(7))
+    WholeStep.of(step).run(make_batch(7))
     # What was compiled serves the run; a function that calls modules with hooks does not.
     assert len(GRAPHS) == (what == "the loss")
 

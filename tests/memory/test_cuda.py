@@ -44,4 +44,4 @@ def test_all_tensors_are_updated_at_once() -> None:
     together = FAMILIES["MLP, AdamW foreach"]()
     there = predict(step, make_batch, device="cuda")
     assert there.curve.peak(2) == predict(*together, device="cuda").curve.peak(2)
-    assert step.optimizer.param_groups[0]["foreach"] is None
+    assert step.optimizers[0].param_groups[0]["foreach"] is None

@@ -10,9 +10,11 @@ from torch.nn import functional
 
 from stretto import IncreaseFunction, Trainer
 from stretto.data import DataSpec, StepLoader
-from stretto.memory import Answer, TrainingStep, find_batch_size
+from stretto.memory import Answer, find_batch_size
 from stretto.memory.examples import example_batches, resizable
 from stretto.memory.real import record_step
+from stretto.memory.step import WholeStep
+from stretto.runtime import SupervisedStep
 from stretto.training import Loading
 
 LENGTHS = [20, 50, 64, 30]
@@ -49,16 +51,16 @@ class Packed(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"].flatten())
 
 
-def training_step() -> TrainingStep:
+def training_step() -> SupervisedStep:
     torch.manual_seed(0)
     model = Packed()
-    return TrainingStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x))
+    return SupervisedStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x))
 
 
 def real_peak(size: int) -> int:
     step = training_step()
     longest = [torch.zeros(max(LENGTHS), dtype=torch.long)]
-    step.run(pack(longest))
+    WholeStep.of(step).run(pack(longest))
     return record_step(step, pack(longest * size), size).peak
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import ConfigError, FitError
-from stretto.memory import TrainingStep
 from stretto.memory.finder import find_batch_size
 from stretto.memory.ladder import Ladder
 from stretto.memory.limits import Room
@@ -19,6 +18,8 @@ from stretto.memory.question import Question
 from stretto.memory.ranks import Together
 from stretto.memory.result import Answer
 from stretto.memory.search import Sizes
+from stretto.memory.step import WholeStep
+from stretto.runtime import SupervisedStep
 
 LIMIT = 1_000_000
 
@@ -35,7 +36,7 @@ class FakeOracle:
         self.sizes: set[int] = set()
         self.verified: list[int] = []
 
-    def __call__(self, step: TrainingStep, make: Callable[[int], Any], **_: Any) -> FakeOracle:
+    def __call__(self, step: SupervisedStep, make: Callable[[int], Any], **_: Any) -> FakeOracle:
         return self
 
     def certainty(self, size: int) -> Any:
@@ -104,11 +105,11 @@ def ask(
     **options: Any,
 ) -> Answer:
     model = Capacity(capacity)
-    step = TrainingStep(
+    step = SupervisedStep(
         model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).mean()
     )
     question = Question(
-        step=step,
+        step=WholeStep.of(step),
         make_batch=lambda size: torch.ones(size, 1),
         make_fake=lambda size: torch.ones(size, 1),
         sizes=sizes or Sizes(maximum=1 << 20),
@@ -292,9 +293,9 @@ def ask_plain(
 ) -> Any:
     model = Capacity(capacity)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = TrainingStep(model, optimizer, lambda m, x: m(x).mean())
+    step = SupervisedStep(model, optimizer, lambda m, x: m(x).mean())
     question = Question(
-        step=step,
+        step=WholeStep.of(step),
         make_batch=lambda size: torch.ones(size, 1),
         make_fake=lambda size: torch.ones(size, 1),
         sizes=Sizes(maximum=1 << 20),
@@ -328,11 +329,11 @@ def test_no_rank_waits_for_one_that_fails(on_ranks: Any) -> None:
 # The whole
 
 
-def small_step() -> TrainingStep:
+def small_step() -> SupervisedStep:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 64))
     optimizer = torch.optim.AdamW(model.parameters())
-    return TrainingStep(model, optimizer, lambda m, x: m(x).square().mean())
+    return SupervisedStep(model, optimizer, lambda m, x: m(x).square().mean())
 
 
 def test_for_a_device_that_is_not_here() -> None:
@@ -352,7 +353,7 @@ def test_for_a_device_that_is_not_here() -> None:
 def test_a_model_that_is_nowhere() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4096, 65536), nn.ReLU(), nn.Linear(65536, 4096))
-    step = TrainingStep(
+    step = SupervisedStep(
         model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).square().mean()
     )
     answer = find_batch_size(step, torch.randn(2, 4096), device_memory="80GiB", multiple_of=8)
@@ -399,21 +400,23 @@ def test_under_a_real_limit_the_answer_fits_and_little_more_does(
     code = f"""
         import torch
         from torch import nn
-        from stretto.memory import TrainingStep
+        from stretto.memory.step import WholeStep
+        from stretto.runtime import SupervisedStep
         from stretto.memory.finder import find_batch_size
         from stretto.memory.release import attempt
         torch.set_num_threads(1)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
-        step = TrainingStep(model, torch.optim.AdamW(model.parameters()),
+        step = SupervisedStep(model, torch.optim.AdamW(model.parameters()),
                             lambda m, x: m(x).square().mean())
         leave({mebibytes} * 2**20)
         before = [p.clone() for p in model.parameters()]
         answer = find_batch_size(step, torch.randn(2, 256), method="{method}", multiple_of=64)
         print(all(torch.equal(a, b) for a, b in zip(before, model.parameters())))
-        print(answer.cost.num_out_of_memory == 0, len(step.optimizer.state))
-        run = lambda size: attempt(lambda: step.run(torch.randn(size, 256))).out_of_memory is None
-        step.run(torch.randn(2, 256))
+        print(answer.cost.num_out_of_memory == 0, len(step.optimizers[0].state))
+        take = lambda size: WholeStep.of(step).run(torch.randn(size, 256))
+        run = lambda size: attempt(lambda: take(size)).out_of_memory is None
+        take(2)
         print(run(answer.size), run(int(answer.size * 1.1)))
     """
     never = method != "try"
@@ -425,7 +428,7 @@ def test_sparse_gradients_are_probed(method: Any) -> None:
     """They have no memory of their own but that of their parts."""
     model = nn.Sequential(nn.Embedding(1000, 64, sparse=True), nn.Linear(64, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = TrainingStep(model, optimizer, lambda model, batch: model(batch).square().mean())
+    step = SupervisedStep(model, optimizer, lambda model, batch: model(batch).square().mean())
     tokens = torch.randint(0, 1000, (4, 16))
     answer = find_batch_size(step, tokens, method=method, maximum=64)
     assert (answer.size, answer.cost.num_out_of_memory) == (64, 0)

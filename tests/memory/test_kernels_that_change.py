@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stretto.errors import FitError
-from stretto.memory import TrainingStep, predict
+from stretto.memory import predict
 from stretto.memory.finder import find_batch_size
 from stretto.memory.real import record_step
+from stretto.memory.step import WholeStep
+from stretto.runtime import SupervisedStep
 
 
 class Distances(nn.Module):
@@ -65,17 +67,17 @@ def _little_garbage() -> Iterator[None]:
     gc.unfreeze()
 
 
-def step_of(model: nn.Module) -> TrainingStep:
+def step_of(model: nn.Module) -> SupervisedStep:
     torch.manual_seed(0)
-    return TrainingStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).mean())
+    return SupervisedStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).mean())
 
 
 def rows(size: int) -> Tensor:
     return torch.ones(size, 32)
 
 
-def real_peak(step: TrainingStep, size: int) -> int:
-    step.run(rows(2))
+def real_peak(step: SupervisedStep, size: int) -> int:
+    WholeStep.of(step).run(rows(2))
     return record_step(step, rows(size), size).peak
 
 

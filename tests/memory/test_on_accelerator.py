@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stretto.examples.tiny_gpt import TinyGPT
-from stretto.memory import TrainingStep, find_batch_size, predict, probe
+from stretto.memory import find_batch_size, predict, probe
+from stretto.memory.step import WholeStep
+from stretto.runtime import SupervisedStep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,28 +27,28 @@ def next_token(model: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def gpt_step(device: str, precision: Any = "fp32") -> TrainingStep:
+def gpt_step(device: str, precision: Any = "fp32") -> SupervisedStep:
     torch.manual_seed(0)
     model: nn.Module = TinyGPT(4, 256, heads=4, context=LENGTH).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return TrainingStep(model, optimizer, next_token, precision=precision, clip_norm=1.0)
+    return SupervisedStep(model, optimizer, next_token, precision=precision, clip_norm=1.0)
 
 
 def tokens(size: int, device: str = DEVICE) -> Tensor:
     return torch.zeros(size, LENGTH + 1, dtype=torch.long, device=device)
 
 
-def allocated(step: TrainingStep, size: int) -> int:
+def allocated(step: SupervisedStep, size: int) -> int:
     """What a step takes at its peak, less what was there for others, such as cuBLAS."""
     batch = tokens(size)
     for _ in range(2):
-        step.run(batch)
-    states = [one for state in step.optimizer.state.values() for one in state.values()]
+        WholeStep.of(step).run(batch)
+    states = [one for state in step.optimizers[0].state.values() for one in state.values()]
     kept = [batch, *step.parameters, *states]
     own = sum(one.nbytes for one in kept if one.device.type == DEVICE)
     others = torch.cuda.memory_allocated() - own
     torch.cuda.reset_peak_memory_stats()
-    step.run(batch)
+    WholeStep.of(step).run(batch)
     return torch.cuda.max_memory_allocated() - others
 
 
@@ -73,4 +75,4 @@ def test_what_is_found_fits_and_leaves_no_trace(method: Any) -> None:
     assert answer.size
     assert answer.cost.num_out_of_memory == 0
     assert all(map(torch.equal, before, step.parameters))
-    step.run(tokens(answer.size))
+    WholeStep.of(step).run(tokens(answer.size))

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from stretto.examples.tiny_gpt import TinyGPT
-from stretto.memory import TrainingStep, predict
+from stretto.memory import predict
 from stretto.memory.real import record_step
+from stretto.memory.step import WholeStep
+from stretto.runtime import SupervisedStep
 
 
-def gpt_step(**options: object) -> TrainingStep:
+def gpt_step(**options: Any) -> WholeStep:
+    names = {"accumulation", "measures_noise"} & options.keys()
+    whole = {name: options.pop(name) for name in names}
     model = TinyGPT(layers=2, width=32, context=16)
-    return TrainingStep(model, torch.optim.AdamW(model.parameters()), gpt_loss, **options)  # type: ignore[arg-type]
+    step = SupervisedStep(model, torch.optim.AdamW(model.parameters()), gpt_loss, **options)
+    return WholeStep.of(step, **whole)
 
 
 def gpt_loss(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -37,7 +44,7 @@ def tokens(size: int) -> Tensor:
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
-def test_peak_is_the_real_one(options: dict[str, object]) -> None:
+def test_peak_is_the_real_one(options: dict[str, Any]) -> None:
     step = gpt_step(**options)
     prediction = predict(step, tokens)
     record_step(step, tokens(2), 2)
@@ -52,14 +59,14 @@ def test_measuring_the_noise_keeps_one_more_gradient() -> None:
     model = nn.Sequential(*[nn.Linear(300, 300, bias=False) for _ in range(layers)])
     peaks = [
         predict(
-            TrainingStep(
+            SupervisedStep(
                 model,
                 torch.optim.SGD(model.parameters()),
                 lambda model, batch: model(batch).mean(),
-                accumulation=2,
-                measures_noise=measures,
             ),
             lambda size: torch.ones(size, 300),
+            accumulation=2,
+            measures_noise=measures,
         ).peak(2)
         for measures in (False, True)
     ]
@@ -72,7 +79,7 @@ def test_nothing_of_the_step_is_touched() -> None:
     predict(step, tokens).largest(10**9)
     assert all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True))
     assert all(p.grad is None for p in step.model.parameters())
-    assert not step.optimizer.state
+    assert not step.optimizers[0].state
 
 
 def test_largest_is_verified_and_fits() -> None:
@@ -90,6 +97,6 @@ def test_not_even_one_sample_fits() -> None:
 def test_a_model_on_the_meta_device() -> None:
     with torch.device("meta"):
         huge = nn.Sequential(*[nn.Linear(40_000, 40_000) for _ in range(4)])
-    step = TrainingStep(huge, torch.optim.SGD(huge.parameters()), lambda m, x: m(x).sum())
+    step = SupervisedStep(huge, torch.optim.SGD(huge.parameters()), lambda m, x: m(x).sum())
     prediction = predict(step, lambda size: torch.ones(size, 40_000))
     assert prediction.peak(2) > 2 * 4 * 4 * 40_000**2

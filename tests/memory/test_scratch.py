@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stretto.memory import TrainingStep, predict
+from stretto.memory import predict
 from stretto.memory.finder import find_batch_size
 from stretto.memory.real import record_step
+from stretto.memory.step import WholeStep
+from stretto.runtime import SupervisedStep
 
 
 class Norm(nn.Module):
@@ -74,11 +76,11 @@ def pictures(size: int) -> tuple[Tensor, Tensor]:
     return torch.ones(size, 3, 32, 32), torch.zeros(size, dtype=torch.long)
 
 
-def step_of(name: str, precision: Any = "fp32") -> TrainingStep:
+def step_of(name: str, precision: Any = "fp32") -> SupervisedStep:
     torch.manual_seed(0)
     model = MODELS[name]()
     model(pictures(2)[0])
-    return TrainingStep(
+    return SupervisedStep(
         model,
         torch.optim.AdamW(model.parameters()),
         lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
@@ -86,9 +88,9 @@ def step_of(name: str, precision: Any = "fp32") -> TrainingStep:
     )
 
 
-def real_peak(step: TrainingStep, size: int) -> int:
-    step.run(pictures(2))
-    step.run(pictures(size))
+def real_peak(step: SupervisedStep, size: int) -> int:
+    WholeStep.of(step).run(pictures(2))
+    WholeStep.of(step).run(pictures(size))
     return record_step(step, pictures(size), size).peak
 
 

@@ -1,4 +1,4 @@
-"""The step is the Trainer's: the same memory at each moment, the same weights after it."""
+"""The memory finder takes the trainer's own step: the same passes, with the same weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.data import StepLoader
-from stretto.memory import TrainingStep
+from stretto.memory.step import WholeStep
+from stretto.runtime import SupervisedStep, TrainStep
 from stretto.training.ranks import Ranks
 from stretto.training.settings import Stepping
 from stretto.training.stepper import Stepper
@@ -21,30 +22,26 @@ def loss(model: Any, batch: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("accumulation", "measures"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_it_is_the_step_of_the_trainer(precision: Any, accumulation: int, measures: bool) -> None:
+def test_its_weights_are_those_of_a_step_of_the_trainer(
+    precision: Any, accumulation: int, measures: bool
+) -> None:
     torch.manual_seed(0)
     batch = torch.randn(4, 3)
     models = [nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
-    step = TrainingStep(
-        models[0],
-        optimizers[0],
-        loss,
-        precision=precision,
-        clip_norm=0.5,
-        accumulation=accumulation,
-        measures_noise=measures,
-    )
-    step.run(batch)
+    steps = [
+        SupervisedStep(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            loss,
+            precision=precision,
+            clip_norm=0.5,
+        )
+        for model in models
+    ]
+    WholeStep.of(steps[0], accumulation=accumulation, measures_noise=measures).run(batch)
 
-    stepper = Stepper(
-        models[1],
-        optimizers[1],
-        loss=loss,
-        settings=Stepping(precision=precision, clip_norm=0.5),
-        ranks=Ranks(torch.device("cpu")),
-    )
+    stepper = Stepper(steps[1], settings=Stepping(), ranks=Ranks(torch.device("cpu")))
     whole = torch.cat([batch] * accumulation)
     (given,) = StepLoader(
         list(whole), len(whole), max_duration="1ba", micro_batch_size=4, shuffle=False
@@ -55,19 +52,28 @@ def test_it_is_the_step_of_the_trainer(precision: Any, accumulation: int, measur
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_phases_in_order() -> None:
+def test_phases_are_told_without_the_help_of_the_step() -> None:
     model = nn.Linear(3, 1)
-    step = TrainingStep(model, torch.optim.SGD(model.parameters()), loss, accumulation=2)
+    step = SupervisedStep(model, torch.optim.SGD(model.parameters()), loss)
     phases: list[str] = []
-    step.run(torch.ones(2, 3), enter=phases.append)
-    assert phases == ["forward", "backward", "forward", "backward", "optimizer"]
+    WholeStep.of(step, accumulation=2).run(torch.ones(2, 3), enter=phases.append)
+    assert phases == [*["forward", "backward", "forward"] * 2, "optimizer"]
 
 
 def test_a_sum_is_not_divided() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = model.bias.detach().clone()
-    TrainingStep(
-        model, optimizer, lambda m, x: m(x).sum(), accumulation=2, loss_reduction="sum"
-    ).run(torch.ones(5, 3))
+    step = SupervisedStep(model, optimizer, lambda m, x: m(x).sum(), loss_reduction="sum")
+    WholeStep.of(step, accumulation=2).run(torch.ones(5, 3))
     assert torch.allclose(before - model.bias, torch.tensor(10.0))
+
+
+def test_nothing_of_the_step_itself_is_bound_to_this_rank() -> None:
+    """Neither the average over ranks nor a wrapped model is part of a step alone."""
+    model = nn.Linear(3, 1)
+    step: TrainStep = SupervisedStep(model, torch.optim.SGD(model.parameters()), loss)
+    step.averaging = lambda: pytest.fail("no rank is waited for")
+    alone = WholeStep.of(step).step
+    alone.average_gradients()
+    assert step.averaging is not None

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 from stretto.errors import FitError
-from stretto.memory import TrainingStep
 from stretto.memory.footprint import footprint
+from stretto.memory.step import WholeStep
 from stretto.memory.trial import trials
+from stretto.runtime import SupervisedStep
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits")
 
@@ -43,8 +44,8 @@ class Capacity(nn.Module):
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
 
 
-def make_step(model: nn.Module, **options: Any) -> TrainingStep:
-    return TrainingStep(model, Adam(model.parameters()), lambda m, x: m(x).sum(), **options)
+def make_step(model: nn.Module, **options: Any) -> SupervisedStep:
+    return SupervisedStep(model, Adam(model.parameters()), lambda m, x: m(x).sum(), **options)
 
 
 def batch(size: int) -> Tensor:
@@ -65,13 +66,13 @@ def test_whether_a_size_fits(fails_in: str) -> None:
         assert tried.num_steps == 6
         assert tried.last_error is not None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not step.optimizer.state
+    assert not step.optimizers[0].state
     assert model.sizes == []
     assert torch.equal(torch.get_rng_state(), chance)
 
 
 def test_every_micro_batch_counts() -> None:
-    with trials(make_step(Capacity(10), accumulation=3), batch) as tried:
+    with trials(WholeStep.of(make_step(Capacity(10)), accumulation=3), batch) as tried:
         assert tried.fits(10)
         assert tried.num_samples == 3 * (2 + 10)
 
@@ -86,7 +87,7 @@ def test_not_even_the_warm_up_fits() -> None:
 def test_a_mistake_in_the_model_is_no_matter_of_memory() -> None:
     model = nn.Linear(3, 1)
     before = model.weight.clone()
-    step = TrainingStep(model, SGD(model.parameters(), lr=1.0), lambda m, x: m(x))
+    step = SupervisedStep(model, SGD(model.parameters(), lr=1.0), lambda m, x: m(x))
     with pytest.raises(RuntimeError, match="scalar"), trials(step, batch) as tried:
         tried.fits(8)
     assert torch.equal(model.weight, before)
@@ -95,8 +96,8 @@ def test_a_mistake_in_the_model_is_no_matter_of_memory() -> None:
 def test_the_optimizer_may_fail_in_the_middle() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     optimizer = Adam(model.parameters(), foreach=False)
-    step = TrainingStep(model, optimizer, lambda m, x: m(x).sum())
-    step.run(batch(4))
+    step = SupervisedStep(model, optimizer, lambda m, x: m(x).sum())
+    WholeStep.of(step).run(batch(4))
     before = [value.clone() for state in optimizer.state.values() for value in state.values()]
     take, failures = optimizer.step, [1]
 
@@ -165,16 +166,17 @@ def test_memory_that_really_runs_out_leaves_no_trace(limited: Callable[..., str]
     code = """
         import torch
         from torch import nn
-        from stretto.memory import TrainingStep
+        from stretto.memory.step import WholeStep
+        from stretto.runtime import SupervisedStep
         from stretto.memory.trial import trials
         torch.set_num_threads(1)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 1024), nn.BatchNorm1d(1024), nn.ReLU(),
                               nn.Dropout(0.5), nn.Linear(1024, 256))
-        step = TrainingStep(model, torch.optim.AdamW(model.parameters()),
+        step = SupervisedStep(model, torch.optim.AdamW(model.parameters()),
                             lambda m, x: m(x).square().mean())
         for _ in range(2):
-            step.run(torch.randn(8, 256))
+            WholeStep.of(step).run(torch.randn(8, 256))
         def state():
             tensors = [*model.state_dict().values(), torch.get_rng_state()]
             tensors += [v for s in step.optimizer.state.values() for v in s.values()]

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from stretto.errors import ConfigError, FitError
-from stretto.memory import Answer, TrainingStep, find_batch_size
+from stretto.memory import Answer, find_batch_size
 from stretto.memory.limits import Room
 from stretto.memory.result import Cost
 from stretto.report.memory_picture import draw_memory, memory_areas
 from stretto.report.memory_table import memory_table
+from stretto.runtime import SupervisedStep
 
 
 class FakePeak(NamedTuple):
@@ -66,7 +67,7 @@ def test_the_picture_has_the_totals_of_the_table() -> None:
 
 def test_the_picture_of_a_prediction_for_cuda_has_what_the_allocator_reserves() -> None:
     model = nn.Linear(64, 64)
-    step = TrainingStep(model, torch.optim.SGD(model.parameters()), lambda m, x: m(x).mean())
+    step = SupervisedStep(model, torch.optim.SGD(model.parameters()), lambda m, x: m(x).mean())
     found = find_batch_size(step, torch.ones(2, 64), device_memory="64MiB", device="cuda")
     sizes, areas = memory_areas(found)
     totals = dict(zip(sizes, map(sum, zip(*areas.values(), strict=True)), strict=True))

@@ -104,8 +104,17 @@ class Asked:
         self.sizes = iter(sizes)
         self.steps: list[tuple[int, bool, int]] = []
 
-    def __call__(self, step: Any, batch: Any, *, maximum: int, **_: Any) -> Any:
-        self.steps.append((step.accumulation, step.measures_noise, maximum))
+    def __call__(
+        self,
+        step: Any,
+        batch: Any,
+        *,
+        accumulation: int,
+        measures_noise: bool,
+        maximum: int,
+        **_: Any,
+    ) -> Any:
+        self.steps.append((accumulation, measures_noise, maximum))
         return SimpleNamespace(size=next(self.sizes), certainty="estimate")
 
 

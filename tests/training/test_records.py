@@ -131,7 +131,7 @@ def test_any_value_of_the_wrong_kind_is_an_error_of_ours_that_says_where(
         ("skipped.count", 1.5, "'skipped' .*'count' is 1.5, and not a count"),
         ("evaluated.validation", "x", "'evaluated' .*'validation' is 'x'"),
         ("callbacks.0.state.count", "x", "'callbacks' .*invalid literal"),
-        ("scaler", {"scale": "x"}, "'scaler' .*'scale' is 'x'"),
+        ("step.scaler", {"scale": "x"}, "'step' .*'scale' is 'x'"),
     ],
 )
 def test_what_is_wrong_and_where_is_said(

@@ -65,6 +65,8 @@ def _answer(run_file: RunFile, *, method: str, device_memory: str | None, **wish
         return find_batch_size(
             found.step,
             found.batch,
+            accumulation=found.accumulation,
+            measures_noise=found.measures_noise,
             method=cast(FindMethod, method),  # looked at there
             device_memory=device_memory,
             **wishes,

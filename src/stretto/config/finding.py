@@ -21,8 +21,8 @@ from stretto.config.targets import import_target
 from stretto.config.training import check_complete, seed_everything, with_some_maximum
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import ConfigError, StrettoError, cannot
-from stretto.memory import TrainingStep
 from stretto.memory.examples import example_batches, resizable
+from stretto.runtime import SupervisedStep, TrainStep
 from stretto.training.measuring import keeps_gradients_apart
 
 MICRO_BATCHES = 2
@@ -32,7 +32,9 @@ MICRO_BATCHES = 2
 class Finding(NamedTuple):
     """What a search for a batch size needs to know of a run."""
 
-    step: TrainingStep
+    step: TrainStep
+    accumulation: int
+    measures_noise: bool
     batch: Any
     """A few samples, padded to the longest of them, or a function that makes other sizes."""
     num_samples: int | None
@@ -65,18 +67,17 @@ def build_finding(
     optimizer = make_optimizer(config, model, source)
     loss = make_loss(config, model, source)
     stepping = config.stepping
-    compiles = stepping.compile and not on_meta
-    step = TrainingStep(
-        torch.compile(model) if compiles else model,  # type: ignore[arg-type]
+    step = SupervisedStep(
+        model,
         optimizer,
         loss,
         precision=stepping.precision,
         clip_norm=stepping.clip_norm,
-        accumulation=MICRO_BATCHES,
         loss_reduction=stepping.loss_reduction,
-        measures_noise=_measures_noise(config, spec, source),
+        compile=stepping.compile and not on_meta,
     )
-    return Finding(step, batch, spec.known_num_samples)
+    noise = _measures_noise(config, spec, source)
+    return Finding(step, MICRO_BATCHES, noise, batch, spec.known_num_samples)
 
 
 def _measures_noise(config: RunConfig, spec: DataSpec, source: Source) -> bool:

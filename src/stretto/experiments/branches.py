@@ -34,7 +34,7 @@ from stretto.training import Callback, Logging, Run, Trainer
 from stretto.training.callback import EVENTS, overrides
 from stretto.training.callback_state import GROUP, restore_states
 from stretto.training.resuming import FOLDER, newest_of
-from stretto.training.state import stored_tensors
+from stretto.training.state import restore_step, stored_tensors
 
 ORDER_SEEDS = 1_000_003
 """Added to the seeds of branches, so that their orders of samples are not that of the run."""
@@ -178,8 +178,7 @@ class BranchPoint:
             log=Logging("1ba", console=False),
             callbacks=[*self._callbacks(), loss],
         )
-        if trainer.scaler is not None and self._reader.records["scaler"] is not None:
-            trainer.scaler.load_state_dict(self._reader.records["scaler"])
+        restore_step(trainer.step, self._reader)
         return trainer
 
     def decay(self, branch: Branch) -> float:

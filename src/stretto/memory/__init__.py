@@ -12,7 +12,6 @@ from stretto.memory.result import Answer
 from stretto.memory.rewind import RandomState, Rewind
 from stretto.memory.sandbox import sandbox
 from stretto.memory.search import Found, Sizes, search
-from stretto.memory.step import TrainingStep
 from stretto.memory.trial import Trials, trials
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "RandomState",
     "Rewind",
     "Sizes",
-    "TrainingStep",
     "Trials",
     "attempt",
     "find_batch_size",

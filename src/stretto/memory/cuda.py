@@ -7,6 +7,7 @@ there, as far as that is known from the source of torch 2.13. Not validated on a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, final
 
 import torch
@@ -60,9 +61,9 @@ class CudaHabits(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def many_at_once(optimizer: Optimizer) -> None:
-    """Let an optimizer update all tensors at once, as it does on CUDA unless told otherwise."""
-    for group in optimizer.param_groups:
+def many_at_once(optimizers: Iterable[Optimizer]) -> None:
+    """Let optimizers update all tensors at once, as they do on CUDA unless told otherwise."""
+    for group in (group for one in optimizers for group in one.param_groups):
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
 

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from stretto.data.containers import mapped
-from stretto.memory.step import TrainingStep
+from stretto.memory.step import WholeStep
 
 
 @final
@@ -55,13 +55,15 @@ class FakeWorld:
         # The memo knows objects by their ids, so they must not be gone before it.
         self._kept: list[Any] = []
 
-    def step(self, step: TrainingStep) -> TrainingStep:
+    def step(self, step: WholeStep) -> WholeStep:
         """Return a copy of `step` that is all fake."""
-        parts = (step.model, step.optimizer, step.loss)
+        # What the trainer has set is no part of the step: it may refer to all of the run.
+        self._memo[id(step.step.transforms)] = step.step.transforms
         with _Copying(self), torch.no_grad():
-            self._parameters(step.model)
-            model, optimizer, loss = copy.deepcopy(parts, self._memo)
-        return dataclasses.replace(step, model=model, optimizer=optimizer, loss=loss)
+            # Parameters copy themselves without asking a mode, so they are known beforehand.
+            for parameter in (*step.model.parameters(), *step.parameters):
+                self.tensor(parameter)
+            return dataclasses.replace(step, step=copy.deepcopy(step.step, self._memo))
 
     def batch(self, batch: Any) -> Any:
         """Return a copy of `batch` with fakes in the place of its tensors."""
@@ -92,11 +94,6 @@ class FakeWorld:
         """Run what is inside on fakes."""
         with patch.object(torch._subclasses, "FakeTensor", _NoTensor), self.mode:
             yield
-
-    def _parameters(self, model: nn.Module) -> None:
-        # Parameters copy themselves without asking a mode, so they are known beforehand.
-        for parameter in model.parameters():
-            self.tensor(parameter)
 
     def _unknown(self, real: Tensor) -> Tensor:
         storage = real.untyped_storage()

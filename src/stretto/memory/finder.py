@@ -20,8 +20,9 @@ from stretto.memory.ranks import Together
 from stretto.memory.release import release_memory
 from stretto.memory.result import Answer
 from stretto.memory.search import Sizes
-from stretto.memory.step import TrainingStep
+from stretto.memory.step import WholeStep
 from stretto.memory.trace import step_tensors
+from stretto.runtime import TrainStep
 
 FindMethod = Literal["auto", "predict", "probe", "try", "halve"]
 METHODS: tuple[FindMethod, ...] = ("auto", "predict", "probe", "try", "halve")
@@ -35,9 +36,11 @@ kernels may be others for large batches."""
 
 
 def find_batch_size(
-    step: TrainingStep,
+    step: TrainStep | WholeStep,
     batch: Any,
     *,
+    accumulation: int = 1,
+    measures_noise: bool = False,
     method: FindMethod = "auto",
     device_memory: str | int | None = None,
     device: Literal["cpu", "cuda"] | None = None,
@@ -66,6 +69,9 @@ def find_batch_size(
         step: what is trained, and how.
         batch: a micro-batch of any size, its sequences as long as the longest there are; or a
             function that makes one of a given size.
+        accumulation: micro-batches of a step: from the second on, the gradients are there during
+            the forward.
+        measures_noise: whether the gradient of each micro-batch is kept apart before it is added.
         method: how to find it.
         device_memory: what the device has, such as `"80GiB"`; left out: what this one has left.
         device: the kind of device that has it, which a prediction then is for: the kernels and the
@@ -83,8 +89,10 @@ def find_batch_size(
         also: what else to put back after real steps; see `sandbox`.
 
     >>> import torch
+    >>> from stretto.runtime import SupervisedStep
     >>> model = torch.nn.Linear(1000, 10)
-    >>> step = TrainingStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).mean())
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> step = SupervisedStep(model, optimizer, lambda m, x: m(x).mean())
     >>> answer = find_batch_size(step, torch.ones(2, 1000), device_memory="1GiB")
     >>> answer.size > 250_000, answer.certainty, answer.cost.real_steps
     (True, 'exact', 0)
@@ -96,13 +104,14 @@ def find_batch_size(
     _one_of("by", method, METHODS)
     _one_of("for", device, ("cpu", "cuda", None))
     start = time.perf_counter()
-    limit = _limit(step, device_memory)
+    whole = WholeStep.of(step, accumulation=accumulation, measures_noise=measures_noise)
+    limit = _limit(whole, device_memory)
     is_here = device_memory is None
     usual = MARGIN if is_here and method != "predict" else MARGIN_OF_PREDICTIONS
     reserve = Margin.parse(usual if margin is None else margin).of(limit.bytes)
     question = Question(
-        step=step,
-        make_batch=_maker(batch, step.device),
+        step=whole,
+        make_batch=_maker(batch, whole.device),
         make_fake=_maker(batch, None),
         sizes=Sizes(minimum, maximum, multiple_of, power_of_two),
         limit=limit,
@@ -139,7 +148,7 @@ def _maker(batch: Any, device: torch.device | None) -> Callable[[int], Any]:
     return make
 
 
-def _limit(step: TrainingStep, device_memory: str | int | None) -> Room:
+def _limit(step: WholeStep, device_memory: str | int | None) -> Room:
     """What a step may use in all."""
     if device_memory is not None:
         stated = parse_bytes(device_memory)
@@ -162,6 +171,6 @@ def _limit(step: TrainingStep, device_memory: str | int | None) -> Room:
         )
     release_memory()
     free = room(step.device)
-    tensors = step_tensors(step)
+    tensors: list[torch.Tensor] = step_tensors(step)
     tensors += [p.grad for p in step.parameters if p.grad is not None]
     return Room(free.bytes + held_bytes(tensors, step.device), free.source)

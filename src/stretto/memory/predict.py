@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
+from torch import nn
+
 from stretto.errors import FitError
 from stretto.memory.caching_allocator import fits, reserved
 from stretto.memory.curve import MAXIMUM, MemoryCurve, Peak, largest
@@ -12,8 +14,9 @@ from stretto.memory.fit import fit, settled
 from stretto.memory.modules import compiled_modules
 from stretto.memory.recording import Place, Recording
 from stretto.memory.search import Sizes, search
-from stretto.memory.step import TrainingStep
+from stretto.memory.step import WholeStep
 from stretto.memory.tracer import Tracer
+from stretto.runtime import TrainStep
 
 Certainty = Literal["exact", "upper bound", "estimate", "extrapolated", "calibrated", "tried"]
 SIZES = (2, 3)
@@ -138,7 +141,7 @@ class _Run:
     """Fake steps of several sizes, with the same answers to what fakes cannot tell."""
 
     def __init__(
-        self, step: TrainingStep, make_batch: Callable[[int], Any], value: int, *, for_cuda: bool
+        self, step: WholeStep, make_batch: Callable[[int], Any], value: int, *, for_cuda: bool
     ) -> None:
         self.tracer = Tracer(step, make_batch, value, for_cuda=for_cuda)
         self.answers = self.tracer.answers
@@ -216,10 +219,12 @@ class _Run:
 
 
 def predict(
-    step: TrainingStep,
+    step: TrainStep | WholeStep,
     make_batch: Callable[[int], Any],
     *,
     device: Literal["cpu", "cuda"] | None = None,
+    accumulation: int = 1,
+    measures_noise: bool = False,
 ) -> Prediction:
     """Return what a training step needs for a batch of any size, without allocating it.
 
@@ -229,8 +234,10 @@ def predict(
     optimizer is touched, and the model may be on the meta device.
 
     >>> import torch
+    >>> from stretto.runtime import SupervisedStep
     >>> model = torch.nn.Linear(1000, 10)
-    >>> step = TrainingStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).mean())
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> step = SupervisedStep(model, optimizer, lambda m, x: m(x).mean())
     >>> prediction = predict(step, lambda size: torch.ones(size, 1000))
     >>> size = prediction.largest(2**30)
     >>> size, prediction.certainty(size), prediction.certainty(1000)
@@ -243,15 +250,19 @@ def predict(
         device: the kind of device that is asked about; left out, the bytes of tensors are told,
             on whichever they are. For `cuda` no GPU is needed: the kernels' habits and the
             caching allocator are followed by a model of them. That is an estimate.
+        accumulation: micro-batches of a step: from the second on, the gradients are there during
+            the forward.
+        measures_noise: whether the gradient of each micro-batch is kept apart before it is added.
 
     Raises:
         FitError: the step cannot be taken on fake tensors; the message says why.
     """
+    whole = WholeStep.of(step, accumulation=accumulation, measures_noise=measures_noise)
     runs: list[_Run] = []
     failure: FitError | None = None
     for value in (0, 1):
         try:
-            runs.append(_Run(step, make_batch, value, for_cuda=device == "cuda"))
+            runs.append(_Run(whole, make_batch, value, for_cuda=device == "cuda"))
         except FitError as error:
             failure = error
         if runs and not runs[0].answers.reads:
@@ -259,10 +270,15 @@ def predict(
     if not runs:
         assert failure is not None
         raise failure
-    # The mark that torch leaves on a compiled function has no public name.
-    is_function = hasattr(step.loss, "_torchdynamo_orig_callable")
-    is_compiled = is_function or bool(compiled_modules(step.model))
+    is_compiled = any(map(_is_compiled, vars(whole.step).values()))
     return Prediction(runs, is_compiled=is_compiled, for_cuda=device == "cuda")
+
+
+def _is_compiled(part: object) -> bool:
+    """Return whether a part of a step runs as compiled code."""
+    # The mark that torch leaves on a compiled function has no public name.
+    is_function = hasattr(part, "_torchdynamo_orig_callable")
+    return is_function or (isinstance(part, nn.Module) and bool(compiled_modules(part)))
 
 
 def _judged(runs: list[_Run], *, is_compiled: bool) -> tuple[Certainty, str]:

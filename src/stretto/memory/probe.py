@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager
 from fractions import Fraction
 from typing import Any, final
 
-from torch import nn
-
 from stretto.errors import FitError
 from stretto.memory.curve import MAXIMUM, MemoryCurve, Peak
 from stretto.memory.fit import fit
@@ -19,8 +17,9 @@ from stretto.memory.predict import SIZES, Certainty
 from stretto.memory.real import record_step
 from stretto.memory.release import release_memory
 from stretto.memory.sandbox import sandbox
-from stretto.memory.step import TrainingStep
+from stretto.memory.step import WholeStep
 from stretto.memory.trace import step_tensors
+from stretto.runtime import TrainStep
 
 CALIBRATION_SHARE = 10
 """The real step that checks a probe has about this part of the size that is found."""
@@ -37,11 +36,11 @@ class Probe:
     """What a step will need, from what tiny ones needed; made by `probe`."""
 
     def __init__(
-        self, step: TrainingStep, make_batch: Callable[[int], Any], also: Iterable[object]
+        self, step: WholeStep, make_batch: Callable[[int], Any], also: Iterable[object]
     ) -> None:
         self._step = step
         self._make_batch = make_batch
-        self._also = [*also, *([step.loss] if isinstance(step.loss, nn.Module) else [])]
+        self._also = [vars(step.step), *also]
         self._largest_seen = max(SIZES)
         self.num_steps = 0
         """How many real steps it took."""
@@ -140,7 +139,7 @@ class Probe:
         recordings = []
         with (
             self._bounds(),
-            sandbox(self._step.model, self._step.optimizer, also=self._also),
+            sandbox(self._step.model, also=self._also),
         ):
             self._take(SIZES[0])
             for size in sizes:
@@ -171,7 +170,12 @@ class Probe:
 
 
 def probe(
-    step: TrainingStep, make_batch: Callable[[int], Any], *, also: Iterable[object] = ()
+    step: TrainStep | WholeStep,
+    make_batch: Callable[[int], Any],
+    *,
+    accumulation: int = 1,
+    measures_noise: bool = False,
+    also: Iterable[object] = (),
 ) -> Probe:
     """Return what a training step needs for a batch of any size, from real steps of 2 and 3.
 
@@ -179,8 +183,10 @@ def probe(
     depends on values are seen. The steps leave no trace.
 
     >>> import torch
-    >>> model = nn.Linear(1000, 10)
-    >>> step = TrainingStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).mean())
+    >>> from stretto.runtime import SupervisedStep
+    >>> model = torch.nn.Linear(1000, 10)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> step = SupervisedStep(model, optimizer, lambda m, x: m(x).mean())
     >>> found = probe(step, lambda size: torch.ones(size, 1000))
     >>> found.peak(100) > 100 * 4 * 1000, found.certainty(100)
     (True, 'estimate')
@@ -188,9 +194,13 @@ def probe(
     Args:
         step: what is trained, and how.
         make_batch: returns a micro-batch of as many samples as it is told, on the model's device.
+        accumulation: micro-batches of a step: from the second on, the gradients are there during
+            the forward.
+        measures_noise: whether the gradient of each micro-batch is kept apart before it is added.
         also: what else to put back after the steps; see `sandbox`.
 
     Raises:
         FitError: the steps do not allocate alike.
     """
-    return Probe(step, make_batch, also)
+    whole = WholeStep.of(step, accumulation=accumulation, measures_noise=measures_noise)
+    return Probe(whole, make_batch, also)

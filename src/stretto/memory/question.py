@@ -8,7 +8,7 @@ from typing import Any, Literal, final
 
 from stretto.memory.limits import Room, held_bytes, room
 from stretto.memory.search import Sizes
-from stretto.memory.step import TrainingStep
+from stretto.memory.step import WholeStep
 from stretto.memory.trace import step_tensors
 
 
@@ -17,7 +17,7 @@ from stretto.memory.trace import step_tensors
 class Question:
     """What is asked for."""
 
-    step: TrainingStep
+    step: WholeStep
     make_batch: Callable[[int], Any]
     """Makes a batch of a size on the device of the step."""
     make_fake: Callable[[int], Any]

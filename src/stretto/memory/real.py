@@ -16,24 +16,28 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from stretto.memory.copies import memory_of
 from stretto.memory.modules import ModuleWatch
 from stretto.memory.recording import Allocation, Category, Event, Place, Recording
-from stretto.memory.step import TrainingStep
+from stretto.memory.step import WholeStep
 from stretto.memory.trace import BEFORE, in_order, state_tensors, tensors_in, uncollected
+from stretto.runtime import TrainStep
 
 _MARK = "stretto: "
 
 
-def record_step(step: TrainingStep, batch: Any, size: int) -> Recording:
+def record_step(step: TrainStep | WholeStep, batch: Any, size: int) -> Recording:
     """Take a real step and return what it allocates and frees on its device.
 
     The events are the allocator's own, so what kernels allocate for themselves is there too. The
     step changes weights, optimizer state and all else that a step changes.
 
     >>> import torch
+    >>> from stretto.runtime import SupervisedStep
     >>> model = torch.nn.Linear(4, 1)
-    >>> step = TrainingStep(model, torch.optim.SGD(model.parameters()), lambda m, x: m(x).mean())
+    >>> optimizer = torch.optim.SGD(model.parameters())
+    >>> step = SupervisedStep(model, optimizer, lambda m, x: m(x).mean())
     >>> record_step(step, torch.ones(2, 4), 2).peak > 4 * (4 + 1) + 4 * (2 * 4)
     True
     """
+    step = WholeStep.of(step)
     watch, parameters = ModuleWatch(), step.parameters
     ledger = _Ledger(watch)
     ledger.find(step.model.parameters(), "parameters")

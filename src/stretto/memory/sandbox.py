@@ -12,6 +12,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -25,7 +26,7 @@ def sandbox(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    scaler: torch.amp.GradScaler | None = None,
+    scaler: GradScaler | None = None,
     also: Iterable[object] = (),
     on_disk: bool = False,
 ) -> Iterator[Callable[[], None]]:
@@ -105,8 +106,6 @@ class _Kept:
             return
         if isinstance(root, torch.utils.data.DataLoader):
             self._add(root.generator)
-        elif isinstance(root, torch.amp.GradScaler):
-            self._add(vars(root))
         elif hasattr(root, "state_dict") and hasattr(root, "load_state_dict"):
             state = copy.deepcopy(root.state_dict())
             self._undo.append(lambda: root.load_state_dict(copy.deepcopy(state)))
@@ -139,7 +138,7 @@ class _Kept:
     def _kind(self, value: Any) -> Callable[[Any], None] | None:
         table: tuple[tuple[Any, Callable[[Any], None]], ...] = (
             (Tensor, self._add_tensor),
-            ((nn.Module, Optimizer), lambda one: self._add(vars(one))),
+            ((nn.Module, Optimizer, GradScaler), lambda one: self._add(vars(one))),
             (dict, self._add_dict),
             ((list, deque), self._add_sequence),
             (set, self._add_set),

@@ -19,7 +19,7 @@ from stretto.memory.answers import Answers
 from stretto.memory.modules import ModuleWatch
 from stretto.memory.recording import Allocation, Category, Event, Place, Recording
 from stretto.memory.scratch import scratch_bytes
-from stretto.memory.step import TrainingStep
+from stretto.memory.step import WholeStep
 
 _DEVICE = torch.ops.prim.device.default
 _LIFT = torch.ops.aten.lift_fresh.default
@@ -162,7 +162,7 @@ def in_order(events: Iterable[Event]) -> list[Event]:
     return result
 
 
-def trace(step: TrainingStep, batch: Any, size: int, *, answers: Answers) -> Recording:
+def trace(step: WholeStep, batch: Any, size: int, *, answers: Answers) -> Recording:
     """Take `step`, which is fake, and return what it allocates and frees."""
     watch = ModuleWatch()
     seen = StorageTrace(watch, answers)
@@ -183,12 +183,12 @@ def trace(step: TrainingStep, batch: Any, size: int, *, answers: Answers) -> Rec
     return seen.recording(size)
 
 
-def state_tensors(step: TrainingStep) -> list[Tensor]:
-    """Return the tensors of the optimizer's state."""
-    return tensors_in(list(step.optimizer.state.values()))
+def state_tensors(step: WholeStep) -> list[Tensor]:
+    """Return the tensors of the optimizers' state."""
+    return tensors_in([list(one.state.values()) for one in step.optimizers])
 
 
-def step_tensors(step: TrainingStep) -> list[Tensor]:
+def step_tensors(step: WholeStep) -> list[Tensor]:
     """Return the tensors that are there before a step: parameters, buffers, optimizer state."""
     return [*step.model.parameters(), *step.model.buffers(), *state_tensors(step)]
 

@@ -16,7 +16,7 @@ from stretto.memory.cuda import CudaHabits, many_at_once
 from stretto.memory.fakes import FakeWorld
 from stretto.memory.recording import Recording
 from stretto.memory.rewind import RandomState
-from stretto.memory.step import TrainingStep
+from stretto.memory.step import WholeStep
 from stretto.memory.trace import trace
 
 
@@ -38,7 +38,7 @@ class Tracer:
 
     def __init__(
         self,
-        step: TrainingStep,
+        step: WholeStep,
         make_batch: Callable[[int], Any],
         value: int = 0,
         *,
@@ -55,7 +55,7 @@ class Tracer:
             raise _cannot_copy(error) from error
         self._habits: AbstractContextManager[Any] = contextlib.nullcontext()
         if for_cuda and self._device == "cpu":
-            many_at_once(self._step.optimizer)
+            many_at_once(self._step.optimizers)
             self._habits = CudaHabits()
 
     def record(self, size: int) -> Recording:

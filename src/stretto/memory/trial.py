@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
@@ -15,7 +14,8 @@ from stretto.memory.footprint import footprint
 from stretto.memory.limits import guard, room
 from stretto.memory.release import attempt, release_memory
 from stretto.memory.sandbox import sandbox
-from stretto.memory.step import TrainingStep
+from stretto.memory.step import WholeStep
+from stretto.runtime import TrainStep
 
 WARM_UP_SIZE = 2
 """Samples of the step that makes the optimizer's state; batch normalisation refuses one."""
@@ -23,7 +23,7 @@ WARM_UP_SIZE = 2
 
 @contextlib.contextmanager
 def trials(
-    step: TrainingStep,
+    step: TrainStep | WholeStep,
     make_batch: Callable[[int], Any],
     *,
     reserve: int = 0,
@@ -39,9 +39,10 @@ def trials(
         also: what else to put back; see `sandbox`.
         smallest: samples of the step that makes the optimizer's state.
 
+    >>> from stretto.runtime import SupervisedStep
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> step = TrainingStep(model, optimizer, lambda model, x: model(x).mean())
+    >>> step = SupervisedStep(model, optimizer, lambda model, x: model(x).mean())
     >>> with trials(step, lambda size: torch.ones(size, 2)) as tried:
     ...     tried.fits(8), tried.num_samples
     (True, 10)
@@ -49,13 +50,12 @@ def trials(
     Raises:
         FitError: the step talks to other ranks in the middle of its forward pass.
     """
-    step = _on_its_own(step)
-    loss = [step.loss] if isinstance(step.loss, nn.Module) else []
-    with sandbox(
-        step.model, step.optimizer, also=[*loss, *also], on_disk=step.device.type == "cpu"
-    ) as undo:
+    whole = WholeStep.of(step)
+    _check(whole.model)
+    on_disk = whole.device.type == "cpu"
+    with sandbox(whole.model, also=[vars(whole.step), *also], on_disk=on_disk) as undo:
         try:
-            yield Trials(step, make_batch, undo=undo, reserve=reserve, smallest=smallest)
+            yield Trials(whole, make_batch, undo=undo, reserve=reserve, smallest=smallest)
         finally:
             release_memory()
 
@@ -74,7 +74,7 @@ class Trials:
 
     def __init__(
         self,
-        step: TrainingStep,
+        step: WholeStep,
         make_batch: Callable[[int], Any],
         *,
         undo: Callable[[], None],
@@ -159,11 +159,8 @@ class Trials:
         del held
 
 
-def _on_its_own(step: TrainingStep) -> TrainingStep:
-    """Return the step of this rank alone: a rank whose memory runs out must not be waited for."""
-    model = step.model
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return dataclasses.replace(step, model=model.module)
+def _check(model: nn.Module) -> None:
+    """Refuse a model whose passes wait for other ranks."""
     names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     if names & {"FSDPModule", "FullyShardedDataParallel"}:
         raise FitError(
@@ -173,4 +170,3 @@ def _on_its_own(step: TrainingStep) -> TrainingStep:
                 instead="predict what fits, with method='predict' and device_memory",
             )
         )
-    return step

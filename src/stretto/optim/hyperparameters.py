@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from stretto.batching import LearningRateRule, NoRule, RuleLike, as_rule, check_pairs
 from stretto.errors import ScheduleError, cannot, shown
 from stretto.optim.base_values import BaseValue, Place, plain, take_back, write
+from stretto.optim.joined import each_of
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
 from stretto.schedules.names import find_name, parse_name
 from stretto.timing import Horizon, Timestamp
@@ -36,6 +37,19 @@ class _Setting:
             return tuple([one * at(timestamp) for one, at in zip(value, self.factors, strict=True)])
         factor = self.factors[0](timestamp)
         return value * factor * rule if self.follows_rule else value * factor
+
+
+class _Record(NamedTuple):
+    """What one parameter group was built with."""
+
+    number: int
+    """Of the group, in its own optimizer."""
+    bases: dict[Place, BaseValue]
+
+
+def _records(optimizer: Optimizer) -> list[_Record]:
+    bases = take_back(optimizer)
+    return [_Record(number, bases) for number in range(len(optimizer.param_groups))]
 
 
 @final
@@ -119,10 +133,10 @@ class Hyperparameters:
             # Set even where nothing moves it: else a resumed run would keep the rate it was saved
             # with, whatever its optimizer is now built with and its plan says.
             factors = {"lr": as_schedule(1.0), **factors}
-        record = take_back(optimizer)
+        records = [record for one in each_of(optimizer) for record in _records(one)]
         self._settings = [
             setting
-            for number, group in enumerate(groups)
+            for number, (group, record) in enumerate(zip(groups, records, strict=True))
             for setting in _settings(factors, number, group, horizon, record)
         ]
         self._columns = {name: _column(name, factors, groups) for name in factors}
@@ -248,11 +262,11 @@ def _settings(
     number: int,
     group: Mapping[str, Any],
     horizon: Horizon,
-    record: dict[Place, BaseValue],
+    record: _Record,
 ) -> Iterator[_Setting]:
     for key, followed in _of_group(factors, number, group).items():
         bound = tuple(_product(each).bind(horizon) for each in followed.values())
-        base = record.setdefault((number, key), BaseValue(plain(group[key])))
+        base = record.bases.setdefault((record.number, key), BaseValue(plain(group[key])))
         yield _Setting(number, key, base, bound, key == "lr")
 
 

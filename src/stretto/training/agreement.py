@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from itertools import takewhile
@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 
 from stretto.data import DataSpec
 from stretto.errors import TrainingError, cannot
+from stretto.optim.joined import each_of
+from stretto.runtime import TrainStep
 from stretto.training.callback import Callback, overrides
 from stretto.training.ranks import Ranks
 from stretto.training.settings import Checkpointing, Evaluation, Loading, Logging, Stepping
@@ -77,7 +79,7 @@ def describe_settings(
     given: Mapping[str, Any],
     spec: DataSpec,
     optimizer: Optimizer,
-    loss: Callable[..., Any],
+    step: TrainStep,
     loading: Loading,
     stepping: Stepping,
     evaluations: Sequence[Evaluation],
@@ -90,7 +92,8 @@ def describe_settings(
     """Return the settings of a run, all but the model, in the order in which ranks compare them."""
     settings: dict[str, Any] = {**given, **_of_data(spec), **_fields("loading", loading)}
     settings |= _of_optimizer(optimizer)
-    settings |= {"loss": loss, "device": device} | _fields("stepping", stepping)
+    settings |= {"step": type(step), "loss": step.loss, "device": device}
+    settings |= _fields("stepping", stepping)
     settings["number of evaluations"] = len(evaluations)
     for one in evaluations:
         settings |= _of_evaluation(one)
@@ -158,7 +161,8 @@ def _of_data(spec: DataSpec) -> dict[str, Any]:
 
 def _of_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     groups = optimizer.param_groups
-    settings: dict[str, Any] = {"optimizer": type(optimizer), "parameter groups": len(groups)}
+    kinds = [f"{type(one).__module__}.{type(one).__qualname__}" for one in each_of(optimizer)]
+    settings: dict[str, Any] = {"optimizer": " and ".join(kinds), "parameter groups": len(groups)}
     for number, group in enumerate(groups):
         at = "" if len(groups) == 1 else f"@{group.get('name', number)}"
         settings |= {

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, final
 
-import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from stretto.data import DataSpec, StepLoader
 from stretto.optim import Hyperparameters
+from stretto.runtime import TrainStep
 from stretto.timing import Horizon
 from stretto.training.agreement import as_config, as_texts, check_agreement, describe_settings
 from stretto.training.best import Best
@@ -34,7 +33,6 @@ from stretto.training.settings import (
     Evaluation,
     Loading,
     Logging,
-    LossFunction,
     Stepping,
 )
 from stretto.training.setup import BuiltWith, describe_setup
@@ -50,13 +48,13 @@ _EVALUATION_BATCH = 64
 class Assembly:
     """What a trainer was given; `loop` needs its run and its data as well."""
 
-    model: nn.Module
+    step: TrainStep
     optimizer: Optimizer
+    """The optimizers of the step as one."""
     callbacks: Sequence[Callback]
     folder: Path | None
     ranks: Ranks
     """The processes of the run."""
-    loss: LossFunction
     loading: Loading
     stepping: Stepping
     evaluations: Sequence[Evaluation]
@@ -80,7 +78,7 @@ class Assembly:
             return
         settings = self._settings(spec, schedules=schedules, **given)
         check_agreement(
-            as_texts(settings, self.model, self.optimizer), self.ranks, call="Trainer()"
+            as_texts(settings, self.step.model, self.optimizer), self.ranks, call="Trainer()"
         )
         for one in self.evaluations:
             check_merging(one.metrics)
@@ -93,7 +91,7 @@ class Assembly:
             given=given | {f"schedules.{name}": one for name, one in (schedules or {}).items()},
             spec=spec,
             optimizer=self.optimizer,
-            loss=self.loss,
+            step=self.step,
             loading=self.loading,
             stepping=self.stepping,
             evaluations=self.evaluations,
@@ -118,7 +116,7 @@ class Assembly:
                 schedules=hyperparameters.schedules,
                 world_size=self.ranks.world_size,
             )
-            config = as_config(settings, self.model, self.callbacks)
+            config = as_config(settings, self.step.model, self.callbacks)
         return {**config, "folder": None if self.folder is None else str(self.folder)}
 
     def _console(self, horizon: Horizon) -> ConsoleLogger | None:
@@ -158,13 +156,13 @@ class Assembly:
             hyperparameters,
             loading=self.loading,
             stepping=self.stepping,
+            step=self.step,
             device=ranks.device.type,
             finds_micro_batch_size=finds_micro_batch_size,
             optimizer=built.values,
         )
         state = RunState(
-            self.model,
-            self.optimizer,
+            self.step,
             loader=loader,
             recorder=recorder,
             stepper=stepper,
@@ -211,20 +209,17 @@ class Assembly:
         return loop, state
 
     def _stepper(self, run: Run, loader: StepLoader, events: Events, *, is_found: bool) -> Stepper:
-        model, spec = self.model, loader.spec
-        compiled = cast(nn.Module, torch.compile(model)) if self.stepping.compile else model
+        step, spec = self.step, loader.spec
+        step.transforms = [partial(call, run) for call in events.listeners("transform_batch")]
         stepper = Stepper(
-            self.ranks.wrap(compiled),
-            self.optimizer,
-            loss=self.loss,
+            step,
             settings=self.stepping,
             ranks=self.ranks,
-            transforms=[partial(call, run) for call in events.listeners("transform_batch")],
             # Where nobody changes them, the loader has counted what the data have.
             count_tokens=spec.count_tokens if spec.tokens_vary else None,
         )
         stepper.net = SafetyNet(
-            model,
+            step.model,
             spec,
             self.ranks,
             size=loader.micro_batch_size,
@@ -236,11 +231,11 @@ class Assembly:
         return [
             Evaluator(
                 settings,
-                self.model,
-                loss=self.loss,
-                loss_is_sum=self.stepping.loss_reduction == "sum",
+                self.step.model,
+                loss=self.step.loss,
+                loss_is_sum=self.step.loss_reduction == "sum",
                 count=stepper.count,
-                autocast=stepper.autocast,
+                autocast=self.step.autocast,
                 batch_size=loader.micro_batch_size or _EVALUATION_BATCH,
                 collate_fn=self.loading.collate_fn,
                 ranks=self.ranks,

@@ -10,21 +10,55 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stretto.errors import TrainingError, cannot, shown
+from stretto.runtime import TrainStep
 from stretto.training.callback import Callback
-from stretto.training.settings import Evaluation
+from stretto.training.settings import Evaluation, Stepping
 
 _TAKEN = ("checkpoint", "log")
 """Names that events of the plan have already."""
+OF_SUPERVISED_STEP = ("precision", "clip_norm", "compile", "loss_reduction")
+"""The settings of `Stepping` that only the step of one model and one loss reads."""
 
 
-def check_parts(model: Any, optimizer: Any, loss: Any, *, evaluations: Any, callbacks: Any) -> None:
+def check_parts(
+    model: Any,
+    optimizer: Any,
+    loss: Any,
+    *,
+    stepping: Stepping,
+    evaluations: Any,
+    callbacks: Any,
+) -> None:
     """Refuse what is not what it should be, and an optimizer of another model.
 
     Raises:
         TrainingError: something is of another kind, or two evaluations have one name.
     """
+    if isinstance(model, TrainStep):
+        _check_step(model, optimizer, loss, stepping)
+    else:
+        _check_model(model)
+        _check_optimizer(optimizer)
+        if not callable(loss):
+            raise _other_kind(
+                "learn from the loss", loss, "a function", "pass one (model, batch) -> mean loss"
+            )
+    _check_each("evaluate", evaluations, Evaluation, "write Evaluation(data, every='1ep')")
+    _check_each("call back", callbacks, Callback, "pass a list of Callback objects")
+    if isinstance(model, TrainStep):
+        _check_owner(model.model, model.optimizers)
+        _check_losses(model, evaluations)
+    else:
+        _check_owner(model, [optimizer])
+    _check_names(evaluations)
+
+
+def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise _other_kind("train", model, "a torch.nn.Module", "pass the model itself")
+
+
+def _check_optimizer(optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer):
         raise _other_kind(
             "step with",
@@ -32,14 +66,48 @@ def check_parts(model: Any, optimizer: Any, loss: Any, *, evaluations: Any, call
             "a torch optimizer",
             "write torch.optim.AdamW(model.parameters(), lr=1e-3)",
         )
-    if not callable(loss):
-        raise _other_kind(
-            "learn from the loss", loss, "a function", "pass one (model, batch) -> mean loss"
-        )
-    _check_each("evaluate", evaluations, Evaluation, "write Evaluation(data, every='1ep')")
-    _check_each("call back", callbacks, Callback, "pass a list of Callback objects")
-    _check_owner(model, optimizer)
-    _check_names(evaluations)
+
+
+def _check_step(step: TrainStep, optimizer: object, loss: object, stepping: Stepping) -> None:
+    """Refuse a step that is not whole, and settings that only the step of a model reads."""
+    name = type(step).__qualname__
+    for attribute in ("model", "optimizers"):
+        if not hasattr(step, attribute):
+            raise TrainingError(
+                cannot(
+                    f"train with {name}",
+                    why=f"it has no attribute {attribute!r}",
+                    instead=f"set self.{attribute} in {name}.__init__",
+                )
+            )
+    _check_model(step.model)
+    for one in list(step.optimizers) or (None,):
+        _check_optimizer(one)
+    given = {"optimizer": optimizer, "loss": loss}
+    usual = dict.fromkeys(given)
+    for setting in OF_SUPERVISED_STEP:
+        given[setting], usual[setting] = getattr(stepping, setting), getattr(Stepping(), setting)
+    for setting, value in given.items():
+        if value != usual[setting]:
+            raise TrainingError(
+                cannot(
+                    f"use {setting}={shown(value)} with {name}",
+                    why="a step of your own decides that itself",
+                    instead=f"do it in {name}, and leave {setting} out",
+                )
+            )
+
+
+def _check_losses(step: TrainStep, evaluations: Sequence[Evaluation]) -> None:
+    for one in evaluations:
+        if step.loss is None and one.loss is None:
+            raise TrainingError(
+                cannot(
+                    f"evaluate {one.name!r} with {type(step).__qualname__}",
+                    why="the step has no loss(model, batch)",
+                    instead=f"write Evaluation(data, loss=..., name={one.name!r})",
+                )
+            )
 
 
 def _check_each(what: str, given: Any, kind: type, instead: str) -> None:
@@ -51,9 +119,11 @@ def _check_each(what: str, given: Any, kind: type, instead: str) -> None:
         raise _other_kind(what, given, "in a list", instead)
 
 
-def _check_owner(model: nn.Module, optimizer: Optimizer) -> None:
+def _check_owner(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     own = {id(parameter) for parameter in model.parameters()}
-    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+    for optimizer in optimizers:
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            continue
         raise TrainingError(
             cannot(
                 f"train {type(model).__name__} with this {type(optimizer).__name__}",

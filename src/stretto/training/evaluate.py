@@ -17,8 +17,9 @@ from stretto.data.feed import evenly
 from stretto.data.spec import Collate
 from stretto.errors import TrainingError, cannot
 from stretto.memory.release import attempt
+from stretto.runtime.gradients import is_fully_sharded
 from stretto.timing import BoundTrigger, Horizon
-from stretto.training.fully_sharded import is_fully_sharded, reshard
+from stretto.training.fully_sharded import reshard
 from stretto.training.metrics import MetricObjects, check_predictable, is_object
 from stretto.training.one_pass import OnePass
 from stretto.training.randomness import random_state, restore_random_state
@@ -50,7 +51,7 @@ class Evaluator:
         settings: Evaluation,
         model: nn.Module,
         *,
-        loss: LossFunction,
+        loss: LossFunction | None,
         loss_is_sum: bool,
         count: Callable[[Any], int] | None,
         autocast: Callable[[], AbstractContextManager[Any]],
@@ -63,7 +64,9 @@ class Evaluator:
         self.is_due: BoundTrigger = settings.trigger.bind(horizon)
         self.measured_at = -1
         self._model = model
-        self._loss = settings.loss or loss
+        chosen = settings.loss or loss
+        assert chosen is not None, "checked when the trainer was built"
+        self._loss = chosen
         self._loss_is_sum = loss_is_sum and settings.loss is None
         self._metrics: dict[str, LossFunction] = {
             name: cast(LossFunction, metric)

@@ -6,17 +6,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import nn
-from torch.optim import Optimizer
 
 from stretto.batching import BatchSizePolicy, awaits_maximum, with_maximum
 from stretto.data import DataSpec, StepLoader
 from stretto.data.spec import Collate
 from stretto.errors import FitError, TrainingError, cannot
 from stretto.planning import Plan, decided_between
+from stretto.runtime import TrainStep
+from stretto.runtime.gradients import is_fully_sharded
 from stretto.timing import TimeLike
-from stretto.training.fully_sharded import is_fully_sharded
 from stretto.training.ranks import Ranks
-from stretto.training.settings import LossFunction, Stepping
 
 if TYPE_CHECKING:
     from stretto.memory import Answer
@@ -28,11 +27,8 @@ _NO_LIMIT = 2**31
 
 
 def find_fitting(
-    model: nn.Module,
-    optimizer: Optimizer,
+    step: TrainStep,
     *,
-    loss: LossFunction,
-    stepping: Stepping,
     loader: StepLoader,
     ranks: Ranks,
     most: int,
@@ -45,10 +41,7 @@ def find_fitting(
     packed.
 
     Args:
-        model: the model itself, on its device.
-        optimizer: its optimizer.
-        loss: the loss function.
-        stepping: how a step is computed.
+        step: the step, its model on its device.
         loader: has the data.
         ranks: the processes of the run.
         most: more are never needed.
@@ -59,28 +52,20 @@ def find_fitting(
         TrainingError: the data are an iterable, or the model is spread over ranks.
         FitError: not even one sample fits.
     """
-    from stretto.memory import TrainingStep, find_batch_size  # for who asks for it
+    from stretto.memory import find_batch_size  # for who asks for it
     from stretto.memory.examples import example_batches
 
-    _check(model, loader)
+    _check(step.model, loader)
     examples = example_batches(loader)
-    step = TrainingStep(
-        model,
-        optimizer,
-        loss,
-        precision=stepping.precision,
-        clip_norm=stepping.clip_norm,
-        accumulation=2 if accumulates else 1,
-        loss_reduction=stepping.loss_reduction,
-        measures_noise=measures_noise,
-    )
 
     def find(method: Literal["predict", "auto"]) -> Answer:
         return find_batch_size(
             step,
             examples,
+            accumulation=2 if accumulates else 1,
+            measures_noise=measures_noise,
             method=method,
-            margin=_margin(model, ranks),
+            margin=_margin(step.model, ranks),
             maximum=most,
             agree_minimum=ranks.least if ranks.world_size > 1 else None,
         )

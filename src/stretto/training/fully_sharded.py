@@ -6,7 +6,6 @@ of them, also one that has no samples left.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
@@ -17,22 +16,10 @@ from torch import Tensor, nn
 from stretto.checkpoint.sharding import is_sharded, is_spread
 from stretto.data.containers import mapped
 from stretto.errors import TrainingError, cannot
+from stretto.runtime.gradients import is_fully_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-
-
-def is_fully_sharded(model: nn.Module) -> bool:
-    """Return whether `fully_shard` was called on a model; a compiled one counts as what it is of.
-
-    >>> is_fully_sharded(nn.Linear(1, 1))
-    False
-    """
-    # Where nobody has imported it nothing can be one; importing it takes a second.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return False
-    return isinstance(getattr(model, "_orig_mod", model), fsdp.FSDPModule)
 
 
 def check_sharding(model: nn.Module, *, world_size: int, device: torch.device) -> None:

@@ -12,6 +12,7 @@ from stretto.batching import Signals
 from stretto.data import Step, StepLoader
 from stretto.data.ranks import all_same, marks
 from stretto.optim import Hyperparameters
+from stretto.runtime.step import Info
 from stretto.timing import BoundTrigger, Timer, Timestamp
 from stretto.training.agreement import check_agreement, in_batch
 from stretto.training.best import Best
@@ -121,8 +122,8 @@ class Loop:
         gradient = self.stepper.gradient(step)
         self.run.set_loss(partial(mean_loss, gradient.losses))
         shared = self._agree(step, gradient)
-        is_taken = not shared.is_spoiled and self._update(step)
-        if not is_taken:
+        info = None if shared.is_spoiled else self._update(step)
+        if info is None:
             self._leave_out(step, is_spoiled=shared.is_spoiled)
         after = self.loader.finish(
             step, tokens=shared.tokens, seconds=shared.seconds, signals=shared.signals
@@ -131,7 +132,7 @@ class Loop:
             self.events.tell("on_noise", step, shared.signals)
         self.recorder.batch(
             step,
-            gradient.losses if is_taken else (),
+            () if info is None else gradient.losses,
             after,
             num_micro_batches=gradient.num_micro_batches,
         )
@@ -139,13 +140,15 @@ class Loop:
             self._announce(self.saver.advance(shared.saving))
         return after
 
-    def _update(self, step: Step) -> bool:
+    def _update(self, step: Step) -> Info | None:
         if self.events.listeners("on_gradient"):
             self.stepper.show(partial(self.events.tell, "on_gradient", step))
-        has_moved = self.stepper.update()
-        if has_moved:
+        info = self.stepper.update()
+        if info is not None:
             self.run.skipped.end_row()
-        return has_moved
+            for name, value in info.items():
+                self.run.log(name, value)
+        return info
 
     def _leave_out(self, step: Step, *, is_spoiled: bool) -> None:
         """Count a step whose weights did not move; or end the run, where that is wanted."""

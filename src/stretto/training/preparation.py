@@ -6,14 +6,51 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
 from stretto.batching import check_pairs
 from stretto.data import DataSpec, StepLoader
 from stretto.optim import Hyperparameters
 from stretto.planning import Plan, plan
 from stretto.planning.clock import unplannable
+from stretto.runtime import SupervisedStep, TrainStep
 from stretto.timing import TimeLike, Timestamp
 from stretto.training.ranks import Ranks
-from stretto.training.settings import Checkpointing, Evaluation, Loading, Logging
+from stretto.training.settings import (
+    Checkpointing,
+    Evaluation,
+    Loading,
+    Logging,
+    LossFunction,
+    Stepping,
+)
+
+
+def make_step(
+    model: nn.Module | TrainStep,
+    optimizer: Optimizer | None,
+    loss: LossFunction | None,
+    *,
+    stepping: Stepping,
+    ranks: Ranks,
+) -> TrainStep:
+    """Return the step of a run, its model on the device of this rank."""
+    if isinstance(model, TrainStep):
+        model.model = ranks.place(model.model)
+        return model
+    assert optimizer is not None, "checked"
+    assert loss is not None, "checked"
+    return SupervisedStep(
+        ranks.place(model),
+        optimizer,
+        loss,
+        precision=stepping.precision,
+        clip_norm=stepping.clip_norm,
+        loss_reduction=stepping.loss_reduction,
+        compile=stepping.compile,
+        device=ranks.device.type,
+    )
 
 
 def make_loader(

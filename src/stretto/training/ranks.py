@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from stretto import errors
 from stretto.checkpoint.sharding import is_spread
 from stretto.errors import StrettoError, TrainingError, cannot
-from stretto.training.fully_sharded import check_sharding, is_fully_sharded
+from stretto.runtime.gradients import is_fully_sharded, touching_all
+from stretto.training.fully_sharded import check_sharding
 from stretto.training.peers import Peers, own_store
 from stretto.training.rendezvous import join_group
 
@@ -209,6 +210,8 @@ class Ranks:
         """Return `model` with gradients averaged over ranks; a fully sharded one does it itself."""
         if self.world_size == 1 or is_fully_sharded(model):
             return model
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module  # another run has wrapped it
         devices = [self.device] if self.device.type == "cuda" else None
         with self.peers.meeting(inside_a_pass=True):
             return nn.parallel.DistributedDataParallel(model, device_ids=devices)
@@ -228,37 +231,6 @@ class _NothingToLearn(nn.Module):
     def forward(self, loss: Tensor) -> Tensor:
         """Return a loss of zero that every parameter has a part in."""
         return 0.0 * touching_all(self.model, loss)
-
-
-def touching_all(model: nn.Module, loss: Tensor) -> Tensor:
-    """Return `loss` with every parameter added, so that all have a gradient, each of its kind.
-
-    >>> layer, loss = nn.Linear(1, 1), torch.zeros(())
-    >>> (0.0 * touching_all(layer, loss)).backward()
-    >>> layer.weight.grad
-    tensor([[0.]])
-    """
-    sparse = sparse_tables(model)
-    row = torch.zeros(1, dtype=torch.int64, device=loss.device)
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        if id(parameter) in sparse:
-            loss = loss + nn.functional.embedding(row, parameter, sparse=True).sum()
-        else:
-            real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-            loss = loss + real.sum()
-    return loss
-
-
-def sparse_tables(model: nn.Module) -> set[int]:
-    """Return the ids of the weights whose gradients are sparse.
-
-    >>> sparse_tables(nn.Embedding(2, 3))
-    set()
-    """
-    tables = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
-    return {id(one.weight) for one in tables if one.sparse}
 
 
 def _apart(calls: Sequence[str]) -> TrainingError:

@@ -38,9 +38,8 @@ def section(path: Path, name: str) -> Iterator[None]:
         ) from error
 
 
-def unfit(path: Path, optimizer: object, error: Exception) -> CheckpointError:
-    """Return the error for an optimizer that fails in its first update after a resume."""
-    name = type(optimizer).__name__
+def unfit(path: Path, name: str, error: Exception) -> CheckpointError:
+    """Return the error for optimizers that fail in their first update after a resume."""
     return CheckpointError(
         cannot(
             f"update the weights with {name}",

@@ -19,8 +19,8 @@ from stretto.errors import DataError, TrainingError, cannot
 from stretto.memory.recognise import is_out_of_memory
 from stretto.memory.release import attempt, release_memory
 from stretto.memory.rewind import Rewind
+from stretto.runtime.gradients import is_fully_sharded
 from stretto.timing import Timestamp
-from stretto.training.fully_sharded import is_fully_sharded
 from stretto.training.ranks import Ranks
 from stretto.training.records import count
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from stretto.data import StepLoader
 from stretto.optim import Hyperparameters
+from stretto.runtime import SupervisedStep, TrainStep
 from stretto.training.settings import Loading, Stepping
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -26,6 +27,7 @@ def describe_setup(
     *,
     loading: Loading,
     stepping: Stepping,
+    step: TrainStep,
     device: str,
     finds_micro_batch_size: bool,
     optimizer: Mapping[str, Any],
@@ -37,6 +39,7 @@ def describe_setup(
         hyperparameters: the schedules.
         loading: how samples are fetched.
         stepping: how a step is computed.
+        step: what computes it.
         device: the type of device.
         finds_micro_batch_size: whether that is whatever fits.
         optimizer: what the optimizer was built with.
@@ -61,6 +64,7 @@ def describe_setup(
         "compile": stepping.compile,
         # As usual is None: checkpoints from before these settings do not have them.
         "measure_noise": _unusual(stepping.measure_noise, "auto"),
+        "step": _unusual(type(step).__qualname__, SupervisedStep.__qualname__),
         "device": device,
         "torch": str(torch.__version__),
         "stretto": version("stretto"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from stretto.checkpoint import (
@@ -24,6 +24,8 @@ from stretto.checkpoint import (
 )
 from stretto.data import StepLoader
 from stretto.errors import CheckpointError, cannot
+from stretto.packing import PackingError, pack, unpack
+from stretto.runtime import TrainStep
 from stretto.training.best import Best
 from stretto.training.callback import Callback
 from stretto.training.callback_state import GROUP, pack_states, restore_states
@@ -32,9 +34,13 @@ from stretto.training.finite import SkippedSteps
 from stretto.training.randomness import random_state, restore_random_state
 from stretto.training.ranks import Ranks
 from stretto.training.recorder import Recorder
-from stretto.training.records import count, number, section
+from stretto.training.records import count, section
 from stretto.training.setup import BuiltWith, changes, gone
 from stretto.training.stepper import Stepper
+
+
+_STEP = "step"
+"""The name of the state of the step in a checkpoint."""
 
 
 @final
@@ -42,24 +48,22 @@ class RunState:
     """Captures a run as tensors and JSON, and puts it back.
 
     Args:
-        model: the model itself, neither compiled nor wrapped.
-        optimizer: its optimizer.
+        step: has the model, its optimizers and state of its own.
         loader: the clock, the position in the data and the batch size policy's state.
         recorder: the losses since the last log, and how long its files are.
-        stepper: knows the loss scale, and the micro-batch size that was found.
+        stepper: knows the micro-batch size that was found.
         callbacks: listeners that may have state of their own.
         evaluators: know when they last measured.
         skipped: the steps that were not applied.
         best: the best evaluation so far.
         setup: what the run is set up as.
-        built: what the optimizer was built with.
+        built: what the optimizers were built with.
         ranks: the processes of the run.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        step: TrainStep,
         *,
         loader: StepLoader,
         recorder: Recorder,
@@ -72,8 +76,8 @@ class RunState:
         built: BuiltWith,
         ranks: Ranks,
     ) -> None:
-        self._model = model
-        self._optimizer = optimizer
+        self._step = step
+        self._model = step.model
         self._loader = loader
         self._recorder = recorder
         self._stepper = stepper
@@ -84,8 +88,14 @@ class RunState:
         self._setup = setup
         self._built = built
         self._ranks = ranks
-        self.is_sharded = ranks.world_size > 1 and is_sharded(model)
+        self.is_sharded = ranks.world_size > 1 and is_sharded(step.model)
         """Whether every rank has tensors to write."""
+
+    @property
+    def _optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers by the names that they have in a checkpoint."""
+        several = enumerate(self._step.optimizers)
+        return {f"optimizer_{number}" if number else "optimizer": one for number, one in several}
 
     @property
     def files(self) -> list[Path]:
@@ -94,15 +104,18 @@ class RunState:
 
     def capture(self) -> tuple[Tensors, dict[str, Any]]:
         """Return tensors by group and name, and the rest as JSON. Every rank must call it."""
-        packed, record = pack_optimizer(self._optimizer)
+        packed = {name: pack_optimizer(one) for name, one in self._optimizers.items()}
         # All that ranks do together comes first: what follows may fail on one of them alone.
         everybody = self._ranks.gather(json.dumps(random_state()))
-        groups = {"model": self._model.state_dict(), "optimizer": packed}
+        groups = {"model": self._model.state_dict()}
+        groups |= {name: state for name, (state, _) in packed.items()}
+        step: Any = None
         callbacks: list[dict[str, Any]] = []
         failure: CheckpointError | None = None
         try:
             callbacks, kept = pack_states(self._callbacks)
-            groups |= {GROUP: kept} if kept else {}
+            step, own = _pack_step(self._step)
+            groups |= {name: group for name, group in ((GROUP, kept), (_STEP, own)) if group}
         except CheckpointError as error:
             failure = error
         tensors = {
@@ -113,7 +126,8 @@ class RunState:
         if failure is not None:
             raise failure
         records = {
-            "optimizer": record,
+            **{name: record for name, (_, record) in packed.items()},
+            _STEP: step,
             "loader": self._loader.state_dict(),
             "recorder": recorder,
             "callbacks": callbacks,
@@ -144,9 +158,11 @@ class RunState:
         records = checkpoint.records
         with section(path, "model"):
             self._restore_model(checkpoint, path)
-        with section(path, "optimizer"):
-            tensors = stored_tensors(checkpoint, "optimizer")
-            unpack_optimizer(self._optimizer, tensors, records["optimizer"])
+        for name, optimizer in self._optimizers.items():
+            with section(path, name):
+                unpack_optimizer(optimizer, stored_tensors(checkpoint, name), records[name])
+        with section(path, _STEP):
+            restore_step(self._step, checkpoint)
         self._stepper.resumed_from = path
         left = self._restore_records(checkpoint, path, is_own=is_own)
         with section(path, "setup"):
@@ -189,9 +205,6 @@ class RunState:
     ) -> list[str]:
         """Put the records back; return the types of callbacks whose state nobody takes."""
         records = checkpoint.records
-        with section(path, "scaler"):
-            for name in records.get("scaler") or ():
-                number(records["scaler"], name)
         with section(path, "net"):
             self._stepper.load_state_dict(records)
         net = self._stepper.net
@@ -221,6 +234,23 @@ class RunState:
                 self._best.load_state_dict(records["best"])
                 self._best.confirm(self._loader.timer.sample)  # which is the one that is read
         return left
+
+
+def restore_step(step: TrainStep, checkpoint: CheckpointReader) -> None:
+    """Give a step the state of its own that a checkpoint has."""
+    # Before steps had state, the loss scale had a place of its own.
+    record = checkpoint.records.get(_STEP, {"scaler": checkpoint.records.get("scaler")})
+    tensors = stored_tensors(checkpoint, _STEP)
+    step.load_state_dict(unpack(record, lambda name: tensors[name].read(None)))
+
+
+def _pack_step(step: TrainStep) -> tuple[Any, dict[str, Tensor]]:
+    tensors: dict[str, Tensor] = {}
+    try:
+        return pack(step.state_dict(), tensors), tensors
+    except PackingError as unpackable:
+        what = f"the state of {type(step).__qualname__}"
+        raise unpackable.refused(what, CheckpointError) from None
 
 
 def stored_tensors(checkpoint: CheckpointReader, group: str) -> dict[str, Stored]:

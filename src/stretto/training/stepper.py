@@ -13,28 +13,28 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
 from stretto.memory.recognise import is_out_of_memory
 from stretto.noise import NoiseSums
+from stretto.runtime import TrainStep
+from stretto.runtime.gradients import is_fully_sharded, scalar, sparse_tables
+from stretto.runtime.step import Info
 from stretto.training.allocation import allocate_state, no_memory
 from stretto.training.finite import FiniteCheck
-from stretto.training.fully_sharded import is_fully_sharded, sync_gradients, zero_gradient
-from stretto.training.losses import nothing_to_learn, scalar
+from stretto.training.fully_sharded import sync_gradients, zero_gradient
 from stretto.training.noise_meter import Measured, NoiseMeter, Pass
-from stretto.training.ranks import Ranks, sparse_tables, touching_all
+from stretto.training.ranks import Ranks
 from stretto.training.records import UNFIT, unfit
-from stretto.training.safety_net import SafetyNet
-from stretto.training.settings import LossFunction, Stepping
-from stretto.training.units import unit_counter
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from stretto.training.safety_net import SafetyNet, meets_in_passes
+from stretto.training.settings import Stepping
+from stretto.training.units import nothing_to_learn, unit_counter
 
 
 class MicroLoss(NamedTuple):
@@ -59,55 +59,55 @@ class Gradient(NamedTuple):
 
 @final
 class Stepper:
-    """Computes gradients and updates weights.
+    """Runs a `TrainStep` on the micro-batches of a batch, and looks at what it computes.
 
     Args:
-        model: the model as the loss function gets it (compiled, averaged over ranks).
-        optimizer: updates the model's parameters.
-        loss: `loss(model, batch)`, a mean or a sum as `settings` says.
-        settings: how a step is computed.
+        step: computes gradients and updates the weights.
+        settings: what the loss is a mean over, and what happens if it is not finite.
         ranks: the processes of the run.
-        transforms: functions that change a micro-batch before it is used.
-        count_tokens: counts the tokens of what they return.
+        count_tokens: counts the tokens of what the step's transforms return.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        step: TrainStep,
         *,
-        loss: LossFunction,
         settings: Stepping,
         ranks: Ranks,
-        transforms: Sequence[Callable[[Any], Any]] = (),
         count_tokens: Callable[[Any], int | None] | None = None,
     ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._loss = loss
+        self._step = step
         self._ranks = ranks
-        self._transforms = transforms
         self._count_tokens = count_tokens
+        self._model = ranks.wrap(step.forward_model or step.model)
+        self._averages_itself = step.forward_model is not None or is_fully_sharded(step.model)
+        """Whether ranks average gradients in the passes of the model."""
+        self._passes_meet = self._averages_itself or meets_in_passes(step.model)
+        if step.forward_model is not None:
+            step.forward_model = self._model
+        if ranks.world_size > 1:
+            step.averaging = partial(ranks.average, self._model)
         self.count = unit_counter(settings)
-        self._is_sum = settings.loss_reduction == "sum"
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._clip_norm = settings.clip_norm
+        self._is_sum = step.loss_reduction == "sum"
+        self._parameters = step.parameters
         self.resumed_from: Path | None = None
         """The checkpoint whose state no update has used yet."""
-        self._dtype = _DTYPES.get(settings.precision)
         self.net: SafetyNet | None = None
         """What is done where memory runs out; None: nothing."""
         self.meter: NoiseMeter | None = None
         """Measures the noise of the gradient; None: nobody asks for it."""
-        self.scaler = (
-            torch.amp.GradScaler(ranks.device.type) if settings.precision == "fp16" else None
-        )
         # With loss scaling the gradient may overflow; the scaler sees to that.
-        watched = [] if self.scaler is not None else self._parameters
+        watched = [] if step.scaler is not None else self._parameters
         self._check = FiniteCheck(watched) if settings.non_finite != "ignore" else None
         self._moves = ranks.device.type != "cpu"
-        self._is_sharded = ranks.world_size > 1 and is_fully_sharded(model)
+        self._is_spread = is_fully_sharded(self._model)
+        self._is_sharded = ranks.world_size > 1 and self._is_spread
         self._is_settled = False
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """What scales the loss; None: nothing."""
+        return self._step.scaler
 
     def gradient(self, step: Step) -> Gradient:
         """Accumulate the gradient of `step`; it is complete but for `finish`.
@@ -128,16 +128,11 @@ class Stepper:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run must remember beside its weights, as JSON."""
-        return {
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "net": None if self.net is None else self.net.state_dict(),
-        }
+        """Return what a run must remember of its micro-batches, as JSON."""
+        return {"net": None if self.net is None else self.net.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        if self.scaler is not None and state["scaler"] is not None:
-            self.scaler.load_state_dict(state["scaler"])
         if self.net is not None and state.get("net") is not None:
             self.net.load_state_dict(state["net"])
 
@@ -149,7 +144,8 @@ class Stepper:
         a run that goes on sums to the last bit as one that never stopped.
         """
         self._is_settled = True
-        allocate_state(self._optimizer, leave_out=sparse_tables(self._model))
+        for optimizer in self._step.optimizers:
+            allocate_state(optimizer, leave_out=sparse_tables(self._model))
         self._ranks.average(self._model)
         self.clear()
 
@@ -164,26 +160,47 @@ class Stepper:
             micro_batches = meter.begin(micro_batches)
         micro_batches = [self._transformed(micro) for micro in micro_batches]
         counts = self._counts(micro_batches)
-        # The unit weights of all ranks are known only for samples, or where there is one rank.
-        late = self.count is not None and self._ranks.world_size > 1
-        whole = step.size if self.count is None or late else sum(counts)
+        whole = self._whole(step, counts)
         if not whole:
             raise nothing_to_learn(step)
         losses = []
         for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
             is_last = index == len(micro_batches) - 1
-            meets = averages and is_last
+            meets = averages and is_last and self._averages_itself
             one = Pass(micro, units, divisor=whole, is_last=is_last, is_averaged=meets)
             measured = _NOTHING if meter is None else meter.measure(one)
-            with self._without_sync(is_last=meets, meter=meter), measured:
-                with self.autocast(), self._muted(units):
-                    loss = scalar(self._loss(self._model, self._moved(micro.batch)))
-                self._backward(loss, units, whole)
-            if units:
+            with self._without_sync(is_last=meets, meter=meter), measured, self._muted(units):
+                loss = self._pass(micro, units, whole)
+            if loss is not None:
                 factor = 1.0 if self._is_sum else float(units)
-                losses.append(MicroLoss(loss.detach(), factor, float(units)))
-        own_units = sum(counts) if late else 0
+                losses.append(MicroLoss(loss, factor, float(units)))
+        if averages and not self._averages_itself:
+            self._ranks.average(self._model)
+        own_units = sum(counts) if self._divides_late else 0
         return Gradient(losses, own_units, self._tokens(micro_batches), num_micro_batches)
+
+    @property
+    def _divides_late(self) -> bool:
+        """Whether the units of all ranks are known only once the gradient is there.
+
+        A step of yours may compute with its weights in `update` too, so it gets them whole.
+        """
+        return self.count is not None and self._ranks.world_size > 1 and self._averages_itself
+
+    def _whole(self, step: Step, counts: Sequence[int]) -> float:
+        """What the weights of all micro-batches are parts of."""
+        if self.count is None or self._divides_late:
+            return step.size
+        return self._ranks.agree((sum(counts),))[0]
+
+    def _pass(self, micro: MicroBatch, units: int, whole: float) -> Tensor | None:
+        """Run the step on one micro-batch, and return its loss; None: nothing is learned from."""
+        if not units:
+            if self._passes_meet:  # others wait for it, or its forward has effects of its own
+                self._step.forward_backward(self._moved(micro.batch), 0.0)
+            return None
+        weight = (1 if self._is_sum else units) * self._ranks.world_size / whole
+        return scalar(self._step.forward_backward(self._moved(micro.batch), weight)).detach()
 
     def is_finite(self, gradient: Gradient) -> bool:
         """Return whether losses and gradient are finite on this rank; true where nobody looks.
@@ -214,7 +231,8 @@ class Stepper:
         Every rank must call it, where there is a meter.
         """
         assert self.meter is not None, "nobody asks for it"
-        return self.meter.sums(1.0 if self.scaler is None else self.scaler.get_scale())
+        scaler = self._step.scaler
+        return self.meter.sums(1.0 if scaler is None else scaler.get_scale())
 
     def finish(self, step: Step, units: float) -> None:
         """Divide the gradient by the `units` of all ranks, where that had to wait for them.
@@ -222,7 +240,7 @@ class Stepper:
         Raises:
             TrainingError: no rank had any unit to learn from.
         """
-        if self.count is None or self._ranks.world_size == 1:
+        if not self._divides_late:
             return
         if units == 0:
             raise nothing_to_learn(step)
@@ -246,30 +264,25 @@ class Stepper:
         if gradients:
             torch._foreach_mul_(gradients, factor)  # no public spelling of it
 
-    def update(self) -> bool:
-        """Clip, step and clear the gradients; return whether the weights have moved.
+    def update(self) -> Info | None:
+        """Update the weights and clear the gradients; return what the step tells, to be logged.
 
-        They have not where the gradient overflowed under loss scaling.
+        None: the weights have not moved, as where the gradient overflowed under loss scaling.
 
         Raises:
             TrainingError: memory ran out. Some weights may have moved, so nothing is tried again.
-            CheckpointError: the optimizer cannot compute with the state that it was resumed with.
+            CheckpointError: an optimizer cannot compute with the state that it was resumed with.
         """
-        has_moved = True
         try:
-            if self.scaler is not None:
-                has_moved = self._scaled_update(self.scaler)
-            else:
-                if self._clip_norm is not None:
-                    nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-                self._optimizer.step()
+            info = self._step.update()
         except Exception as error:
+            optimizers = " and ".join(type(one).__name__ for one in self._step.optimizers)
             if not is_out_of_memory(error):
                 if self.resumed_from is not None and isinstance(error, UNFIT):
-                    raise unfit(self.resumed_from, self._optimizer, error) from error
+                    raise unfit(self.resumed_from, optimizers, error) from error
                 raise
             raise no_memory(
-                f"update the weights with {type(self._optimizer).__name__}",
+                f"update the weights with {optimizers}",
                 "memory ran out, and some weights may have changed already",
                 error,
                 instead="resume from the last checkpoint with foreach=False in the optimizer, an "
@@ -277,27 +290,18 @@ class Stepper:
             ) from error
         self.resumed_from = None
         self.clear()
-        return has_moved
+        if info is not TrainStep.SKIPPED:
+            return info
+        return None if self._check is not None else {}
 
     def clear(self) -> None:
         """Clear the gradients."""
-        self._optimizer.zero_grad()
+        self._step.clear()
         if self.meter is not None:
             self.meter.forget()
 
-    def _scaled_update(self, scaler: torch.amp.GradScaler) -> bool:
-        if all(parameter.grad is None for parameter in self._parameters):
-            return True  # all is frozen: the scaler refuses to step without a gradient
-        if self._clip_norm is not None:
-            scaler.unscale_(self._optimizer)
-            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-        scale = scaler.get_scale() if self._check is not None else 0.0
-        scaler.step(self._optimizer)
-        scaler.update()
-        return self._check is None or scaler.get_scale() >= scale
-
     def _tokens(self, micro_batches: Sequence[MicroBatch]) -> int | None:
-        if not self._transforms or self._count_tokens is None:
+        if not self._step.transforms or self._count_tokens is None:
             return None
         counts = [self._count_tokens(micro.batch) for micro in micro_batches if micro.weight]
         known = [count for count in counts if count is not None]
@@ -308,26 +312,11 @@ class Stepper:
             return [micro.num_samples if micro.weight else 0 for micro in micro_batches]
         return [self.count(micro.batch) if micro.weight else 0 for micro in micro_batches]
 
-    def _backward(self, loss: Tensor, units: int, whole: int) -> None:
-        if units == 0:
-            if self._ranks.world_size == 1:
-                return
-            # Every rank must take part in the averaging; 0 * nan would spoil it (see `_muted`).
-            if not self._is_sharded:
-                loss = touching_all(self._model, loss.new_zeros(()))
-            weight = 0.0
-        else:
-            weight = (1 if self._is_sum else units) * self._ranks.world_size / whole
-        # A weight of exactly 1 leaves the loss alone: to the last bit a plain loop's.
-        scaled = loss if weight == 1.0 else loss * weight
-        scaled = scaled if self.scaler is None else self.scaler.scale(scaled)
-        scaled.backward()
-
     def _transformed(self, micro: MicroBatch) -> MicroBatch:
-        if not self._transforms:
+        if not self._step.transforms:
             return micro
         batch = self._moved(micro.batch)
-        for transform in self._transforms:
+        for transform in self._step.transforms:
             batch = transform(batch)
         return replace(micro, batch=batch)
 
@@ -335,15 +324,9 @@ class Stepper:
         # One micro-batch at a time, so that no more of them lie on the device than are used.
         return move_batch(batch, self._ranks.device) if self._moves else batch
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which the model runs, in training as in evaluation."""
-        if self._dtype is None:
-            return _NOTHING
-        return torch.autocast(self._ranks.device.type, dtype=self._dtype)
-
     def _muted(self, units: int) -> AbstractContextManager[Any]:
         """Where the model's own passes are what ranks meet in, one without units runs as well."""
-        return zero_gradient(self._model) if self._is_sharded and not units else _NOTHING
+        return zero_gradient(self._model) if self._is_spread and not units else _NOTHING
 
     def _without_sync(
         self, *, is_last: bool, meter: NoiseMeter | None
@@ -351,7 +334,7 @@ class Stepper:
         if self._is_sharded:
             each = meter is not None and meter.averages_each
             sync_gradients(self._model, is_last=is_last or each)
-        if is_last or self._is_sharded or self._ranks.world_size == 1:
+        if is_last or self._is_sharded or not self._averages_itself or self._ranks.world_size == 1:
             return _NOTHING
         return self._model.no_sync()  # type: ignore[operator,no-any-return]
 

@@ -19,8 +19,10 @@ from stretto.batching import PolicyLike, as_policy
 from stretto.data import DataSpec
 from stretto.errors import PlanError, TrainingError
 from stretto.optim import Hyperparameters
+from stretto.optim.joined import joined
 from stretto.planning import Plan
 from stretto.planning.cautions import growth_alone
+from stretto.runtime import TrainStep
 from stretto.schedules import ScheduleLike
 from stretto.timing import Horizon, TimeLike, Timer
 from stretto.timing.time import Number
@@ -31,7 +33,7 @@ from stretto.training.checks import check_parts
 from stretto.training.fitting import find_fitting, largest_share, with_found_maximum
 from stretto.training.interrupt import raise_for
 from stretto.training.measuring import keeps_gradients_apart
-from stretto.training.preparation import make_loader, make_plan
+from stretto.training.preparation import make_loader, make_plan, make_step
 from stretto.training.ranks import Ranks
 from stretto.training.resuming import find_checkpoint, open_run, open_verified
 from stretto.training.run import Run
@@ -72,7 +74,8 @@ class Trainer:
     (12, 128)
 
     Args:
-        model: the model; moved to the device and, on several ranks, wrapped.
+        model: the model; moved to the device and, on several ranks, wrapped. Or a `TrainStep` of
+            your own, without `optimizer` and `loss`.
         train_data: a data set, a `DataLoader`, an iterable of batches, or a `DataSpec`.
         optimizer: an optimizer of the model's parameters.
         loss: `loss(model, batch)`, the mean over the batch (see `Stepping.loss_reduction`).
@@ -102,11 +105,11 @@ class Trainer:
     # Sixteen parameters, all but two by keyword: what a run is, one each, the rest in groups.
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | TrainStep,
         train_data: Any,
         *,
-        optimizer: Optimizer,
-        loss: LossFunction,
+        optimizer: Optimizer | None = None,
+        loss: LossFunction | None = None,
         max_duration: TimeLike,
         batch_size: PolicyLike,
         micro_batch_size: int | Literal["auto"] | None = None,
@@ -121,7 +124,14 @@ class Trainer:
         folder: str | Path | None = None,
     ) -> None:
         evaluations = (evaluate,) if isinstance(evaluate, Evaluation) else evaluate or ()
-        check_parts(model, optimizer, loss, evaluations=evaluations, callbacks=callbacks)
+        check_parts(
+            model,
+            optimizer,
+            loss,
+            stepping=stepping,
+            evaluations=evaluations,
+            callbacks=callbacks,
+        )
         timed = Timed(
             max_duration, batch_size, schedules or {}, evaluations, checkpoint, log, callbacks
         )
@@ -134,18 +144,20 @@ class Trainer:
         self.changes: tuple[str, ...] = ()
         """What is set up otherwise than in the checkpoint that was resumed, a line each."""
         self._ranks = Ranks.from_environment(stepping.device, stepping.longest_wait)
-        self.model = self._ranks.place(model)
+        self.step = make_step(model, optimizer, loss, stepping=stepping, ranks=self._ranks)
+        """Computes gradients and updates the weights."""
+        self.model = self.step.model
         spec = DataSpec.of(train_data)
         if any(callback.changes_tokens for callback in callbacks):
             spec = replace(spec, tokens_vary=True)
-        self.optimizer = optimizer
+        self.optimizer = joined(self.step.optimizers)
+        """The optimizer; of several one that has the parameter groups of all, in order."""
         assembly = Assembly(
-            model=self.model,
-            optimizer=optimizer,
+            step=self.step,
+            optimizer=self.optimizer,
             callbacks=self.callbacks,
             folder=self.folder,
             ranks=self._ranks,
-            loss=loss,
             loading=loading,
             stepping=stepping,
             evaluations=evaluations,
@@ -159,9 +171,7 @@ class Trainer:
             micro_batch_size=micro_batch_size,
             schedules=schedules,
         )
-        find = partial(
-            find_fitting, self.model, optimizer, loss=loss, stepping=stepping, ranks=self._ranks
-        )
+        find = partial(find_fitting, self.step, ranks=self._ranks)
         measures = partial(keeps_gradients_apart, callbacks=list(map(type, callbacks)))
         policy, self.found_maximum = with_found_maximum(
             as_policy(batch_size),
@@ -182,11 +192,11 @@ class Trainer:
             ranks=self._ranks,
         )
         self.hyperparameters = Hyperparameters(
-            optimizer, schedules, self.horizon, rule=stepping.learning_rate_rule
+            self.optimizer, schedules, self.horizon, rule=stepping.learning_rate_rule
         )
         self.run = Run(
             self.model,
-            [optimizer],
+            self.step.optimizers,
             self.timer,
             self.horizon,
             hyperparameters=self.hyperparameters,
@@ -271,7 +281,7 @@ class Trainer:
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """What scales the loss of fp16; None with any other precision."""
-        return self._loop.stepper.scaler
+        return self.step.scaler
 
     @property
     def unsaved(self) -> str | None:

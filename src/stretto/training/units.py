@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any, final
 
-from stretto.data import count_target_tokens
+from stretto.data import Step, count_target_tokens
 from stretto.data.tokens import shifts_told_by
+from stretto.errors import TrainingError, cannot
 from stretto.training.settings import Stepping
 
 
@@ -51,6 +52,17 @@ class TargetTokens:
             elif told and not self._shifts:
                 _warn("input_ids: a model that does not shift them learns to copy", "True")
         return count_target_tokens(batch, shifts_labels=self._shifts)
+
+
+def nothing_to_learn(step: Step) -> TrainingError:
+    """Return the error for a step without a unit."""
+    return TrainingError(
+        cannot(
+            f"take the step at {step.timestamp.get('sp')}",
+            why="its batch has nothing to weigh the loss by, such as target tokens",
+            instead="give labels other than -100, or weigh by samples",
+        )
+    )
 
 
 def _warn(why: str, other: str) -> None:

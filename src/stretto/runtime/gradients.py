@@ -1,0 +1,72 @@
+"""What a gradient is taken of: a scalar loss, and the parameters of a model."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor, nn
+
+from stretto.errors import TrainingError, cannot
+
+
+def scalar(loss: object) -> Tensor:
+    """Return the loss, if it is one.
+
+    Raises:
+        TrainingError: it is no scalar tensor.
+    """
+    if isinstance(loss, Tensor) and not loss.dim():
+        return loss
+    shape = list(loss.shape) if isinstance(loss, Tensor) else None
+    raise TrainingError(
+        cannot(
+            f"learn from a loss of type {type(loss).__name__}",
+            why="it is no tensor" if shape is None else f"its shape is {shape}",
+            instead="return a scalar tensor, such as losses.mean()",
+        )
+    )
+
+
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Return whether `fully_shard` was called on a model; a compiled one counts as what it is of.
+
+    >>> is_fully_sharded(nn.Linear(1, 1))
+    False
+    """
+    # Where nobody has imported it nothing can be one; importing it takes a second.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return False
+    return isinstance(getattr(model, "_orig_mod", model), fsdp.FSDPModule)
+
+
+def touching_all(model: nn.Module, loss: Tensor) -> Tensor:
+    """Return `loss` with every parameter added, so that all have a gradient, each of its kind.
+
+    >>> layer, loss = nn.Linear(1, 1), torch.zeros(())
+    >>> (0.0 * touching_all(layer, loss)).backward()
+    >>> layer.weight.grad
+    tensor([[0.]])
+    """
+    sparse = sparse_tables(model)
+    row = torch.zeros(1, dtype=torch.int64, device=loss.device)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) in sparse:
+            loss = loss + nn.functional.embedding(row, parameter, sparse=True).sum()
+        else:
+            real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+            loss = loss + real.sum()
+    return loss
+
+
+def sparse_tables(model: nn.Module) -> set[int]:
+    """Return the ids of the weights whose gradients are sparse.
+
+    >>> sparse_tables(nn.Embedding(2, 3))
+    set()
+    """
+    tables = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
+    return {id(one.weight) for one in tables if one.sparse}
