@@ -75,12 +75,13 @@ class GANStep(TrainStep):
     ) -> None:
         self.model = nn.ModuleDict({"generator": generator, "discriminator": discriminator})
         self.optimizers = [make(generator.parameters()), make(discriminator.parameters())]
+        self._generator, self._discriminator = generator, discriminator
         self._noise = noise
         self._sum: float | Tensor = 0.0
 
     def forward_backward(self, batch: Any, weight: float) -> Tensor:
         """Add the gradients of both, each of its own loss, and return the discriminator's."""
-        generator, discriminator = self.model["generator"], self.model["discriminator"]
+        generator, discriminator = self._generator, self._discriminator
         fake = generator(torch.randn(len(batch), self._noise, dtype=batch.dtype))
         real, made = discriminator(batch), discriminator(fake.detach())
         loss = functional.softplus(-real).mean() + functional.softplus(made).mean()

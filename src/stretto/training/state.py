@@ -38,7 +38,6 @@ from stretto.training.records import count, section
 from stretto.training.setup import BuiltWith, changes, gone
 from stretto.training.stepper import Stepper
 
-
 _STEP = "step"
 """The name of the state of the step in a checkpoint."""
 
