@@ -80,7 +80,7 @@ def resume(problem: Make, path: Path, records: Any) -> None:
     trainer, reader = trainer_of(problem), open_checkpoint(path, verify=False)
     reader.records = records
     trainer._state.restore(reader, path, is_own=False)
-    trainer.plan = None
+    trainer.run.plan = None
     trainer.fit()
 
 
