@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,6 +181,8 @@ def test_mlflow_on_sqlite_has_every_batch_once_after_a_resume(
 
     def trainer(**more: Any) -> Any:
         given = settings(folder, MLflowLogger(uri, "ramps"))
+        config = {"optimizer": {"lr": 0.1}, "batch_size": {"0ep": 8, "50%": 8}}
+        given["log"] = replace(given["log"], config=config)
         return problem().trainer(**given, schedules={"lr@0": 0.5}, **more)
 
     with pytest.raises(ZeroDivisionError):
@@ -192,7 +195,7 @@ def test_mlflow_on_sqlite_has_every_batch_once_after_a_resume(
     (found,) = client.search_runs([experiment.experiment_id])
     assert found.info.run_name == "run"
     assert found.data.params["optimizer.lr"] == "0.1"
-    assert found.data.params["max_duration"] == "2ep"
+    assert found.data.params["batch_size.50_"] == "8"
     history = client.get_metric_history(found.info.run_id, "loss")
     assert [point.step for point in history] == BATCHES
     assert [point.value for point in history] == pytest.approx(losses(folder))

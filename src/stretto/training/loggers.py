@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -254,8 +255,12 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _mlflow_name(name: str) -> str:
-    """A name that MLflow takes: it has no '@', and shows names with the same beginning together."""
-    return name.replace("@", "/")
+    """Return a name that MLflow takes: it groups names by what is before the '/'.
+
+    >>> _mlflow_name("lr@head"), _mlflow_name("batch_size.10%")
+    ('lr/head', 'batch_size.10_')
+    """
+    return re.sub(r"[^\w.\- :/]", "_", name.replace("@", "/"))
 
 
 def _known_id(config: Mapping[str, Any], service: str, sample: int) -> str | None:
