@@ -183,8 +183,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("training-last-batch", lambda: trainer(loading=Loading(last_batch="wrap"))),  # type: ignore[arg-type]
     ("training-prefetch", lambda: trainer(loading=Loading(num_workers=0, prefetch_factor=2))),
     ("training-seed", lambda: trainer(loading=Loading(seed="now"))),  # type: ignore[arg-type]
-    ("training-logger-name", lambda: Logging(loggers=["wandb"])),
-    ("training-logger-class", lambda: Logging(loggers=[TensorBoardLogger])),
+    ("training-logger-name", lambda: Logging(loggers=["wandb"])),  # type: ignore[list-item]
+    ("training-logger-class", lambda: Logging(loggers=[TensorBoardLogger])),  # type: ignore[list-item]
     ("training-log-every", lambda: trainer(log=Logging("soon"))),
     ("training-log-unsized", lambda: trainer(train_data=iter([]), log=Logging("0.5ep"))),
     ("training-folder-of-checkpoints", lambda: trainer(checkpoint=Checkpointing())),

@@ -51,6 +51,24 @@ def test_every_event_happens_in_its_order(problem: Callable[..., Any], tmp_path:
     assert callback.seen == ["on_build", "on_fit_start", *step, *step, *ends, "on_fit_end"]
 
 
+def test_a_search_for_what_fits_comes_after_what_callbacks_allocate(
+    problem: Callable[..., Any],
+) -> None:
+    seen: list[str] = []
+
+    class Allocate(Callback):
+        def on_build(self, run: Any) -> None:
+            seen.append("built")
+
+    def loss(model: Any, batch: Any) -> Any:
+        seen.append("tried")
+        return model(batch[0]).square().mean()
+
+    problem().trainer(micro_batch_size="auto", loss=loss, callbacks=[Allocate()])
+    assert seen[0] == "built"
+    assert "tried" in seen
+
+
 def test_who_does_not_listen_is_not_called(problem: Callable[..., Any]) -> None:
     events = Events([Callback(), Everything()], problem().trainer().run)
     assert all(len(events.listeners(name)) == 1 for name in EVENTS)

@@ -129,13 +129,14 @@ class Assembly:
     def loop(
         self,
         run: Run,
+        events: Events,
         loader: StepLoader,
         hyperparameters: Hyperparameters,
         *,
         finds_micro_batch_size: bool,
     ) -> tuple[Loop, RunState]:
         """Return what runs, and what of it a checkpoint keeps."""
-        ranks, events = self.ranks, Events(self.callbacks, run)
+        ranks = self.ranks
         stepper = self._stepper(run, loader, events, is_found=finds_micro_batch_size)
         evaluators = self._evaluators(loader, stepper)
         best = Best(self.checkpoint, self.evaluations)

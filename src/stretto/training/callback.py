@@ -36,9 +36,10 @@ class Callback:
     """Whether it changes learning rates with the batch size, as a learning rate rule does."""
 
     def on_build(self, run: Run) -> None:
-        """The trainer is built, model and optimizers are on their device; nothing is resumed yet.
+        """Model, optimizers and clock are built; nothing is resumed yet.
 
-        It comes once, before `load_state_dict`.
+        It comes once, before `load_state_dict`, and before a search for the micro-batch size, which
+        then leaves room for what is allocated here.
         """
 
     def on_fit_start(self, run: Run) -> None:

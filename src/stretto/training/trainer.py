@@ -27,7 +27,7 @@ from stretto.schedules import ScheduleLike
 from stretto.timing import Horizon, TimeLike, Timer
 from stretto.timing.time import Number
 from stretto.training.assembly import Assembly
-from stretto.training.callback import Callback
+from stretto.training.callback import Callback, Events
 from stretto.training.callback_state import check_states
 from stretto.training.checks import check_parts
 from stretto.training.fitting import find_fitting, largest_share, with_found_maximum
@@ -205,6 +205,9 @@ class Trainer:
             ranks=self._ranks,
         )
         """What every event of a callback gets."""
+        events = Events(self.callbacks, self.run)
+        events.tell("on_build")  # before a search for what fits: a callback may allocate memory
+        check_states(self.callbacks)
         self._make_plan = partial(
             make_plan, self.loader, self.hyperparameters, evaluations, checkpoint, log
         )
@@ -226,13 +229,12 @@ class Trainer:
             self.run.plan, self._refusal = self._planned()
         self._loop, self._state = assembly.loop(
             self.run,
+            events,
             self.loader,
             self.hyperparameters,
             finds_micro_batch_size=self.fitting is not None,
         )
         self.run.evaluate_with(self.evaluate)
-        self._loop.events.tell("on_build")
-        check_states(self.callbacks)
 
     @property
     def plan(self) -> Plan | None:
@@ -253,11 +255,6 @@ class Trainer:
     def timer(self) -> Timer:
         """The clock."""
         return self.loader.timer
-
-    @property
-    def has_several_ranks(self) -> bool:
-        """Whether other processes train with this one."""
-        return self._ranks.world_size > 1
 
     @property
     def is_first_rank(self) -> bool:
@@ -386,6 +383,6 @@ class Trainer:
         try:
             return self._make_plan(), None
         except PlanError as refusal:
-            if not self.has_several_ranks:
+            if self._ranks.world_size == 1:
                 raise
             return None, refusal
