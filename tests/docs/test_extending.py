@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import re
 import sys
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from stretto.config import RunFile, build_plan, build_trainer, dump_run_file, parse_run_file
 from stretto.config.training import resolved
 from stretto.errors import ConfigError
-from stretto.training import Trainer
+from stretto.training import Checkpointing, Trainer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 BASE = {
@@ -170,6 +172,34 @@ def test_a_callback() -> None:
     assert stopping.stop_reason == "the loss is below 0.01"
     last = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
     assert last["distance"] == pytest.approx(last["loss"] - 0.01)
+
+
+def test_a_step_with_two_optimizers_trains_and_is_resumed() -> None:
+    mine, base = importlib.import_module("mine"), importlib.import_module("base")
+
+    def trained(resume_from: Path | None = None) -> Trainer:
+        torch.manual_seed(0)
+        step = mine.MuonAndAdamW(base.Line(), base.Line.loss, 0.02)
+        checkpoint = None if resume_from else Checkpointing("1ep")
+        folder = None if resume_from else "run"
+        made = Trainer(
+            step,
+            base.Points(),
+            max_duration="2ep",
+            batch_size=8,
+            checkpoint=checkpoint,
+            folder=folder,
+        )
+        if resume_from:
+            made.resume(resume_from)
+        made.fit()
+        return made
+
+    whole = trained()
+    again = trained(min(Path("run/checkpoints").iterdir()))
+    assert again.timer.batch == 10
+    for ours, theirs in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_a_metric() -> None:

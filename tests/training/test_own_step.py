@@ -336,7 +336,7 @@ class Loud(Plain):
             lambda: trainer_of("", step=Plain(), stepping=Stepping(precision="bf16")),
             "cannot use precision='bf16' with Plain",
         ),
-        (lambda: trainer_of("", step=Plain(), loss=loss), "cannot use loss=.* with Plain"),
+        (lambda: trainer_of("", step=Plain(), loss=loss), "cannot use loss with Plain"),
         (
             lambda: trainer_of("", step=Plain(), evaluate=Evaluation(DATA)),
             "cannot evaluate 'validation' with Plain",

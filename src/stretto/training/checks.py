@@ -83,19 +83,19 @@ def _check_step(step: TrainStep, optimizer: object, loss: object, stepping: Step
     _check_model(step.model)
     for one in list(step.optimizers) or (None,):
         _check_optimizer(one)
-    given = {"optimizer": optimizer, "loss": loss}
-    usual = dict.fromkeys(given)
-    for setting in OF_SUPERVISED_STEP:
-        given[setting], usual[setting] = getattr(stepping, setting), getattr(Stepping(), setting)
+    parts = {"optimizer": optimizer, "loss": loss}
+    given: dict[str, object] = {one: None for one, part in parts.items() if part is not None}
+    for one in OF_SUPERVISED_STEP:
+        if getattr(stepping, one) != getattr(Stepping(), one):
+            given[one] = getattr(stepping, one)
     for setting, value in given.items():
-        if value != usual[setting]:
-            raise TrainingError(
-                cannot(
-                    f"use {setting}={shown(value)} with {name}",
-                    why="a step of your own decides that itself",
-                    instead=f"do it in {name}, and leave {setting} out",
-                )
+        raise TrainingError(
+            cannot(
+                f"use {setting if value is None else f'{setting}={shown(value)}'} with {name}",
+                why="a step of your own decides that itself",
+                instead=f"do it in {name}, and leave {setting} out",
             )
+        )
 
 
 def _check_losses(step: TrainStep, evaluations: Sequence[Evaluation]) -> None:
@@ -148,5 +148,6 @@ def _check_names(evaluations: Sequence[Evaluation]) -> None:
 
 def _other_kind(what: str, given: object, kind: str, instead: str) -> TrainingError:
     # A model prints over many lines, and most objects by their address.
-    given = shown(given) if isinstance(given, (str, type)) else f"a {type(given).__name__}"
+    is_short = given is None or isinstance(given, (str, type))
+    given = shown(given) if is_short else f"a {type(given).__name__}"
     return TrainingError(cannot(f"{what} {given}", why=f"it is not {kind}", instead=instead))
