@@ -11,6 +11,7 @@ import torch
 
 from stretto.batching import SquareRootRule
 from stretto.config.files import dump_run_file, parse_run_file
+from stretto.config.finding import build_finding
 from stretto.config.parts import make_loggers
 from stretto.config.plans import build_plan
 from stretto.config.run import RunConfig
@@ -196,6 +197,34 @@ def test_loggers() -> None:
     (logger,) = make_loggers(RunConfig.parse({**RUN, "log": {}}), NO_SOURCE)
     assert isinstance(logger, TensorBoardLogger), "it is installed, and wanted where it is"
     assert WandbLogger.__name__ == "WandbLogger"
+
+
+STEPS = "stretto.examples.steps"
+
+
+def test_a_step_of_yours_gets_model_optimizer_and_loss(tmp_path: Path) -> None:
+    described = config(
+        step={"target": f"{STEPS}:SAMStep", "radius": 0.1},
+        checkpoint={"every": "1ep"},
+        schedules={"lr": {"cosine": {}}},
+    )
+    trainer = build_trainer(described, folder=tmp_path)
+    trainer.fit()
+    assert type(trainer.step).__name__ == "SAMStep"
+    assert trainer.step.loss is sys.modules["my_project"].Line.loss
+    assert trainer.hyperparameters.base["lr"] == 0.01
+    assert compare(build_plan(resolved(described, trainer)), tmp_path).agrees
+    again = build_trainer(parse_run_file(dump_run_file(resolved(described, trainer))).config)
+    again.resume()
+    assert again.timer.sample == 80
+
+
+def test_a_step_may_make_its_optimizers_itself() -> None:
+    described = config(step={"target": f"{STEPS}:MuonStep", "lr": 0.01}, optimizer=None)
+    trainer = build_trainer(described)
+    trainer.fit()
+    assert len(trainer.step.optimizers) == 2
+    assert type(build_finding(described).step).__name__ == "MuonStep"
 
 
 def test_a_logger_of_yours_gets_the_run_file(tmp_path: Path) -> None:

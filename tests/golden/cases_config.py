@@ -198,6 +198,11 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         "config-train-logger",
         trained(log={"loggers": [{"target": "fractions:Fraction", "numerator": 1}]}),
     ),
+    ("config-train-step", trained(step={"target": "fractions:Fraction"})),
+    (
+        "config-train-step-model",
+        trained(step={"target": "stretto.examples.steps:MuonStep", "lr": 0.1, "model": 1}),
+    ),
     ("config-train-kind", trained(model={"target": "fractions:Fraction"})),
     ("config-train-sizes", trained(data={"target": "stretto.examples.text:PythonDocs",
                                          "num_samples": 7})),

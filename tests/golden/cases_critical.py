@@ -10,6 +10,7 @@ from unittest import mock
 
 from stretto.checkpoint import checkpoint_path, write_checkpoint
 from stretto.cli.critical import _rule, _sizes
+from stretto.config.fields import Target
 from stretto.config.run import RunConfig
 from stretto.experiments.branches import BranchPoint
 from stretto.experiments.critical_batch_size import (
@@ -45,6 +46,12 @@ def branch_point(ranks: int = 1, **records: object) -> object:
         os.chdir(before)
 
 
+def branch_of_own_step() -> object:
+    """Branch off a run that has a training step of its own."""
+    step = CONFIG.model_copy(update={"step": Target(target="my.steps:Step")})
+    return BranchPoint(step, Path("checkpoint"))
+
+
 CASES: list[tuple[str, Callable[[], object]]] = [
     ("critical-sizes-one", lambda: check_sizes([8], 1024)),
     ("critical-sizes-order", lambda: check_sizes([16, 8], 1024)),
@@ -55,6 +62,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("critical-sizes-text", lambda: _sizes("8,x")),
     ("critical-ranks", lambda: branch_point(ranks=2)),
     ("critical-records", branch_point),
+    ("critical-step", branch_of_own_step),
     (
         "critical-first",
         lambda: branch_point(loader={"clock": Timestamp().to_state(), "size": None}),

@@ -13,6 +13,7 @@ from stretto.config.parts import (
     make_loss,
     make_model,
     make_optimizer,
+    make_step,
 )
 from stretto.config.plans import build_run
 from stretto.config.run import RunConfig
@@ -64,13 +65,11 @@ def build_finding(
     with device if on_meta else contextlib.nullcontext():
         model = make_model(config, source)
     model.to(device)
-    optimizer = make_optimizer(config, model, source)
-    loss = make_loss(config, model, source)
     stepping = config.stepping
-    step = SupervisedStep(
+    step = make_step(config, model, source) or SupervisedStep(
         model,
-        optimizer,
-        loss,
+        make_optimizer(config, model, source),
+        make_loss(config, model, source),
         precision=stepping.precision,
         clip_norm=stepping.clip_norm,
         loss_reduction=stepping.loss_reduction,

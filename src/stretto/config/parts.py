@@ -18,6 +18,7 @@ from stretto.config.source import Source
 from stretto.config.targets import accepts, bound_target, call_target, import_target
 from stretto.data import DataSpec
 from stretto.errors import ConfigError, cannot
+from stretto.runtime import TrainStep
 from stretto.timing import Every
 from stretto.training import (
     Callback,
@@ -95,6 +96,37 @@ def make_optimizer(config: RunConfig, model: nn.Module, source: Source) -> Optim
     if not isinstance(optimizer, Optimizer):
         raise wrong_kind("optimizer", section.target, optimizer, "a torch Optimizer", source)
     return optimizer
+
+
+def make_step(config: RunConfig, model: nn.Module, source: Source) -> TrainStep | None:
+    """Return the file's own training step; None if it has none.
+
+    Raises:
+        ConfigError: it cannot be made, or is no `TrainStep`.
+    """
+    section = config.step
+    if section is None:
+        return None
+    target = import_target(section.target, where=source.where(("step", "target")))
+    given: dict[str, Any] = {"model": model}
+    if config.optimizer is not None:
+        given["optimizer"] = make_optimizer(config, model, source)
+    if config.loss is not None or accepts(target, "loss"):
+        given["loss"] = make_loss(config, model, source)
+    for name in given:
+        if name in section.arguments:
+            raise ConfigError(
+                cannot(
+                    f"give {section.target} a {name!r} of its own",
+                    why=f"it is called with the {name} of the run file",
+                    instead="leave it out",
+                    where=source.where(("step", name)),
+                )
+            )
+    step = call_target(section, source=source, path=("step",), **given)
+    if not isinstance(step, TrainStep):
+        raise wrong_kind("step", section.target, step, "a stretto.TrainStep", source)
+    return step
 
 
 def _tuples(options: dict[str, Any]) -> dict[str, Any]:

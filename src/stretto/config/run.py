@@ -89,6 +89,9 @@ class RunConfig(Section):
     """Makes the optimizer. A plan needs none."""
     loss: Target | None = None
     """`function(model, batch) -> loss`; left out: the `loss` of the model's class."""
+    step: Target | None = None
+    """Makes a `stretto.TrainStep` of yours: called with `model`, with `optimizer` if the file has
+    one, and with `loss` if it takes one."""
     schedules: Annotated[
         dict[
             Annotated[str, AfterValidator(_schedule_key)],

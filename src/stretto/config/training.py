@@ -23,6 +23,7 @@ from stretto.config.parts import (
     make_loss,
     make_model,
     make_optimizer,
+    make_step,
     make_stepping,
 )
 from stretto.config.plans import Run, build_run, check_run
@@ -66,13 +67,13 @@ def build_trainer(
     model = make_model(config, source)
     if config.parallel == "fsdp":
         model = shard_blocks(model, device=config.stepping.device)
-    optimizer = make_optimizer(config, model, source)
+    step = make_step(config, model, source)
     evaluations = [make_evaluation(config, one, run, source) for one in config.evaluations]
     trainer = Trainer(
-        model,
+        model if step is None else step,
         spec,
-        optimizer=optimizer,
-        loss=make_loss(config, model, source),
+        optimizer=make_optimizer(config, model, source) if step is None else None,
+        loss=make_loss(config, model, source) if step is None else None,
         max_duration=run.horizon.max_duration,
         batch_size=run.policy,
         micro_batch_size=config.micro_batch_size,
@@ -152,14 +153,15 @@ def check_complete(config: RunConfig, source: Source) -> None:
     """Refuse a run file that is enough for a plan and not for training.
 
     Raises:
-        ConfigError: there is no model, or no optimizer.
+        ConfigError: there is no model, or no optimizer and no step of its own.
     """
     examples = {
         "model": "model: {target: my.models:Model}",
         "optimizer": "optimizer: {target: torch.optim:AdamW, lr: 3.0e-4}",
     }
     for name, example in examples.items():
-        if getattr(config, name) is None:
+        is_made_by_step = name == "optimizer" and config.step is not None
+        if getattr(config, name) is None and not is_made_by_step:
             raise ConfigError(
                 cannot(
                     "train",

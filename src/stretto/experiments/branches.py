@@ -82,6 +82,15 @@ class BranchPoint:
                     instead="start it without torchrun",
                 )
             )
+        if config.step is not None:
+            raise ConfigError(
+                cannot(
+                    "branch off a checkpoint",
+                    why="the run file has a training step of its own",
+                    instead="write step=null, if the model can be trained without it",
+                    where=source.where(("step",)),
+                )
+            )
         is_folder = (checkpoint / FOLDER).is_dir()
         self.path = newest_of(checkpoint) if is_folder else checkpoint
         self._config, self._source = config, source
