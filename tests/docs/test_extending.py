@@ -202,6 +202,16 @@ def test_a_step_with_two_optimizers_trains_and_is_resumed() -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_a_step_from_a_run_file() -> None:
+    found = trainer("A step")
+    found.fit()
+    assert len(found.step.optimizers) == 2
+    again = trainer("A step", max_duration="3ep")
+    again.resume()
+    again.fit()
+    assert again.timer.batch == 15
+
+
 def test_a_metric() -> None:
     measured = trainer("A metric").evaluate()
     assert set(measured) == {"validation/loss", "validation/error"}
