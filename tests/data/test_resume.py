@@ -395,7 +395,7 @@ def test_a_state_that_json_does_not_keep_is_refused() -> None:
     loader = StepLoader(Odd([3, 3]), 4, max_duration="1ep")
     next(loader)
     loader.finish()
-    with pytest.raises(DataError, match="its state holds a object"):
+    with pytest.raises(DataError, match="object is of type object"):
         loader.state_dict()
 
 

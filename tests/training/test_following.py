@@ -132,8 +132,10 @@ def test_workers_that_fetch_ahead_change_nothing(name: str, problem: Make) -> No
         run, sizes = problem(), Sizes()
         loading = Loading(num_workers=workers, prefetch_factor=4 if workers else None)
         run.trainer(**settings(run, POLICIES[name](), loading=loading, callbacks=[sizes])).fit()
-        seen.append((sizes.seen, run.weights().tolist()))
-    assert seen[0] == seen[1]
+        seen.append((sizes.seen, run.weights()))
+    assert seen[0][0] == seen[1][0]
+    # Workers bring chunks, of which a batch is a view: some CPUs round by where it begins.
+    assert torch.allclose(seen[0][1], seen[1][1], rtol=0, atol=1e-12)
 
 
 def test_the_very_next_batch_has_the_size(problem: Make) -> None:
