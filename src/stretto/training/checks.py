@@ -85,9 +85,9 @@ def _check_step(step: TrainStep, optimizer: object, loss: object, stepping: Step
         _check_optimizer(one)
     parts = {"optimizer": optimizer, "loss": loss}
     given: dict[str, object] = {one: None for one, part in parts.items() if part is not None}
-    for one in OF_SUPERVISED_STEP:
-        if getattr(stepping, one) != getattr(Stepping(), one):
-            given[one] = getattr(stepping, one)
+    for setting in OF_SUPERVISED_STEP:
+        if getattr(stepping, setting) != getattr(Stepping(), setting):
+            given[setting] = getattr(stepping, setting)
     for setting, value in given.items():
         raise TrainingError(
             cannot(
