@@ -112,6 +112,13 @@ def test_a_prediction_says_that_it_takes_compiled_code_for_plain(what: str) -> N
     assert (found.certainty_if_verified, "compiled" in found.reason) == ("upper bound", True)
 
 
+def test_a_step_that_compiles_its_model_says_so() -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    found = predict(SupervisedStep(net, optimizer, loss, compile=True), make_batch)
+    assert (found.certainty_if_verified, "compiled" in found.reason) == ("upper bound", True)
+
+
 def test_which_modules_are_compiled() -> None:
     nets = [Net(), Net()]
     model: Any = nn.Sequential(*nets)

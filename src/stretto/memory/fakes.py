@@ -57,13 +57,21 @@ class FakeWorld:
 
     def step(self, step: WholeStep) -> WholeStep:
         """Return a copy of `step` that is all fake."""
-        # What the trainer has set is no part of the step: it may refer to all of the run.
-        self._memo[id(step.step.transforms)] = step.step.transforms
+        real = step.step
+        self._memo[id(real.transforms)] = real.transforms
         with _Copying(self), torch.no_grad():
             # Parameters copy themselves without asking a mode, so they are known beforehand.
             for parameter in (*step.model.parameters(), *step.parameters):
                 self.tensor(parameter)
-            return dataclasses.replace(step, step=copy.deepcopy(step.step, self._memo))
+            fake = copy.deepcopy(real, self._memo)
+            for transform in real.transforms:
+                # The run that the trainer hands to them refers to all there is.
+                for argument in getattr(transform, "args", ()):
+                    alone = self._memo.setdefault(id(argument), copy.copy(argument))
+                    if getattr(alone, "model", None) is real.model:
+                        alone.model = fake.model
+            fake.transforms = copy.deepcopy(list(real.transforms), self._memo)
+        return dataclasses.replace(step, step=fake)
 
     def batch(self, batch: Any) -> Any:
         """Return a copy of `batch` with fakes in the place of its tensors."""

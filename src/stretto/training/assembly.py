@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -137,7 +136,7 @@ class Assembly:
     ) -> tuple[Loop, RunState]:
         """Return what runs, and what of it a checkpoint keeps."""
         ranks = self.ranks
-        stepper = self._stepper(run, loader, events, is_found=finds_micro_batch_size)
+        stepper = self._stepper(loader, is_found=finds_micro_batch_size)
         evaluators = self._evaluators(loader, stepper)
         best = Best(self.checkpoint, self.evaluations)
         recorder = Recorder(
@@ -209,9 +208,8 @@ class Assembly:
         )
         return loop, state
 
-    def _stepper(self, run: Run, loader: StepLoader, events: Events, *, is_found: bool) -> Stepper:
+    def _stepper(self, loader: StepLoader, *, is_found: bool) -> Stepper:
         step, spec = self.step, loader.spec
-        step.transforms = [partial(call, run) for call in events.listeners("transform_batch")]
         stepper = Stepper(
             step,
             settings=self.stepping,

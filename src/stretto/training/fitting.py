@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -38,7 +39,7 @@ def find_fitting(
     """Return the most samples that a rank can take at once, at most `most`; the same on all ranks.
 
     The longest of a few samples from all over the data set stands for all of them, padded or
-    packed.
+    packed. What callbacks make of a batch before the first step is followed on fake tensors.
 
     Args:
         step: the step, its model on its device.
@@ -70,13 +71,26 @@ def find_fitting(
             agree_minimum=ranks.least if ranks.world_size > 1 else None,
         )
 
+    def found() -> Answer:
+        try:
+            answer = find("predict")
+        except FitError:
+            return find("auto")  # which probes what fake tensors cannot follow
+        is_sure = answer.certainty in ("exact", "upper bound")
+        # The first real step verifies it; where memory is short, more is tried before.
+        return answer if is_sure and answer.size == most else find("auto")
+
+    transforms, step.transforms = step.transforms, ()
     try:
-        answer = find("predict")
-    except FitError:
-        return find("auto")  # which probes what fake tensors cannot follow
-    is_sure = answer.certainty in ("exact", "upper bound")
-    # The first real step verifies it; where memory is short, more is tried before.
-    return answer if is_sure and answer.size == most else find("auto")
+        answer = found()
+    finally:
+        step.transforms = transforms
+    if transforms:
+        # One that makes batches smaller now may not do so later; one that makes them larger counts.
+        # Only on fakes: a real step would change what callbacks remember.
+        with contextlib.suppress(FitError):
+            answer = min(answer, find("predict"), key=lambda one: one.size)
+    return answer
 
 
 class FoundMaximum(NamedTuple):

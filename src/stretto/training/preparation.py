@@ -38,6 +38,7 @@ def make_step(
     """Return the step of a run, its model on the device of this rank."""
     if isinstance(model, TrainStep):
         model.model = ranks.place(model.model)
+        model.transforms = ()  # those of another run
         return model
     assert optimizer is not None, "checked"
     assert loss is not None, "checked"

@@ -208,6 +208,8 @@ class Trainer:
         events = Events(self.callbacks, self.run)
         events.tell("on_build")  # before a search for what fits: a callback may allocate memory
         check_states(self.callbacks)
+        transforms = events.listeners("transform_batch")
+        self.step.transforms = [partial(call, self.run) for call in transforms]
         self._make_plan = partial(
             make_plan, self.loader, self.hyperparameters, evaluations, checkpoint, log
         )
