@@ -258,7 +258,8 @@ class Run:
 
     def set_loss(self, loss: float | Tensor | Callable[[], float]) -> None:
         """Note the loss of the step, or a function that reads it; for the loop."""
-        self._loss = loss.detach() if isinstance(loss, Tensor) else loss
+        # `isinstance(loss, Tensor)` takes longer than all the rest: torch overrides it.
+        self._loss = loss if callable(loss) or isinstance(loss, float) else loss.detach()
 
 
 def _text(value: Any, verb: str) -> str:
