@@ -67,7 +67,7 @@ def test_a_rule_is_a_function() -> None:
         (clipped, FunctionRule(clipped)),
         (LinearRule(8), LinearRule(8)),
     ],
-    ids=["linear", "sqrt", "mapping", "function", "rule"],
+    ids=["linear", "sqrt", "function", "rule"],
 )
 def test_a_rule_is_written_as_in_a_run_file_or_as_a_function(
     written: RuleLike, rule: LearningRateRule
