@@ -187,20 +187,20 @@ class SupervisedStep(TrainStep):
         Raises:
             TrainingError: the loss is no scalar.
         """
-        with self.autocast():
+        with _PLAIN if self._dtype is None else self.autocast():
             loss = scalar(self.loss(self.forward_model, batch))
         # A weight of exactly 1 leaves the loss alone: to the last bit a plain loop's.
         scaled = loss if weight == 1.0 else self._weighted(loss, weight)
         if scaled is not None:
             scaled = scaled if self.scaler is None else self.scaler.scale(scaled)
             scaled.backward()
-        return loss.detach()
+        return loss
 
     def update(self) -> Info:
         """Clip and step; return the norm of the gradient if it is clipped."""
         if self.scaler is not None:
             return self._scaled_update(self.scaler)
-        info = self._clip()
+        info = _NOTHING if self._clip_norm is None else self._clip(self._clip_norm)
         self._optimizer.step()
         return info
 
@@ -233,18 +233,17 @@ class SupervisedStep(TrainStep):
                 return None
         return loss * weight
 
-    def _clip(self) -> Info:
-        if self._clip_norm is None:
-            return _NOTHING
-        norm = nn.utils.clip_grad_norm_(self._clipped, self._clip_norm)
+    def _clip(self, most: float) -> Info:
+        norm = nn.utils.clip_grad_norm_(self._clipped, most)
         return {"grad_norm": norm.full_tensor() if hasattr(norm, "full_tensor") else norm}
 
     def _scaled_update(self, scaler: torch.amp.GradScaler) -> Info:
         if all(parameter.grad is None for parameter in self.parameters):
             return _NOTHING  # all is frozen: the scaler refuses to step without a gradient
+        info, scale = _NOTHING, scaler.get_scale()
         if self._clip_norm is not None:
             scaler.unscale_(self._optimizer)
-        info, scale = self._clip(), scaler.get_scale()
+            info = self._clip(self._clip_norm)
         scaler.step(self._optimizer)
         scaler.update()
         return info if scaler.get_scale() >= scale else self.SKIPPED

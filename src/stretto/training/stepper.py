@@ -102,6 +102,12 @@ class Stepper:
         self._moves = ranks.device.type != "cpu"
         self._is_spread = is_fully_sharded(self._model)
         self._is_sharded = ranks.world_size > 1 and self._is_spread
+        self._is_alone = ranks.world_size == 1 and not self._is_spread
+        self._divides_late = (
+            self.count is not None and ranks.world_size > 1 and self._averages_itself
+        )
+        """Whether the units of all ranks are known only once the gradient is there. A step of your
+        own may compute with its weights in `update` too, so it gets them whole."""
         self._is_settled = False
 
     @property
@@ -158,19 +164,23 @@ class Stepper:
         meter = self.meter if self.meter is not None and self.meter.is_due(step) else None
         if meter is not None:
             micro_batches = meter.begin(micro_batches)
-        micro_batches = [self._transformed(micro) for micro in micro_batches]
+        if self._step.transforms:
+            micro_batches = [self._transformed(micro) for micro in micro_batches]
         counts = self._counts(micro_batches)
         whole = self._whole(step, counts)
         if not whole:
             raise nothing_to_learn(step)
         losses = []
         for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
-            is_last = index == len(micro_batches) - 1
-            meets = averages and is_last and self._averages_itself
-            one = Pass(micro, units, divisor=whole, is_last=is_last, is_averaged=meets)
-            measured = _NOTHING if meter is None else meter.measure(one)
-            with self._without_sync(is_last=meets, meter=meter), measured, self._muted(units):
+            if self._is_alone and meter is None:
                 loss = self._pass(micro, units, whole)
+            else:
+                is_last = index == len(micro_batches) - 1
+                meets = averages and is_last and self._averages_itself
+                one = Pass(micro, units, divisor=whole, is_last=is_last, is_averaged=meets)
+                measured = _NOTHING if meter is None else meter.measure(one)
+                with self._without_sync(is_last=meets, meter=meter), measured, self._muted(units):
+                    loss = self._pass(micro, units, whole)
             if loss is not None:
                 factor = 1.0 if self._is_sum else float(units)
                 losses.append(MicroLoss(loss, factor, float(units)))
@@ -178,14 +188,6 @@ class Stepper:
             self._ranks.average(self._model)
         own_units = sum(counts) if self._divides_late else 0
         return Gradient(losses, own_units, self._tokens(micro_batches), num_micro_batches)
-
-    @property
-    def _divides_late(self) -> bool:
-        """Whether the units of all ranks are known only once the gradient is there.
-
-        A step of yours may compute with its weights in `update` too, so it gets them whole.
-        """
-        return self.count is not None and self._ranks.world_size > 1 and self._averages_itself
 
     def _whole(self, step: Step, counts: Sequence[int]) -> float:
         """What the weights of all micro-batches are parts of."""
@@ -200,7 +202,9 @@ class Stepper:
                 self._step.forward_backward(self._moved(micro.batch), 0.0)
             return None
         weight = (1 if self._is_sum else units) * self._ranks.world_size / whole
-        return scalar(self._step.forward_backward(self._moved(micro.batch), weight)).detach()
+        # One micro-batch at a time, so that no more of them lie on the device than are used.
+        batch = self._moved(micro.batch) if self._moves else micro.batch
+        return scalar(self._step.forward_backward(batch, weight)).detach()
 
     def is_finite(self, gradient: Gradient) -> bool:
         """Return whether losses and gradient are finite on this rank; true where nobody looks.
@@ -313,15 +317,12 @@ class Stepper:
         return [self.count(micro.batch) if micro.weight else 0 for micro in micro_batches]
 
     def _transformed(self, micro: MicroBatch) -> MicroBatch:
-        if not self._step.transforms:
-            return micro
         batch = self._moved(micro.batch)
         for transform in self._step.transforms:
             batch = transform(batch)
         return replace(micro, batch=batch)
 
     def _moved(self, batch: Any) -> Any:
-        # One micro-batch at a time, so that no more of them lie on the device than are used.
         return move_batch(batch, self._ranks.device) if self._moves else batch
 
     def _muted(self, units: int) -> AbstractContextManager[Any]:
