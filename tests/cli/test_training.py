@@ -241,7 +241,7 @@ def test_a_run_whose_last_checkpoint_is_missing_does_not_end_well(
     def full(*_: object, **__: object) -> None:
         raise CheckpointError("cannot write it: no space left")
 
-    monkeypatch.setattr("stretto.training.saver.write_part", full)
+    monkeypatch.setattr("stretto.training.checkpointing.saver.write_part", full)
     with pytest.warns(RuntimeWarning, match="no space left; training goes on"):
         said = stretto("train", "run.yaml", "max_duration=1ep")
     assert said.code == 1

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from stretto.training import Trainer
-from stretto.training.allocation import allocate_state
-from stretto.training.safety_net import SafetyNet
+from stretto.training.stepping.allocation import allocate_state
+from stretto.training.stepping.safety_net import SafetyNet
 
 
 def short(*_: object, **__: object) -> Any:

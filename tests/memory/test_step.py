@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from stretto.data import StepLoader
 from stretto.memory.step import WholeStep
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.training.ranks import Ranks
+from stretto.training.distributed.ranks import Ranks
 from stretto.training.settings import Stepping
-from stretto.training.stepper import Stepper
+from stretto.training.stepping.stepper import Stepper
 
 
 def loss(model: Any, batch: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ from stretto.training import (
     Run,
     Stepping,
     Trainer,
-    safety_net,
     shard_blocks,
 )
+from stretto.training.stepping import safety_net
 
 RANK = int(os.environ.get("RANK", "0"))
 IS_FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"

@@ -11,8 +11,8 @@ import pytest
 from stretto.errors import TrainingError
 from stretto.training import Callback, Checkpointing, Evaluation
 from stretto.training.algorithms import LayerFreezing, StochasticDepth
+from stretto.training.checkpointing.lock import locked
 from stretto.training.interrupt import Interrupts
-from stretto.training.lock import locked
 
 Make = Callable[..., Any]
 

@@ -30,7 +30,7 @@ from stretto.training import (
     Stepping,
     Trainer,
 )
-from stretto.training.recorder import Recorder
+from stretto.training.logs.recorder import Recorder
 
 Make = Callable[..., Any]
 
@@ -508,7 +508,7 @@ def test_what_ranks_do_together_comes_before_what_may_fail_on_one(
         done.append("record")
         raise CheckpointError("the ledger is gone")
 
-    monkeypatch.setattr("stretto.training.state.to_shard", shard)
+    monkeypatch.setattr("stretto.training.checkpointing.state.to_shard", shard)
     monkeypatch.setattr(Recorder, "state_dict", record)
     trainer = problem().trainer(
         folder=tmp_path, checkpoint=Checkpointing("1ep"), max_duration="1ep"

@@ -29,7 +29,7 @@ from stretto.experiments.critical_batch_size import (
 from stretto.experiments.picture import draw_critical
 from stretto.report.drawing import check_drawable
 from stretto.timing import Time
-from stretto.training.resuming import FOLDER
+from stretto.training.checkpointing.resuming import FOLDER
 
 LITTLE = 0.2
 """Below this part of the optimizer's learning rate it counts as decayed."""

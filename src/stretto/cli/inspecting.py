@@ -10,7 +10,7 @@ import typer
 from stretto.checkpoint import candidates, describe
 from stretto.checkpoint.manifest import reading
 from stretto.errors import CheckpointError, cannot
-from stretto.training.resuming import FOLDER
+from stretto.training.checkpointing.resuming import FOLDER
 
 
 def inspect(path: Path, *, as_json: bool) -> None:

@@ -23,9 +23,9 @@ from stretto.timing import TimeUnit
 from stretto.training import Callback
 from stretto.training.algorithms import NoiseReport
 from stretto.training.algorithms.noise_report import FILE
-from stretto.training.console import show_metrics, show_position, show_seconds
+from stretto.training.checkpointing.resuming import FOLDER as CHECKPOINTS
 from stretto.training.interrupt import exit_code
-from stretto.training.resuming import FOLDER as CHECKPOINTS
+from stretto.training.logs.console import show_metrics, show_position, show_seconds
 
 if TYPE_CHECKING:
     from stretto.training import Run, Trainer

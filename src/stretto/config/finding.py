@@ -24,7 +24,7 @@ from stretto.data import DataSpec, StepLoader
 from stretto.errors import ConfigError, StrettoError, cannot
 from stretto.memory.examples import example_batches, resizable
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.training.measuring import keeps_gradients_apart
+from stretto.training.stepping.measuring import keeps_gradients_apart
 
 MICRO_BATCHES = 2
 """Of a step with several, the second is the one that needs the most: the gradients are there."""

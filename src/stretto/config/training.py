@@ -32,8 +32,8 @@ from stretto.config.sizes import IncreasedSizes
 from stretto.config.source import NO_SOURCE, Source
 from stretto.errors import ConfigError, cannot
 from stretto.training import Callback, Trainer
-from stretto.training.fitting import FoundMaximum
-from stretto.training.sharding import shard_blocks
+from stretto.training.distributed.sharding import shard_blocks
+from stretto.training.stepping.fitting import FoundMaximum
 
 _NO_LIMIT = 2**31
 """Stands for a largest batch size that only training finds."""

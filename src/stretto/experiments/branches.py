@@ -32,9 +32,9 @@ from stretto.planning import resolve_horizon
 from stretto.timing import Horizon, Time, Timer, Timestamp, TimeUnit
 from stretto.training import Callback, Logging, Run, Trainer
 from stretto.training.callback import EVENTS, overrides
-from stretto.training.callback_state import GROUP, restore_states
-from stretto.training.resuming import FOLDER, newest_of
-from stretto.training.state import restore_step, stored_tensors
+from stretto.training.checkpointing.callback_state import GROUP, restore_states
+from stretto.training.checkpointing.resuming import FOLDER, newest_of
+from stretto.training.checkpointing.state import restore_step, stored_tensors
 
 ORDER_SEEDS = 1_000_003
 """Added to the seeds of branches, so that their orders of samples are not that of the run."""

@@ -1,7 +1,8 @@
 """The Trainer: one readable loop, events, callbacks, metrics."""
 
 from stretto.training.callback import Callback
-from stretto.training.loggers import (
+from stretto.training.distributed.sharding import shard_blocks
+from stretto.training.logs.loggers import (
     Logger,
     MLflowLogger,
     TensorBoardLogger,
@@ -9,7 +10,6 @@ from stretto.training.loggers import (
 )
 from stretto.training.run import Run
 from stretto.training.settings import Checkpointing, Evaluation, Loading, Logging, Stepping
-from stretto.training.sharding import shard_blocks
 from stretto.training.trainer import Trainer
 
 __all__ = [

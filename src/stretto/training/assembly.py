@@ -13,20 +13,24 @@ from stretto.data import DataSpec, StepLoader
 from stretto.optim import Hyperparameters
 from stretto.runtime import TrainStep
 from stretto.timing import Horizon
-from stretto.training.agreement import as_config, as_texts, check_agreement, describe_settings
-from stretto.training.best import Best
 from stretto.training.callback import Callback, Events
-from stretto.training.console import ConsoleLogger, has_terminal
-from stretto.training.evaluate import Evaluator
+from stretto.training.checkpointing.saver import Saver
+from stretto.training.checkpointing.state import RunState
+from stretto.training.distributed.agreement import (
+    as_config,
+    as_texts,
+    check_agreement,
+    describe_settings,
+)
+from stretto.training.distributed.ranks import Ranks
+from stretto.training.evaluation.best import Best
+from stretto.training.evaluation.evaluate import Evaluator
+from stretto.training.evaluation.metrics import check_merging
 from stretto.training.interrupt import Interrupts
+from stretto.training.logs.console import ConsoleLogger, has_terminal
+from stretto.training.logs.recorder import Recorder
 from stretto.training.loop import Loop
-from stretto.training.measuring import Measurements
-from stretto.training.metrics import check_merging
-from stretto.training.ranks import Ranks
-from stretto.training.recorder import Recorder
 from stretto.training.run import Run
-from stretto.training.safety_net import SafetyNet
-from stretto.training.saver import Saver
 from stretto.training.settings import (
     Checkpointing,
     Evaluation,
@@ -35,8 +39,9 @@ from stretto.training.settings import (
     Stepping,
 )
 from stretto.training.setup import BuiltWith, describe_setup
-from stretto.training.state import RunState
-from stretto.training.stepper import Stepper
+from stretto.training.stepping.measuring import Measurements
+from stretto.training.stepping.safety_net import SafetyNet
+from stretto.training.stepping.stepper import Stepper
 
 _EVALUATION_BATCH = 64
 """Samples of a forward pass in evaluation where no micro-batch size is set."""

@@ -14,19 +14,19 @@ from stretto.data.ranks import all_same, marks
 from stretto.optim import Hyperparameters
 from stretto.runtime.step import Info
 from stretto.timing import BoundTrigger, Timer, Timestamp
-from stretto.training.agreement import check_agreement, in_batch
-from stretto.training.best import Best
 from stretto.training.callback import Events
-from stretto.training.evaluate import Evaluator
-from stretto.training.finite import spoiled
+from stretto.training.checkpointing.saver import Progress, Saver
+from stretto.training.distributed.agreement import check_agreement, in_batch
+from stretto.training.distributed.ranks import Ranks
+from stretto.training.evaluation.best import Best
+from stretto.training.evaluation.evaluate import Evaluator
 from stretto.training.interrupt import SIGNALS, Interrupts
-from stretto.training.measuring import Measurements
-from stretto.training.ranks import Ranks
-from stretto.training.recorder import Recorder
+from stretto.training.logs.recorder import Recorder
+from stretto.training.logs.running_loss import mean_loss
 from stretto.training.run import Run
-from stretto.training.running_loss import mean_loss
-from stretto.training.saver import Progress, Saver
-from stretto.training.stepper import Gradient, Stepper
+from stretto.training.stepping.finite import spoiled
+from stretto.training.stepping.measuring import Measurements
+from stretto.training.stepping.stepper import Gradient, Stepper
 
 
 class Shared(NamedTuple):

@@ -16,7 +16,7 @@ from stretto.planning import Plan, plan
 from stretto.planning.clock import unplannable
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.timing import TimeLike, Timestamp
-from stretto.training.ranks import Ranks
+from stretto.training.distributed.ranks import Ranks
 from stretto.training.settings import (
     Checkpointing,
     Evaluation,

@@ -17,10 +17,10 @@ from stretto.optim import Hyperparameters
 from stretto.packing import PackingError, pack, unpack
 from stretto.planning import Plan
 from stretto.timing import Horizon, Timer
-from stretto.training.finite import SkippedSteps
-from stretto.training.logged import Logged, Reduce
-from stretto.training.ranks import Ranks
+from stretto.training.distributed.ranks import Ranks
+from stretto.training.logs.logged import Logged, Reduce
 from stretto.training.settings import one_of
+from stretto.training.stepping.finite import SkippedSteps
 
 _T = TypeVar("_T", float, Tensor)
 

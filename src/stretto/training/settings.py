@@ -15,8 +15,8 @@ from stretto.data.spec import is_one_shot
 from stretto.errors import TrainingError, cannot, shown
 from stretto.timing import LastBatch, TimeLike, Trigger, parse_trigger, read_wall_clock
 from stretto.timing.number import whole
-from stretto.training.loggers import Logger
-from stretto.training.metrics import Metric, Predict, check_metric, is_object
+from stretto.training.evaluation.metrics import Metric, Predict, check_metric, is_object
+from stretto.training.logs.loggers import Logger
 
 LossFunction: TypeAlias = Callable[[nn.Module, Any], Tensor]
 """`loss(model, batch)`: a scalar, the mean over the batch (or its sum, if said so)."""

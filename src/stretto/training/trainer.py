@@ -28,14 +28,12 @@ from stretto.timing import Horizon, TimeLike, Timer
 from stretto.timing.time import Number
 from stretto.training.assembly import Assembly
 from stretto.training.callback import Callback, Events
-from stretto.training.callback_state import check_states
+from stretto.training.checkpointing.callback_state import check_states
+from stretto.training.checkpointing.resuming import find_checkpoint, open_run, open_verified
 from stretto.training.checks import check_parts
-from stretto.training.fitting import find_fitting, largest_share, with_found_maximum
+from stretto.training.distributed.ranks import Ranks
 from stretto.training.interrupt import raise_for
-from stretto.training.measuring import keeps_gradients_apart
 from stretto.training.preparation import make_loader, make_plan, make_step
-from stretto.training.ranks import Ranks
-from stretto.training.resuming import find_checkpoint, open_run, open_verified
 from stretto.training.run import Run
 from stretto.training.scaling import Timed
 from stretto.training.settings import (
@@ -47,6 +45,8 @@ from stretto.training.settings import (
     Stepping,
     one_of,
 )
+from stretto.training.stepping.fitting import find_fitting, largest_share, with_found_maximum
+from stretto.training.stepping.measuring import keeps_gradients_apart
 
 if TYPE_CHECKING:
     from stretto.memory import Answer

@@ -15,7 +15,7 @@ from stretto.batching.averages import RatioAverage
 from stretto.data import Step
 from stretto.noise import NoiseEstimator, NoiseTerms
 from stretto.training.callback import Callback
-from stretto.training.records import count, number
+from stretto.training.checkpointing.records import count, number
 from stretto.training.run import Run
 
 FILE = "suggested_batch_size.yaml"

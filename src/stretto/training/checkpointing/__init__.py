@@ -1,0 +1,1 @@
+"""What a run remembers, when it is saved, and what it resumes from."""

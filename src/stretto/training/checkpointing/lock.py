@@ -1,0 +1,94 @@
+"""One run in a folder at a time."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+from stretto.errors import TrainingError, cannot
+from stretto.training.logs.appending import check_appendable
+
+LOCK = "run.lock"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a run folder; the system lets go of it when the process ends, however that comes.
+
+    On Windows, and on a file system without locks (some network ones), nothing is held.
+
+    Raises:
+        TrainingError: another live run holds it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        check_appendable(folder / LOCK)
+        file = (folder / LOCK).open("a+b", buffering=0)
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    with file:
+        if os.name == "posix":
+            _watch_forks()
+            _hold(file, folder)
+        _held.add(file)
+        try:
+            yield
+        finally:
+            _held.discard(file)
+
+
+_held: set[IO[bytes]] = set()
+
+
+@cache
+def _watch_forks() -> None:
+    """Let no child hold a folder: a loader's workers outlive a killed run for up to 5 s."""
+    os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])
+
+
+def _hold(file: IO[bytes], folder: Path) -> None:
+    import fcntl  # where there is one
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read(200).decode(errors="replace").strip()
+        raise TrainingError(
+            cannot(
+                f"train in {folder}",
+                why=f"another run is writing there ({holder or 'unknown'})",
+                instead="wait until it ends, or choose another folder",
+            )
+        ) from None
+    except OSError:
+        return
+    with suppress(OSError):  # a full disk: who holds the folder is only for the message
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+
+def set_aside(path: Path) -> Path:
+    """Rename what another one takes the place of, to end in `.old1`, or the next number."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.old{number}")).exists():
+        number += 1
+    return path.rename(target)
+
+
+def unwritable(folder: Path, error: OSError) -> TrainingError:
+    """Return the error for a run folder that cannot be written to."""
+    name = Path(os.fsdecode(error.filename or folder)).name
+    why = (error.strerror or str(error)).lower()
+    return TrainingError(
+        cannot(
+            f"keep a run in {folder}",
+            why=why if name == folder.name else f"{name}: {why}",
+            instead="choose a folder that can be written to",
+        )
+    )

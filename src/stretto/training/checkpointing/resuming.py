@@ -1,0 +1,166 @@
+"""Which checkpoint a run goes on from."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+
+from stretto._location import local_path
+from stretto.checkpoint import (
+    CheckpointReader,
+    candidates,
+    find_newest,
+    latest_good,
+    open_checkpoint,
+    position,
+)
+from stretto.checkpoint.manifest import reading
+from stretto.checkpoint.reading import find
+from stretto.errors import CheckpointError, TrainingError, cannot
+from stretto.timing import Timestamp
+from stretto.training.checkpointing.lock import locked, set_aside, unwritable
+from stretto.training.distributed.agreement import check_agreement
+from stretto.training.distributed.ranks import Ranks
+from stretto.training.logs.recorder import Recorder
+
+FOLDER = "checkpoints"
+"""Where in a run folder its checkpoints lie."""
+
+
+def find_checkpoint(asked: str | Path, run_folder: Path | None, ranks: Ranks) -> Path | None:
+    """Return the checkpoint that is meant, the same on every rank; every rank must call it.
+
+    The first rank looks and verifies. Of its own run a damaged one is renamed and the one before
+    it is used.
+
+    Args:
+        asked: `"auto"`, `"latest"`, a checkpoint, or the folder of a run whose newest is meant.
+        run_folder: the folder of this run.
+        ranks: the processes of the run.
+
+    Returns:
+        None where `"auto"` finds nothing.
+
+    Raises:
+        CheckpointError: there is none; the one that was named is damaged, or all there are; or
+            one cannot be read.
+        TrainingError: the newest is asked for and the run has no folder; or another live run
+            writes to the folder.
+    """
+
+    def look() -> str:
+        with _held(run_folder):
+            found = _find(asked, run_folder)
+        return "" if found is None else str(found)
+
+    found = ranks.from_first(look, call="resume()")
+    return Path(found) if found else None
+
+
+def open_verified(path: Path) -> CheckpointReader:
+    """Open what `find_checkpoint` returned, which has been verified."""
+    return open_checkpoint(path, verify=False)
+
+
+def set_newer_aside(run_folder: Path, sample: int) -> list[Path]:
+    """Rename the checkpoints behind position `sample`: those of a run that was gone back on.
+
+    Returns:
+        Their new paths, which end in `.old`.
+    """
+    folder = run_folder / FOLDER
+    try:
+        return [set_aside(find(path)) for path in candidates(folder) if position(path) > sample]
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
+def open_run(
+    held: ExitStack, folder: Path | None, recorder: Recorder, at: Timestamp, ranks: Ranks
+) -> None:
+    """Take hold of the run folder, on the first rank; the others hear if that fails.
+
+    Before that, compare where the ranks are: one may have resumed alone.
+    """
+    place = {unit: str(at.get(unit)) for unit in ("ep", "ba", "sp", "tok")}
+    settings = {f"position in {unit}": text for unit, text in place.items()}
+    check_agreement(settings, ranks, call="fit()")
+
+    def open_folder() -> str:
+        if folder is not None:
+            held.enter_context(locked(folder))
+        recorder.open(at)
+        if folder is not None:
+            set_newer_aside(folder, at.sample)
+        return ""
+
+    ranks.from_first(open_folder)
+    if not ranks.is_first:
+        recorder.open(at)
+
+
+def _held(run_folder: Path | None) -> AbstractContextManager[None]:
+    """Nobody else writes there while checkpoints are looked at and, if damaged, renamed."""
+    try:
+        has_folder = run_folder is not None and run_folder.is_dir()
+    except OSError as error:
+        raise unwritable(Path(str(run_folder)), error) from error
+    return locked(run_folder) if run_folder is not None and has_folder else nullcontext()
+
+
+def _find(asked: str | Path, run_folder: Path | None) -> Path | None:
+    if str(asked) not in ("auto", "latest"):
+        path = local_path(asked, "resume from", CheckpointError)
+        path = path if path.name else path.resolve()  # '.'
+        with reading(path):
+            is_run = (path / FOLDER).is_dir()
+        if is_run:
+            is_own = run_folder is not None and path.resolve() == run_folder.resolve()
+            return _newest(path) if is_own else newest_of(path)
+        open_checkpoint(path)  # every byte of it
+        return path
+    if run_folder is None:
+        raise TrainingError(
+            cannot(
+                f"resume from {asked!r}",
+                why="the run has no folder",
+                instead="pass folder='runs/name', or the path of a checkpoint",
+            )
+        )
+    if str(asked) == "auto":
+        return latest_good(run_folder / FOLDER)
+    return _newest(run_folder)
+
+
+def _newest(run_folder: Path) -> Path:
+    found = latest_good(run_folder / FOLDER)
+    if found is None:
+        raise _none(run_folder, "pass 'auto' to begin anew where there is none, or name another")
+    return found
+
+
+def newest_of(run_folder: Path) -> Path:
+    """Return the newest whole checkpoint of a run that may live: nothing is renamed there.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    good, bad = find_newest(run_folder / FOLDER)
+    if good is None:
+        raise _none(run_folder, "name another")
+    for path, why in bad:
+        warnings.warn(
+            f"{path} is damaged: {why}; {good.name} is used instead", RuntimeWarning, stacklevel=2
+        )
+    return good
+
+
+def _none(run_folder: Path, instead: str) -> CheckpointError:
+    return CheckpointError(
+        cannot(
+            f"resume from the latest checkpoint in {run_folder}",
+            why="it holds none",
+            instead=f"{instead} folder",
+        )
+    )

@@ -1,0 +1,269 @@
+"""Everything that a run must remember to go on as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stretto.checkpoint import (
+    CheckpointReader,
+    Part,
+    Stored,
+    Tensors,
+    is_sharded,
+    pack_optimizer,
+    shard_like,
+    to_shard,
+    unpack_optimizer,
+)
+from stretto.data import StepLoader
+from stretto.errors import CheckpointError, cannot
+from stretto.packing import PackingError, pack, unpack
+from stretto.runtime import TrainStep
+from stretto.training.callback import Callback
+from stretto.training.checkpointing.callback_state import GROUP, pack_states, restore_states
+from stretto.training.checkpointing.randomness import random_state, restore_random_state
+from stretto.training.checkpointing.records import count, section
+from stretto.training.distributed.ranks import Ranks
+from stretto.training.evaluation.best import Best
+from stretto.training.evaluation.evaluate import Evaluator
+from stretto.training.logs.recorder import Recorder
+from stretto.training.setup import BuiltWith, changes, gone
+from stretto.training.stepping.finite import SkippedSteps
+from stretto.training.stepping.stepper import Stepper
+
+_STEP = "step"
+"""The name of the state of the step in a checkpoint."""
+
+
+@final
+class RunState:
+    """Captures a run as tensors and JSON, and puts it back.
+
+    Args:
+        step: has the model, its optimizers and state of its own.
+        loader: the clock, the position in the data and the batch size policy's state.
+        recorder: the losses since the last log, and how long its files are.
+        stepper: knows the micro-batch size that was found.
+        callbacks: listeners that may have state of their own.
+        evaluators: know when they last measured.
+        skipped: the steps that were not applied.
+        best: the best evaluation so far.
+        setup: what the run is set up as.
+        built: what the optimizers were built with.
+        ranks: the processes of the run.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        *,
+        loader: StepLoader,
+        recorder: Recorder,
+        stepper: Stepper,
+        callbacks: Sequence[Callback],
+        evaluators: Sequence[Evaluator],
+        skipped: SkippedSteps,
+        best: Best,
+        setup: Mapping[str, Any],
+        built: BuiltWith,
+        ranks: Ranks,
+    ) -> None:
+        self._step = step
+        self._model = step.model
+        self._loader = loader
+        self._recorder = recorder
+        self._stepper = stepper
+        self._callbacks = callbacks
+        self._evaluators = evaluators
+        self._skipped = skipped
+        self._best = best
+        self._setup = setup
+        self._built = built
+        self._ranks = ranks
+        self.is_sharded = ranks.world_size > 1 and is_sharded(step.model)
+        """Whether every rank has tensors to write."""
+
+    @property
+    def _optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers by the names that they have in a checkpoint."""
+        several = enumerate(self._step.optimizers)
+        return {f"optimizer_{number}" if number else "optimizer": one for number, one in several}
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of the run that a checkpoint refers to."""
+        return self._recorder.files
+
+    def capture(self) -> tuple[Tensors, dict[str, Any]]:
+        """Return tensors by group and name, and the rest as JSON. Every rank must call it."""
+        packed = {name: pack_optimizer(one) for name, one in self._optimizers.items()}
+        # All that ranks do together comes first: what follows may fail on one of them alone.
+        everybody = self._ranks.gather(json.dumps(random_state()))
+        groups = {"model": self._model.state_dict()}
+        groups |= {name: state for name, (state, _) in packed.items()}
+        step: Any = None
+        callbacks: list[dict[str, Any]] = []
+        failure: CheckpointError | None = None
+        try:
+            callbacks, kept = pack_states(self._callbacks)
+            step, own = _pack_step(self._step)
+            groups |= {name: group for name, group in ((GROUP, kept), (_STEP, own)) if group}
+        except CheckpointError as error:
+            failure = error
+        tensors = {
+            group: {name: to_shard(tensor) for name, tensor in named.items()}
+            for group, named in groups.items()
+        }
+        recorder = self._recorder.state_dict()
+        if failure is not None:
+            raise failure
+        records = {
+            **{name: record for name, (_, record) in packed.items()},
+            _STEP: step,
+            "loader": self._loader.state_dict(),
+            "recorder": recorder,
+            "callbacks": callbacks,
+            "evaluated": {one.name: one.measured_at for one in self._evaluators},
+            "random": [json.loads(text) for text in everybody],
+            "skipped": self._skipped.state_dict(),
+            "best": self._best.state_dict(),
+            "setup": dict(self._setup),
+            **self._stepper.state_dict(),
+        }
+        return tensors, records
+
+    def restore(self, checkpoint: CheckpointReader, path: Path, *, is_own: bool) -> list[str]:
+        """Put back what `capture` returned.
+
+        Args:
+            checkpoint: an open one.
+            path: where it lies, for messages.
+            is_own: whether it lies in this run's folder, whose files go on from there.
+
+        Returns:
+            What has changed since in the set-up of the run, a line each.
+
+        Raises:
+            CheckpointError: it was captured from another model, optimizer or data, or its records
+                are none of ours.
+        """
+        records = checkpoint.records
+        with section(path, "model"):
+            self._restore_model(checkpoint, path)
+        for name, optimizer in self._optimizers.items():
+            with section(path, name):
+                unpack_optimizer(optimizer, stored_tensors(checkpoint, name), records[name])
+        with section(path, _STEP):
+            restore_step(self._step, checkpoint)
+        self._stepper.resumed_from = path
+        left = self._restore_records(checkpoint, path, is_own=is_own)
+        with section(path, "setup"):
+            setup = records.get("setup", {})
+            self._built.prevail(setup.get("optimizer", {}))
+            if self._has_the_size_found(records):
+                setup = {**setup, "micro_batch_size": self._setup["micro_batch_size"]}
+            lines = [*changes(setup, self._setup), *map(gone, left)]
+        if self._loader.has_dropped_state:
+            lines.append("batch_size: begins afresh, and what the one before kept is dropped")
+        return lines
+
+    def _has_the_size_found(self, records: Mapping[str, Any]) -> bool:
+        """Return whether the micro-batch size given is the one that was found before."""
+        given = self._setup["micro_batch_size"]
+        if records.get("setup", {}).get("micro_batch_size") != "auto":
+            return False
+        return bool(given == (records.get("net") or {}).get("largest"))
+
+    def _restore_model(self, checkpoint: CheckpointReader, path: Path) -> None:
+        own = self._model.state_dict()
+        state = {
+            name: shard_like(own[name], stored) if name in own else stored.read(None)
+            for name, stored in stored_tensors(checkpoint, "model").items()
+        }
+        try:
+            self._model.load_state_dict(state)
+        except RuntimeError as error:
+            raise CheckpointError(
+                cannot(
+                    f"resume from {path}",
+                    why="its weights are another model's "
+                    f"({textwrap.shorten(str(error), 300, placeholder=' ...')})",
+                    instead="build the model that it was saved from, or choose a new folder",
+                )
+            ) from None
+
+    def _restore_records(
+        self, checkpoint: CheckpointReader, path: Path, *, is_own: bool
+    ) -> list[str]:
+        """Put the records back; return the types of callbacks whose state nobody takes."""
+        records = checkpoint.records
+        with section(path, "net"):
+            self._stepper.load_state_dict(records)
+        net = self._stepper.net
+        if net is not None and net.is_found and net.largest is not None:
+            self._loader.set_micro_batch_size(net.largest)
+        with section(path, "loader"):
+            for name in records["loader"]["clock"]:
+                count(records["loader"]["clock"], name)
+            self._loader.load_state_dict(records["loader"])
+        with section(path, "recorder"):
+            self._recorder.load_state_dict(records["recorder"], is_own=is_own)
+        with section(path, "callbacks"):
+            tensors = stored_tensors(checkpoint, GROUP)
+            left = restore_states(self._callbacks, records["callbacks"], tensors)
+        with section(path, "evaluated"):
+            evaluated = dict(records["evaluated"])
+            for one in self._evaluators:
+                one.measured_at = count({one.name: -1} | evaluated, one.name, least=-1)
+        with section(path, "random"):
+            if self._ranks.rank < len(records["random"]):
+                restore_random_state(records["random"][self._ranks.rank])
+        with section(path, "skipped"):
+            self._skipped.load_state_dict(records.get("skipped", {"count": 0, "in_a_row": 0}))
+        self._best.start_over()
+        with section(path, "best"):
+            if is_own and "best" in records:
+                self._best.load_state_dict(records["best"])
+                self._best.confirm(self._loader.timer.sample)  # which is the one that is read
+        return left
+
+
+def restore_step(step: TrainStep, checkpoint: CheckpointReader) -> None:
+    """Give a step the state of its own that a checkpoint has."""
+    # Before steps had state, the loss scale had a place of its own.
+    record = checkpoint.records.get(_STEP, {"scaler": checkpoint.records.get("scaler")})
+    tensors = stored_tensors(checkpoint, _STEP)
+    step.load_state_dict(unpack(record, lambda name: tensors[name].read(None)))
+
+
+def _pack_step(step: TrainStep) -> tuple[Any, dict[str, Tensor]]:
+    tensors: dict[str, Tensor] = {}
+    try:
+        return pack(step.state_dict(), tensors), tensors
+    except PackingError as unpackable:
+        what = f"the state of {type(step).__qualname__}"
+        raise unpackable.refused(what, CheckpointError) from None
+
+
+def stored_tensors(checkpoint: CheckpointReader, group: str) -> dict[str, Stored]:
+    """Return the tensors of a group, of which each rank reads what it needs."""
+
+    def reader(name: str) -> Callable[[Part | None], Tensor]:
+        def read(part: Part | None) -> Tensor:
+            if part is None:
+                return checkpoint.tensor(group, name)
+            return checkpoint.part(group, name, *part)
+
+        return read
+
+    return {
+        name: Stored(checkpoint.shape(group, name), reader(name))
+        for name in checkpoint.names(group)
+    }

@@ -1,0 +1,1 @@
+"""The processes of a run, and what they must agree on."""

@@ -1,0 +1,269 @@
+"""The processes of a run, and the little that they must tell each other."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto import errors
+from stretto.checkpoint.sharding import is_spread
+from stretto.errors import StrettoError, TrainingError, cannot
+from stretto.runtime.gradients import is_fully_sharded, touching_all
+from stretto.training.distributed.fully_sharded import check_sharding
+from stretto.training.distributed.peers import Peers, own_store
+from stretto.training.distributed.rendezvous import join_group
+
+
+@final
+class Ranks:
+    """This process among those of the run.
+
+    What the ranks must agree on in a step travels in one small sum (`agree`), over gloo, so that
+    no accelerator has to wait for it.
+
+    Args:
+        device: where this rank computes.
+        timeout: how long a rank waits for the others in any collective, those of the default group
+            included; None: as torch sets it.
+    """
+
+    def __init__(self, device: torch.device, timeout: timedelta | None = None) -> None:
+        self.device = device
+        self._timeout = timeout
+        self._group: Any = None
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        else:
+            self.rank, self.world_size = 0, 1
+        self.peers = Peers(self.rank, self.world_size, timeout=timeout)
+        """Explains why this rank waits for the others in vain."""
+        if self.world_size > 1:
+            self._limit_waiting(dist.group.WORLD)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            self.peers.store = own_store(self._group.group_name)
+
+    @classmethod
+    def from_environment(cls, device: str | None = None, timeout: timedelta | None = None) -> Ranks:
+        """Join the process group that `torchrun` describes, if there is one.
+
+        Raises:
+            TrainingError: the device does not exist.
+        """
+        found = _device(device)
+        if found.type == "cuda":
+            torch.cuda.set_device(found)
+        launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if launched and not dist.is_initialized():
+            join_group("nccl" if found.type == "cuda" else "gloo")
+            # To the end of the process: evaluations and other runs may follow the first one.
+            atexit.register(_leave_group)
+        return cls(found, timeout)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what is global."""
+        return self.rank == 0
+
+    def agree(self, values: Sequence[float]) -> list[float]:
+        """Return the sums of `values` over all ranks; exact for integers up to 2^53."""
+        if self.world_size == 1:
+            return list(values)
+        packed = torch.tensor(values, dtype=torch.float64)
+        with self.peers.meeting():
+            dist.all_reduce(packed, group=self._group)
+        return cast(list[float], packed.tolist())
+
+    def reduce(self, tensor: Tensor, operation: str) -> None:
+        """Replace a tensor by its "sum", "max" or "min" over all ranks, element by element."""
+        if self.world_size > 1:
+            # On the host over gloo, so that no accelerator has to wait for it.
+            group = self._group if tensor.device.type == "cpu" else None
+            with self.peers.meeting():
+                dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper()), group=group)
+
+    def least(self, value: int) -> int:
+        """Return the least value that a rank has."""
+        return min(int(text) for text in self.gather(str(value)))
+
+    def gather(self, text: str, *, call: str = "") -> list[str]:
+        """Return the texts of all ranks, in their order, on every rank.
+
+        Args:
+            text: that of this rank.
+            call: what the user has called, if every call of it begins with this.
+
+        Raises:
+            TrainingError: another rank has made another call, or has ended.
+        """
+        if self.world_size == 1:
+            return [text]
+        calls, texts = zip(*map(json.loads, self._gather(json.dumps([call, text]))), strict=True)
+        if len(set(calls)) > 1:
+            raise _apart(calls)
+        return list(texts)
+
+    def _gather(self, text: str) -> list[str]:
+        payload = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        lengths = [0] * self.world_size
+        lengths[self.rank] = payload.numel()
+        lengths = [int(length) for length in self.agree(lengths)]
+        room = torch.zeros(max(lengths), dtype=torch.uint8)
+        room[: payload.numel()] = payload
+        gathered = [torch.empty_like(room) for _ in lengths]
+        with self.peers.meeting():
+            dist.all_gather(gathered, room, group=self._group)
+        return [
+            bytes(one[:length].tolist()).decode()
+            for one, length in zip(gathered, lengths, strict=True)
+        ]
+
+    def collect(self, value: object) -> list[Any]:
+        """Return the values of all ranks, in their order, on the first; nothing on the others.
+
+        They are pickled, so each is a copy.
+        """
+        found: list[Any] = [None] * self.world_size if self.is_first else []
+        with self.peers.meeting():
+            dist.gather_object(value, found if self.is_first else None, group=self._group)
+        return found
+
+    def from_first(self, work: Callable[[], str], *, call: str = "") -> str:
+        """Return what `work` returns on the first rank, which alone does it.
+
+        Raises:
+            StrettoError: that of the first rank, on every rank; or another rank has made another
+                call than `call`.
+        """
+        if self.world_size == 1:
+            return work()
+        kind, answer = "", ""
+        if self.is_first:
+            try:
+                answer = work()
+            except StrettoError as error:
+                kind, answer = type(error).__name__, str(error)
+        kind, answer = json.loads(self.gather(json.dumps([kind, answer]), call=call)[0])
+        if kind:
+            raise getattr(errors, kind)(answer)
+        return str(answer)
+
+    def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Give `tensors` the values that they have on the first rank, but for those spread."""
+        if self.world_size > 1:
+            for tensor in tensors:
+                if not is_spread(tensor):
+                    with self.peers.meeting():
+                        dist.broadcast(tensor, 0)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Return `model`, moved to the device; `fully_shard` has put one where it belongs.
+
+        Raises:
+            TrainingError: it is spread over ranks in a way that cannot be trained.
+        """
+        check_sharding(model, world_size=self.world_size, device=self.device)
+        if not is_fully_sharded(model):
+            return model.to(self.device)
+        for parameter in filter(is_spread, model.parameters()):
+            for group in parameter.device_mesh.get_all_groups():
+                self._limit_waiting(group)
+        return model
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Copy the first rank's buffers to all ranks now, instead of in the model's next pass.
+
+        A rank that fails in that pass would leave the others waiting. After the next `average`,
+        passes copy them again.
+
+        Args:
+            model: what `wrap` has returned.
+        """
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            if model.will_sync_module_buffers():
+                with self.peers.meeting():
+                    model._sync_buffers()  # what the pass would call
+            model.require_forward_param_sync = False
+
+    def average(self, model: nn.Module) -> None:
+        """Average over ranks what each has accumulated in a model that `wrap` has returned.
+
+        It is a pass of the model's own with nothing to learn from, so gradients are summed in the
+        order in which any other pass sums them.
+        """
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+            model.module = _NothingToLearn(inner)
+            try:
+                model(torch.zeros((), device=self.device)).backward()
+            finally:
+                model.module = inner
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return `model` with gradients averaged over ranks; a fully sharded one does it itself."""
+        if self.world_size == 1 or is_fully_sharded(model):
+            return model
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module  # another run has wrapped it
+        devices = [self.device] if self.device.type == "cuda" else None
+        with self.peers.meeting(inside_a_pass=True):
+            return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+
+    def _limit_waiting(self, group: Any) -> None:
+        if self._timeout is not None:
+            dist.distributed_c10d._set_pg_timeout(self._timeout, group)  # torch has no public way
+
+
+class _NothingToLearn(nn.Module):
+    """Stands for a model: all its parameters have a gradient of zero."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model  # whose buffers go to all ranks with each pass
+
+    def forward(self, loss: Tensor) -> Tensor:
+        """Return a loss of zero that every parameter has a part in."""
+        return 0.0 * touching_all(self.model, loss)
+
+
+def _apart(calls: Sequence[str]) -> TrainingError:
+    first = {call: calls.index(call) for call in calls}
+    made = (f"rank {rank} has called {call or 'another method'}" for call, rank in first.items())
+    return TrainingError(
+        cannot(
+            "go on with the other ranks",
+            why=" and ".join(made),
+            instead="call Trainer(), resume() and fit() on every rank, in the same order",
+        )
+    )
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device(name: str | None) -> torch.device:
+    own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if name is None:
+        return own if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+        device = own if name == "cuda" else device
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise TrainingError(
+            cannot(
+                f"compute on {name!r}",
+                why=str(error).splitlines()[0],
+                instead="write 'cpu', or leave the device out",
+            )
+        ) from None
+    return device

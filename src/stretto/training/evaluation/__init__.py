@@ -1,0 +1,1 @@
+"""Losses and metrics over whole data sets, and the best of them."""

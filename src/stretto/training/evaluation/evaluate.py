@@ -1,0 +1,222 @@
+"""Evaluation: the mean loss and metrics over a whole data set, each sample counted once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from stretto.data import DataSpec, StepLoader, move_batch
+from stretto.data.feed import evenly
+from stretto.data.spec import Collate
+from stretto.errors import TrainingError, cannot
+from stretto.memory.release import attempt
+from stretto.runtime.gradients import is_fully_sharded
+from stretto.timing import BoundTrigger, Horizon
+from stretto.training.checkpointing.randomness import random_state, restore_random_state
+from stretto.training.distributed.fully_sharded import reshard
+from stretto.training.distributed.ranks import Ranks
+from stretto.training.evaluation.metrics import MetricObjects, check_predictable, is_object
+from stretto.training.evaluation.one_pass import OnePass
+from stretto.training.settings import Evaluation, LossFunction
+
+
+@final
+class Evaluator:
+    """Measures the model on one data set; every rank takes its share of the samples.
+
+    The loss and all metrics share one forward pass of each batch.
+
+    Args:
+        settings: the data and the metrics.
+        model: the model itself, not the one that averages gradients: ranks need no equal shares.
+        loss: the training loss, where the evaluation has none of its own.
+        loss_is_sum: whether that returns sums.
+        count: counts the units that the loss is a mean over; None: samples.
+        autocast: returns the context in which the model runs.
+        batch_size: samples of one forward pass, where the evaluation does not say.
+        collate_fn: makes batches of training samples, and of these where they are plain samples.
+        ranks: the processes of the run.
+        horizon: the run, for when it is due.
+    """
+
+    def __init__(
+        self,
+        settings: Evaluation,
+        model: nn.Module,
+        *,
+        loss: LossFunction | None,
+        loss_is_sum: bool,
+        count: Callable[[Any], int] | None,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        batch_size: int,
+        collate_fn: Collate | None,
+        ranks: Ranks,
+        horizon: Horizon,
+    ) -> None:
+        self.name = settings.name
+        self.is_due: BoundTrigger = settings.trigger.bind(horizon)
+        self.measured_at = -1
+        self._model = model
+        chosen = settings.loss or loss
+        assert chosen is not None, "checked when the trainer was built"
+        self._loss = chosen
+        self._loss_is_sum = loss_is_sum and settings.loss is None
+        self._metrics: dict[str, LossFunction] = {
+            name: cast(LossFunction, metric)
+            for name, metric in settings.metrics.items()
+            if not is_object(metric)
+        }
+        self._objects = MetricObjects(settings.metrics, settings.predict, ranks)
+        self._count = count
+        self._autocast = autocast
+        self._ranks = ranks
+        self._spec = DataSpec.of(settings.data)
+        self._batch_size = batch_size if settings.batch_size is None else settings.batch_size
+        are_samples = self._spec.is_map_style and not isinstance(self._spec.data, DataLoader)
+        self._collate_fn = collate_fn if are_samples else None
+        self._most = self._batch_size
+        # What cannot be read, or predicted, is refused now and not at the first evaluation.
+        self._loader(self._batch_size)
+        if are_samples and self._objects and settings.predict is None:
+            check_predictable(_first_batch(self._loader(1)))
+
+    def measure(self) -> dict[str, float]:
+        """Return the mean loss and metrics. Every rank must call it.
+
+        The model is in evaluation mode meanwhile; then each of its modules is back in its own, and
+        random numbers go on as if nothing had drawn any.
+        """
+        # Averaging keeps weights alike on all ranks, but not what batch normalisation has seen.
+        self._ranks.copy_from_first(self._model.buffers())
+        modes = [(module, module.training) for module in self._model.modules()]
+        chance = random_state()
+        self._model.eval()
+        try:
+            self._objects.reset()
+            with torch.no_grad(), self._autocast():
+                sums = self._sums()
+            with torch.no_grad():
+                values = self._objects.values()
+        finally:
+            restore_random_state(chance)
+            for module, was_training in modes:
+                module.training = was_training
+            reshard(self._model)
+        loss, units, *rest = self._ranks.agree(sums)
+        metrics, samples = rest[:-1], rest[-1]
+        means = {"loss": loss / units if units else math.nan}
+        for name, total in zip(self._metrics, metrics, strict=True):
+            means[name] = total / samples if samples else math.nan
+        return means | values
+
+    def _sums(self) -> list[float]:
+        """Sums of the loss, its units, each metric, and the number of samples, on this rank."""
+        sums = [0.0] * (3 + len(self._metrics))
+        is_sharded = is_fully_sharded(self._model)
+        for step in self._loader(self._batch_size):
+            for micro in step.micro_batches:
+                # The forward pass of a sharded model is one of all ranks, samples or not.
+                if is_sharded:
+                    results, arguments = self._results(micro.batch, micro.num_samples)
+                    if micro.weight:
+                        self._objects.update(arguments)
+                elif micro.weight:
+                    results = self._in_pieces(micro.batch, micro.num_samples)
+                if micro.weight:
+                    sums = _added(sums, results)
+        return sums
+
+    def _in_pieces(self, batch: Any, num_samples: int) -> list[float]:
+        """The sums of a batch, in as many pieces as memory asks for; from then on those sizes."""
+        if num_samples <= self._most:
+            done = attempt(lambda: self._results(batch, num_samples))
+            if done.result is not None:
+                results, arguments = done.result
+                self._objects.update(arguments)
+                return results
+            self._most = num_samples // 2
+            if not self._most:
+                raise TrainingError(
+                    cannot(
+                        f"evaluate on {self.name!r}",
+                        why=f"memory runs out with one sample ({done.out_of_memory})",
+                        instead="use shorter samples, or precision='bf16'",
+                    )
+                )
+        sums: list[float] | None = None
+        start = 0
+        for size in evenly(num_samples, self._most):
+            part = self._spec.take_samples(batch, slice(start, start + size), num_samples)
+            results = self._in_pieces(part, size)
+            sums = results if sums is None else _added(sums, results)
+            start += size
+        assert sums is not None
+        return sums
+
+    def _results(self, batch: Any, num_samples: int) -> tuple[list[float], Sequence[Any]]:
+        """The sums of a batch, and what metrics that are objects take of it."""
+        batch = move_batch(batch, self._ranks.device)
+        units = num_samples if self._count is None else self._count(batch)
+        measured, arguments = self._measured(batch)
+        values = [_scalar(name, value) for name, value in measured.items()]
+        loss, *means = torch.stack([value.to(self._ranks.device) for value in values]).tolist()
+        # A mean over no units is nan; there is nothing to add.
+        total = 0.0 if not units else loss * (1 if self._loss_is_sum else units)
+        return [total, units, *(mean * num_samples for mean in means), num_samples], arguments
+
+    def _measured(self, batch: Any) -> tuple[dict[str, Any], Sequence[Any]]:
+        if not self._metrics and not self._objects:
+            return {"loss": self._loss(self._model, batch)}, ()  # nothing to share the pass with
+        arguments: Sequence[Any] = ()
+        with OnePass(self._model) as one_pass:
+            measured = {
+                name: one_pass.function(partial(function, self._model, batch))
+                for name, function in {"loss": self._loss, **self._metrics}.items()
+            }
+            if self._objects:
+                arguments = one_pass.function(partial(self._objects.arguments, self._model, batch))
+        return measured, arguments
+
+    def _loader(self, batch_size: int) -> StepLoader:
+        return StepLoader(
+            self._spec,
+            batch_size * self._ranks.world_size,
+            max_duration="1ep",
+            micro_batch_size=batch_size,
+            shuffle=False,
+            last_batch="keep",
+            collate_fn=self._collate_fn,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+        )
+
+
+def _first_batch(loader: StepLoader) -> Any:
+    chance = random_state()
+    batch = next(step.micro_batches[0].batch for step in loader)
+    restore_random_state(chance)
+    return batch
+
+
+def _added(one: list[float], other: list[float]) -> list[float]:
+    return [a + b for a, b in zip(one, other, strict=True)]
+
+
+def _scalar(name: str, value: Any) -> Tensor:
+    tensor = torch.as_tensor(value).detach()
+    if tensor.dim():
+        raise TrainingError(
+            cannot(
+                f"average {name!r} over batches",
+                why=f"the function returned a tensor of shape {list(tensor.shape)}",
+                instead="return a scalar, such as errors.mean()",
+            )
+        )
+    return tensor

@@ -1,0 +1,1 @@
+"""Lines of metrics, the ledger, loggers and the console."""

@@ -1,0 +1,177 @@
+"""Values that callbacks log, reduced over batches and ranks when a line of metrics is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, TypeAlias, cast, final
+
+from torch import Tensor
+
+from stretto.errors import TrainingError, cannot, shown
+from stretto.training.checkpointing.records import number
+from stretto.training.distributed.ranks import Ranks
+from stretto.training.settings import one_of
+
+Reduce: TypeAlias = Literal["mean", "sum", "last"]
+
+_FOLD = 256
+"""Tensors kept before they are read: reading one waits for the device."""
+
+
+@final
+class Logged:
+    """Collects values by name, without waiting for the device.
+
+    >>> import torch
+    >>> logged = Logged()
+    >>> for loss in (1.0, 2.0):
+    ...     logged.add("loss_of_head", loss)
+    >>> logged.add("samples_seen", 64, reduce="last")
+    >>> logged.take(Ranks(torch.device("cpu")))
+    {'loss_of_head': 1.5, 'samples_seen': 64.0}
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, _Value] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
+    def add(
+        self, name: str, value: float | Tensor, *, reduce: Reduce = "mean", weight: float = 1.0
+    ) -> None:
+        """Take one value.
+
+        Raises:
+            TrainingError: it is not a number, or `name` was logged with another reduction.
+        """
+        known = self._values.get(name)
+        if known is None:
+            one_of("reduce", reduce, ("mean", "sum", "last"))
+            known = self._values[name] = _Value(reduce)
+        elif known.reduce != reduce:
+            raise _two_reductions(name, known.reduce, reduce)
+        if isinstance(value, Tensor):
+            value = _scalar(name, value)
+        elif not isinstance(value, (int, float)):
+            raise _no_number(name, f"it is of type {type(value).__name__}")
+        known.add(value, weight)
+
+    def take(self, ranks: Ranks, *, taken: Iterable[str] = ()) -> dict[str, float]:
+        """Return what was logged since the last call, on every rank, and begin anew.
+
+        A rank that has logged nothing adds nothing. Of "last", the first rank that has logged the
+        name counts. Every rank must call it.
+
+        Args:
+            ranks: the processes of the run.
+            taken: names that the line has already.
+
+        Raises:
+            TrainingError: a name is taken, or two ranks have logged one with different reductions.
+        """
+        merged = self._merged(ranks)
+        for name in sorted(merged.keys() & set(taken)):
+            raise TrainingError(
+                cannot(
+                    f"log {shown(name)}",
+                    why="a line of metrics has a value of that name already",
+                    instead="choose another name",
+                )
+            )
+        self._values = {}
+        return {name: one.result() for name, one in merged.items()}
+
+    def state_dict(self, ranks: Ranks) -> dict[str, Sequence[str | float]]:
+        """Return what was logged on all ranks since the last line. Every rank must call it."""
+        return {name: one.record() for name, one in self._merged(ranks).items()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[str | float]], ranks: Ranks) -> None:
+        """Continue from saved values, which the first rank takes over for all."""
+        self._values = _read(state) if ranks.is_first else {}
+
+    def _merged(self, ranks: Ranks) -> dict[str, _Value]:
+        own = {name: one.record() for name, one in self._values.items()}
+        merged: dict[str, _Value] = {}
+        for text in ranks.gather(json.dumps(own)):
+            for name, other in _read(json.loads(text)).items():
+                one = merged.setdefault(name, other)
+                if one.reduce != other.reduce:
+                    raise _two_reductions(name, one.reduce, other.reduce)
+                if one is not other and one.reduce != "last":
+                    one.total += other.total
+                    one.weight += other.weight
+        return merged
+
+
+@final
+class _Value:
+    """What was logged under one name."""
+
+    __slots__ = ("_pending", "reduce", "total", "weight")
+
+    def __init__(self, reduce: Reduce, total: float = 0.0, weight: float = 0.0) -> None:
+        self.reduce = reduce
+        self.total, self.weight = total, weight
+        self._pending: list[tuple[Tensor, float]] = []
+
+    def add(self, value: float | Tensor, weight: float) -> None:
+        if self.reduce == "last":
+            self.total, self._pending = 0.0, []
+        if isinstance(value, Tensor):
+            self._pending.append((value, weight))
+            if len(self._pending) == _FOLD:
+                self._fold()
+        else:
+            self._take([(float(value), weight)])
+
+    def record(self) -> Sequence[str | float]:
+        """What is known, as JSON."""
+        self._fold()
+        return [self.reduce, self.total, self.weight]
+
+    def result(self) -> float:
+        if self.reduce != "mean":
+            return self.total
+        return self.total / self.weight if self.weight else float("nan")
+
+    def _fold(self) -> None:
+        pending, self._pending = self._pending, []
+        self._take((float(value), weight) for value, weight in pending)
+
+    def _take(self, values: Iterable[tuple[float, float]]) -> None:
+        for value, weight in values:
+            self.total += value * weight if self.reduce == "mean" else value
+            self.weight += weight
+
+
+def _read(state: Mapping[str, Sequence[str | float]]) -> dict[str, _Value]:
+    read = {}
+    for name, (reduce, total, weight) in state.items():
+        one_of("reduce", reduce, ("mean", "sum", "last"))
+        sums = {"total": total, "weight": weight}
+        read[name] = _Value(cast(Reduce, reduce), number(sums, "total"), number(sums, "weight"))
+    return read
+
+
+def _scalar(name: str, value: Tensor) -> Tensor:
+    if value.numel() != 1 or value.is_complex():
+        raise _no_number(name, f"it is a tensor of shape {list(value.shape)} and {value.dtype}")
+    return value.detach().clone()  # its owner may go on changing it
+
+
+def _no_number(name: str, why: str) -> TrainingError:
+    return TrainingError(
+        cannot(f"log {shown(name)}", why=why, instead="log a number, or a tensor of one number")
+    )
+
+
+def _two_reductions(name: str, one: str, other: str) -> TrainingError:
+    return TrainingError(
+        cannot(
+            f"log {shown(name)} with reduce={other!r}",
+            why=f"it was logged with reduce={one!r} since the last line of metrics",
+            instead="choose one of the two, or another name",
+        )
+    )

@@ -1,0 +1,345 @@
+"""What a run leaves behind: lines of metrics, and a ledger with a line for every batch."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from stretto.data import Step
+from stretto.errors import CheckpointError, TrainingError, cannot
+from stretto.timing import Horizon, Timestamp
+from stretto.timing.timestamp import NANOSECONDS
+from stretto.training.checkpointing.lock import set_aside, unwritable
+from stretto.training.checkpointing.records import count
+from stretto.training.distributed.ranks import Ranks
+from stretto.training.logs.appending import Appender, check_appendable, cut_back
+from stretto.training.logs.console import ConsoleLogger
+from stretto.training.logs.logged import Logged
+from stretto.training.logs.loggers import Guarded, Logger, Record
+from stretto.training.logs.running_loss import RunningLoss
+from stretto.training.stepping.finite import SkippedSteps
+from stretto.training.stepping.stepper import MicroLoss
+
+METRICS = "metrics.jsonl"
+LEDGER = "ledger.csv"
+FILES = (METRICS, LEDGER)
+_COLUMNS = ("batch", "epoch", "sample", "token", "size", "tokens", "micro_batches")
+
+
+@final
+class Recorder:
+    """Collects losses and throughput between logs, and writes on rank 0.
+
+    Args:
+        folder: the run folder; None: only `loggers` get anything.
+        loggers: where metrics go besides the folder.
+        console: shows the metrics and the progress of the run; None: nothing does.
+        config: the settings of the run, for loggers.
+        ranks: the processes of the run.
+        horizon: the run, for fractions of it.
+        values: reads the hyper-parameters that are scheduled.
+        skipped: the steps that were not applied.
+        logged: what callbacks have logged.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        loggers: Sequence[Logger],
+        *,
+        console: ConsoleLogger | None,
+        config: Mapping[str, Any],
+        ranks: Ranks,
+        horizon: Horizon,
+        values: Callable[[], Mapping[str, float]],
+        skipped: SkippedSteps,
+        logged: Logged,
+    ) -> None:
+        self.loss = RunningLoss()
+        self.units = 0.0
+        """What the loss in the last line is a mean over: samples, or target tokens."""
+        self._logged = logged
+        self._ranks = ranks
+        self._horizon = horizon
+        self._values = values
+        self._skipped = skipped
+        self._folder = folder
+        self._writes = ranks.is_first
+        self._console = console if self._writes else None
+        shown = () if self._console is None else (self._console,)
+        self._given = [Guarded(one) for one in (*loggers, *shown)] if self._writes else []
+        self._config = config
+        self._loggers: list[Guarded] = []
+        self._goes_on = False
+        self._lengths: Mapping[str, int] = {}
+        self._metrics: Appender | None = None
+        self._ledger: Appender | None = None
+        self._is_full = False
+        self._since = Timestamp()
+        self._samples = self._tokens = 0
+        self._paused_nanoseconds = self._paused_after_batch = 0
+        self._size: int | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there was a batch since the last line of training."""
+        return self._size is not None
+
+    def open(self, timestamp: Timestamp) -> None:
+        """Open the files; what is logged first is measured from `timestamp` on.
+
+        Files of a run that goes on are cut back to where its checkpoint left them.
+
+        Raises:
+            TrainingError: the folder holds another run, or cannot be written to.
+        """
+        self._since = timestamp
+        self._samples = self._tokens = 0
+        self._paused_nanoseconds = self._paused_after_batch = 0
+        if self._folder is not None and self._writes:
+            self._open_files(self._folder)
+        self._loggers = [one for one in self._given if one.start(self._config, timestamp.sample)]
+        if self._console is not None:
+            self._console.show(self.clock(timestamp))
+
+    def _open_files(self, folder: Path) -> None:
+        ledger = folder / LEDGER
+        try:
+            for name in FILES:
+                check_appendable(folder / name)
+            if not self._goes_on and ledger.exists() and ledger.stat().st_size:
+                raise _another_run(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._cut(folder)
+            self._metrics = Appender(folder / METRICS)
+            self._ledger = Appender(ledger)
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        if self._ledger.is_empty:
+            self._ledger.add(",".join((*_COLUMNS, *self._values())) + "\n")
+        self._goes_on = True
+
+    def batch(
+        self,
+        step: Step,
+        losses: Sequence[MicroLoss],
+        after: Timestamp,
+        *,
+        num_micro_batches: int,
+    ) -> None:
+        """Take one finished batch.
+
+        Args:
+            step: the batch.
+            losses: those of this rank; none where the step was left out.
+            after: the clock behind it.
+            num_micro_batches: into how many the step was cut on this rank.
+        """
+        # What came behind the batch before lies between the two; what comes behind this one does
+        # not lie before `after`, which the next line of metrics may be measured up to.
+        self._paused_nanoseconds += self._paused_after_batch
+        self._paused_after_batch = 0
+        self.loss.add(losses)
+        self._size = step.batch_size  # in force, though the end of an epoch has cut this batch
+        at = step.timestamp
+        # The clock also passes over what `last_batch="drop"` leaves out after the batch.
+        passed_over = after.sample - at.sample - step.size
+        tokens = after.token - at.token - passed_over * (self._horizon.tokens_per_sample or 0)
+        self._samples += step.size
+        self._tokens += tokens
+        if self._ledger is not None:
+            values = ",".join(map(repr, self._values().values()))
+            self._ledger.add(
+                f"{at.batch},{at.epoch},{at.sample},{at.token},{step.size},"
+                f"{tokens},{num_micro_batches},{values}\n"
+            )
+        if self._console is not None and self._console.is_due:
+            self._console.show(self.clock(after))
+
+    def log(self, timestamp: Timestamp, values: Mapping[str, float]) -> dict[str, float]:
+        """Log what was measured since the last call, and `values`. Every rank must call it.
+
+        There must have been a batch.
+
+        Raises:
+            TrainingError: a callback has logged a value by a name that the line has already.
+        """
+        assert self._size is not None, "there is something to log"
+        before, self._since = self._since, timestamp
+        passed = timestamp.run_nanoseconds - before.run_nanoseconds - self._paused_nanoseconds
+        self._paused_nanoseconds = 0
+        samples, self._samples = self._samples, 0
+        tokens, self._tokens = self._tokens, 0
+        seconds = max(passed, 1) / NANOSECONDS
+        total, self.units, any_logged = self._ranks.agree((*self.loss.take(), bool(self._logged)))
+        record = {
+            **self.clock(timestamp),
+            "loss": total / self.units if self.units else math.nan,
+            "batch_size": self._size,
+            **self._values(),
+            "samples_per_second": samples / seconds,
+        }
+        if self._skipped.count:
+            record["skipped_steps"] = self._skipped.count
+        if timestamp.token:
+            record["tokens_per_second"] = tokens / seconds
+        record |= values
+        if any_logged:
+            record |= self._logged.take(self._ranks, taken=record.keys())
+        self._size = None
+        self.write(record)
+        return record
+
+    def write(self, record: Mapping[str, float]) -> None:
+        """Write one line of metrics, and hand it to every logger."""
+        if self._metrics is not None:
+            self._metrics.add(json_line(record))
+        for logger in self._loggers:
+            logger.call("log", record)
+
+    def clock(self, timestamp: Timestamp) -> dict[str, float]:
+        """Return the clock in every unit, as it stands on each line."""
+        num_samples = self._horizon.dataset_num_samples
+        epochs = timestamp.sample / num_samples if num_samples else timestamp.epoch
+        return {
+            "ep": epochs,
+            "ba": timestamp.batch,
+            "sp": timestamp.sample,
+            "tok": timestamp.token,
+            "dur": self._horizon.elapsed(timestamp),
+            "sec": timestamp.run_nanoseconds / NANOSECONDS,
+        }
+
+    def paused(self, work: Callable[[], Any]) -> Any:
+        """Return `work()`, whose time does not count as training time."""
+        start = time.monotonic_ns()
+        try:
+            return work()
+        finally:
+            self._paused_after_batch += time.monotonic_ns() - start
+
+    def flush(self) -> None:
+        """Put everything that was recorded on the disk; what it has no room for is kept."""
+        self._try([one.flush for one in self._outputs], "they are kept and training goes on")
+        for logger in self._loggers:
+            logger.flush()
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self._is_full = False
+        self._try([one.close for one in self._outputs], "they are lost")
+        self._ledger = self._metrics = None
+        for logger in self._loggers:
+            logger.call("close")
+        self._loggers = []
+
+    @property
+    def _outputs(self) -> list[Appender]:
+        return [one for one in (self._ledger, self._metrics) if one is not None]
+
+    def _try(self, works: Sequence[Callable[[], None]], then: str) -> None:
+        """Do it; where the disk is full, say so once."""
+        failure = None
+        for work in works:
+            try:
+                work()
+            except OSError as error:
+                failure = error
+        if failure is not None and not self._is_full:
+            why = (failure.strerror or str(failure)).lower()
+            warnings.warn(
+                f"cannot write lines of {METRICS} or {LEDGER}: {why}; {then}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._is_full = failure is not None
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that this rank writes."""
+        return [self._folder / name for name in FILES] if self._folder and self._writes else []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums since the last log, and how long the files are by now.
+
+        Every rank must call it.
+
+        Raises:
+            CheckpointError: the files cannot be written, so nothing can go on from them.
+        """
+        self.flush()
+        loss = self.loss.state_dict(self._ranks)
+        logged = self._logged.state_dict(self._ranks)
+        if any(one.is_waiting for one in self._outputs):
+            raise _no_checkpoint(self._folder, f"{METRICS} and {LEDGER} cannot be written")
+        try:
+            lengths = {file.name: file.stat().st_size for file in self.files}
+        except OSError as error:  # somebody has moved one
+            raise _no_checkpoint(self._folder, str(error)) from error
+        return {"loss": loss, "logged": logged, "size": self._size, "files": lengths}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, is_own: bool) -> None:
+        """Continue from saved sums, and where files are its own, from where those were."""
+        self.loss.load_state_dict(state["loss"], self._ranks)
+        self._logged.load_state_dict(state.get("logged", {}), self._ranks)
+        self._size = None if state.get("size") is None else count(state, "size", least=1)
+        # Files of this folder that belong to another past are none to go on with.
+        self._goes_on = is_own
+        self._lengths = {name: count(state["files"], name) for name in FILES} if is_own else {}
+
+    def start_over(self) -> None:
+        """Set the files aside: what a run left that had no checkpoint yet is done once more."""
+        self._goes_on = True
+        self._lengths = dict.fromkeys(FILES, 0)
+
+    def _cut(self, folder: Path) -> None:
+        """Cut the files back to where the checkpoint left them; say what they lack."""
+        for name in FILES:
+            path, length = folder / name, self._lengths.get(name)
+            size = path.stat().st_size if path.is_file() else 0
+            if size > 0 == length:
+                set_aside(path)
+                continue
+            left = cut_back(path, length)
+            if length is not None and left < length:
+                told = (
+                    f"lacks {length - left:,} of the {length:,} bytes it had when the checkpoint "
+                    f"was written; lines from before batch {self._since.batch} are missing"
+                )
+            elif length is None and left < size:
+                told = "ends in half a line, which is cut off"
+            else:
+                continue
+            warnings.warn(f"{path} {told}", RuntimeWarning, stacklevel=2)
+        self._lengths = {}
+
+
+def json_line(record: Record) -> str:
+    r"""Return a line of metrics as JSON; a value that is not finite becomes null.
+
+    >>> json_line({"sp": 4096, "loss": float("nan")})
+    '{"sp": 4096, "loss": null}\n'
+    """
+    clean = {key: value if math.isfinite(value) else None for key, value in record.items()}
+    return json.dumps(clean) + "\n"
+
+
+def _no_checkpoint(folder: Path | None, why: str) -> CheckpointError:
+    return CheckpointError(
+        cannot(f"write a checkpoint of {folder}", why=why, instead="make room, or put them back")
+    )
+
+
+def _another_run(folder: Path) -> TrainingError:
+    return TrainingError(
+        cannot(
+            f"begin a run in {folder}",
+            why="it holds one already",
+            instead="choose another folder, or call trainer.resume() first to go on with that one",
+        )
+    )

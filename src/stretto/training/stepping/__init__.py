@@ -1,0 +1,1 @@
+"""One optimizer step: weights, micro-batches that fit, noise, and whether it may be applied."""

@@ -1,0 +1,139 @@
+"""Whether a step may be applied: its losses and its gradient are finite numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from math import isfinite
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from stretto.errors import TrainingError, cannot
+from stretto.timing import Timestamp
+from stretto.training.checkpointing.records import count
+
+MOST_IN_A_ROW = 20
+"""Spoiled steps in a row after which skipping more of them would only hide that all is lost."""
+
+
+@final
+class FiniteCheck:
+    """Looks at the losses and the gradient of a step on this rank.
+
+    One pass over the gradient, and one number read from the device.
+
+    >>> weight = nn.Parameter(torch.ones(2))
+    >>> weight.grad = torch.tensor([1.0, float("inf")])
+    >>> FiniteCheck([weight]).passes([torch.tensor(0.5)])
+    False
+
+    Args:
+        parameters: those whose gradients are looked at.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        groups: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+        for parameter in parameters:
+            groups.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        # The kernel takes float32 alone, whatever the default type is.
+        scalar = partial(torch.full, (1,), dtype=torch.float32)
+        self._groups = [
+            (group, scalar(fill_value=0.0, device=device), scalar(fill_value=1.0, device=device))
+            for (device, _), group in groups.items()
+        ]
+        everything = [parameter for group in groups.values() for parameter in group]
+        self._is_plain = not any(p.is_complex() or hasattr(p, "to_local") for p in everything)
+
+    def passes(self, losses: Iterable[Tensor], *, is_gradient_known: bool = False) -> bool:
+        """Return whether every loss and every element of the gradient is finite.
+
+        Args:
+            losses: scalars.
+            is_gradient_known: whether the gradient is known to be finite, and need not be read.
+        """
+        flags = [] if is_gradient_known else [self._flag(*group) for group in self._groups]
+        # Read only now: reading waits for the device.
+        return all(isfinite(loss.item()) for loss in losses) and not any(
+            flag.item() for flag in flags
+        )
+
+    def _flag(self, parameters: Sequence[nn.Parameter], flag: Tensor, one: Tensor) -> Tensor:
+        """Set `flag` to 1 if a gradient is not finite."""
+        flag.zero_()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if gradients:
+            if not self._is_plain or any(gradient.is_sparse for gradient in gradients):
+                gradients = [_local(gradient) for gradient in gradients]
+            # What loss scaling asks for every step, in one kernel; 1 leaves the gradient alone.
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, one)
+        return flag
+
+
+@final
+class SkippedSteps:
+    """Counts the steps that were not applied.
+
+    >>> skipped = SkippedSteps()
+    >>> skipped.add(Timestamp())
+    >>> skipped.count
+    1
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._in_a_row = 0
+
+    def add(self, at: Timestamp) -> None:
+        """Count the step that begins at `at`.
+
+        Raises:
+            TrainingError: it is the last of too many in a row.
+        """
+        self.count += 1
+        self._in_a_row += 1
+        if self._in_a_row >= MOST_IN_A_ROW:
+            self._in_a_row = 0
+            raise TrainingError(
+                cannot(
+                    f"go on behind {at.get('sp')}",
+                    why=f"{MOST_IN_A_ROW} steps in a row had a loss or gradient that is nan or "
+                    "infinite",
+                    instead="resume from an earlier checkpoint with a lower learning rate or "
+                    "clip_norm=1.0",
+                )
+            )
+
+    def end_row(self) -> None:
+        """Note that a step was applied."""
+        self._in_a_row = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counts."""
+        return {"count": self.count, "in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from saved counts."""
+        self.count, self._in_a_row = count(state, "count"), count(state, "in_a_row")
+
+
+def spoiled(at: Timestamp) -> TrainingError:
+    """Return the error for a step that is not finite, where that ends the run."""
+    return TrainingError(
+        cannot(
+            f"take the step at {at.get('sp')}",
+            why="its loss or gradient is nan or infinite; the weights are still those before it",
+            instead="lower the learning rate, clip with clip_norm=1.0, or pass "
+            "non_finite='skip' to leave such steps out",
+        )
+    )
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """The part of a gradient that is in this process, as a dense tensor of real numbers."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    elif hasattr(gradient, "to_local"):
+        gradient = gradient.to_local()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient

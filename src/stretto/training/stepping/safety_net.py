@@ -1,0 +1,290 @@
+"""Micro-batches that become smaller where memory runs out, and larger again when it does not.
+
+The batch of the optimizer never changes: only into how many passes it is cut. A step in which
+memory runs out is done again from its beginning, with random state and buffers as they were, so it
+is the step of a run that had the smaller size all along.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast, final
+
+from torch import nn
+
+from stretto.data import DataSpec, MicroBatch, Step
+from stretto.data.feed import evenly
+from stretto.errors import DataError, TrainingError, cannot
+from stretto.memory.recognise import is_out_of_memory
+from stretto.memory.release import attempt, release_memory
+from stretto.memory.rewind import Rewind
+from stretto.runtime.gradients import is_fully_sharded
+from stretto.timing import Timestamp
+from stretto.training.checkpointing.records import count
+from stretto.training.distributed.ranks import Ranks
+
+T = TypeVar("T")
+
+QUIET_STEPS = 100
+"""Steps without running out of memory after which a larger size is tried again; doubled each time
+that this turns out too early."""
+_MOST_QUIET_STEPS = 100 * 2**10
+_CAREFUL_STEPS = 20
+"""Steps after a change of size in which ranks agree before they average gradients."""
+
+
+class Demand(NamedTuple):
+    """What decides how much memory a step needs; the same on all ranks."""
+
+    size: int
+    """The most samples in one pass."""
+    accumulates: bool
+    """Whether gradients are there during a forward pass."""
+
+
+@final
+class SafetyNet:
+    """Takes steps in micro-batches of at most `size` samples, whatever those of the loader are.
+
+    On several ranks a rank whose memory runs out must not leave the others waiting. So in the first
+    steps of each size gradients are averaged only when all ranks have one. Later they are averaged
+    while the backward pass runs, as always, and running out of memory ends the run with an error.
+    So it does in any step where ranks meet in each pass: nothing can be agreed upon inside one.
+
+    Args:
+        model: whose buffers are put back.
+        spec: cuts batches.
+        ranks: the processes of the run.
+        size: the most samples of a micro-batch; None: the whole share of a rank.
+        is_found: whether `size` was found, so that a resumed run goes on with the one it had.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: DataSpec,
+        ranks: Ranks,
+        *,
+        size: int | None,
+        is_found: bool = False,
+    ) -> None:
+        self._rewind = Rewind(model)
+        self._spec = spec
+        self._ranks = ranks
+        self._has_others = ranks.world_size > 1
+        self._meets_in_passes = self._has_others and meets_in_passes(model)
+        self.largest = size
+        """What it grows back to; None: whatever a rank has of a batch."""
+        self.is_found = is_found
+        """Whether `largest` was found."""
+        self._quiet = 0
+        self._patience = QUIET_STEPS
+        self._is_on_trial = False
+        self._careful = _CAREFUL_STEPS
+        self._seen = Demand(0, accumulates=False)
+        self.size = size
+        """The most samples of a micro-batch in force; None: the whole share of a rank."""
+        self.splits = 0
+        """How often memory has run out."""
+
+    def take(
+        self,
+        step: Step,
+        *,
+        compute: Callable[[Sequence[MicroBatch], bool], T],
+        prepare: Callable[[], None],
+        clear: Callable[[], None],
+        average: Callable[[], None],
+    ) -> T:
+        """Return what `compute` returns for pieces of the step's micro-batches that fit.
+
+        Args:
+            step: what the loader yielded.
+            compute: accumulates the gradient of pieces, averaged over ranks or of this one alone.
+            prepare: does what ranks do together in the first pass of a step.
+            clear: forgets what was accumulated.
+            average: averages over ranks what each has accumulated.
+
+        Raises:
+            TrainingError: not even one sample fits, or memory ran out where ranks wait for each
+                other.
+        """
+        if self._has_others:
+            if not self._is_careful(step):
+                result = self._take_together(step, compute)
+                self._calm(step)
+                return result
+            prepare()
+        self._rewind.take()
+        while True:
+            pieces = self._pieces(step)
+
+            def work(pieces: Sequence[MicroBatch] = pieces) -> T:
+                return compute(pieces, not self._has_others)
+
+            done = attempt(work)
+            if not self._ranks.agree((done.out_of_memory is not None,))[0]:
+                if self._has_others:
+                    average()
+                self._calm(step)
+                return cast(T, done.result)
+            most = _most(pieces)
+            del pieces, work
+            clear()
+            release_memory()
+            self._rewind.restore()
+            self._shrink(most, step.timestamp, done.out_of_memory)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the size in force, and what decides when it grows again."""
+        return {
+            "largest": self.largest,
+            "is_found": self.is_found,
+            "size": self.size,
+            "quiet": self._quiet,
+            "patience": self._patience,
+            "is_on_trial": self._is_on_trial,
+            "splits": self.splits,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the size that was in force, unless another one was given since."""
+        # Before there was such a key, only sizes that were found were saved.
+        if self.is_found and state.get("is_found", True):
+            self.largest = self.size = count(state, "largest", least=1)
+        if self.largest == state["largest"]:
+            self.size = None if state["size"] is None else count(state, "size", least=1)
+            self._quiet, self._patience = count(state, "quiet"), count(state, "patience")
+            self._is_on_trial = bool(state.get("is_on_trial", False))
+        self.splits = count(state, "splits")
+        self._careful, self._seen = _CAREFUL_STEPS, Demand(0, accumulates=False)
+
+    def _take_together(self, step: Step, compute: Callable[[Sequence[MicroBatch], bool], T]) -> T:
+        """Take a step in which ranks wait for each other; where memory runs out, say so."""
+        pieces = self._pieces(step)
+        try:
+            return compute(pieces, self._has_others)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            most = _most(pieces)
+            smaller = (
+                "use shorter samples or a smaller model"
+                if most == 1
+                else f"resume from the last checkpoint with micro_batch_size={(most + 1) // 2}"
+            )
+            raise TrainingError(
+                cannot(
+                    f"take the step at {step.timestamp.get('sp')} in micro-batches of {most:,}",
+                    why=f"memory ran out on rank {self._ranks.rank}, and the others wait for it in "
+                    f"the middle of the step ({_brief(str(error))})",
+                    instead=smaller,
+                )
+            ) from error
+
+    def _pieces(self, step: Step) -> Sequence[MicroBatch]:
+        if self.size is None:
+            return step.micro_batches
+        try:
+            return [piece for micro in step.micro_batches for piece in self._cut(micro, self.size)]
+        except DataError as error:
+            error.add_note("memory ran out, so the batch was to be cut into smaller micro-batches")
+            raise
+
+    def _cut(self, micro: MicroBatch, most: int) -> list[MicroBatch]:
+        count = micro.num_samples
+        if count <= most or not micro.weight:
+            return [micro]
+        pieces, start = [], 0
+        for size in evenly(count, most):
+            pieces.append(self._spec.cut(micro, slice(start, start + size)))
+            start += size
+        return pieces
+
+    def _is_careful(self, step: Step) -> bool:
+        if self._meets_in_passes:
+            return False
+        # A batch size that grows may bring micro-batches that were never seen.
+        demand = self._demand(step)
+        return (
+            self._careful > 0
+            or demand.size > self._seen.size
+            or demand.accumulates > self._seen.accumulates
+        )
+
+    def _demand(self, step: Step) -> Demand:
+        share = self._share(step)
+        passes = 1 if self.size is None else -(-share // self.size)
+        return Demand(-(-share // passes), passes > 1)
+
+    def _share(self, step: Step) -> int:
+        """The most samples that a rank has of a step."""
+        return -(-step.size // self._ranks.world_size)
+
+    def _calm(self, step: Step) -> None:
+        """Note a step in which all went well."""
+        if self._has_others:
+            demand = self._demand(step)
+            self._seen = Demand(
+                max(self._seen.size, demand.size), self._seen.accumulates or demand.accumulates
+            )
+            self._careful = max(0, self._careful - 1)
+        if self.size == self.largest and not self._is_on_trial:
+            return
+        self._quiet += 1
+        if self._quiet >= self._patience:
+            self._quiet, self._is_on_trial = 0, False
+            if self.size is not None and self.size != self.largest:
+                self.size = self._larger(self.size, step)
+                self._is_on_trial, self._careful = True, _CAREFUL_STEPS
+
+    def _larger(self, size: int, step: Step) -> int | None:
+        if self.largest is not None:
+            return min(2 * size, self.largest)
+        return 2 * size if 2 * size < self._share(step) else None
+
+    def _shrink(self, most: int, at: Timestamp, said: str | None) -> None:
+        most = max(int(text) for text in self._ranks.gather(str(most)))
+        why = next(text for text in self._ranks.gather(said or "") if text)
+        if most == 1:
+            raise TrainingError(
+                cannot(
+                    f"take the step at {at.get('sp')}",
+                    why=f"memory runs out with one sample ({_brief(why)})",
+                    instead="use shorter samples, a smaller model, or precision='bf16'",
+                )
+            )
+        self.splits += 1
+        self.size = (most + 1) // 2
+        if self._is_on_trial:  # it had grown too early, so the next try comes later
+            self._patience = min(2 * self._patience, _MOST_QUIET_STEPS)
+        self._quiet, self._is_on_trial = 0, False
+        self._careful, self._seen = _CAREFUL_STEPS, Demand(0, accumulates=False)
+        if self._ranks.is_first:
+            warnings.warn(
+                f"memory ran out in the step at {at.get('sp')} with micro-batches of {most:,}; the "
+                f"step is repeated with micro-batches of {self.size:,}, and the batch size does "
+                "not change",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def meets_in_passes(model: nn.Module) -> bool:
+    """Return whether ranks wait for each other in each forward pass of a model.
+
+    >>> meets_in_passes(nn.BatchNorm1d(2)), meets_in_passes(nn.SyncBatchNorm(2))
+    (False, True)
+    """
+    return is_fully_sharded(model) or any(
+        isinstance(module, nn.SyncBatchNorm) for module in model.modules()
+    )
+
+
+def _most(pieces: Sequence[MicroBatch]) -> int:
+    return max(piece.num_samples for piece in pieces)
+
+
+def _brief(said: str) -> str:
+    return " ".join(said.split())[:200]

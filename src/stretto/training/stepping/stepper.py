@@ -1,0 +1,343 @@
+"""One optimizer step: the gradient of the whole batch, whatever ranks and micro-batches it is in.
+
+The gradient contract: with N units in the batch over all W ranks, a micro-batch of n units whose
+mean loss is l contributes the gradient of l * n * W / N, and the ranks are averaged. So the sum is
+the gradient of the mean over N, never a mean of means. Units are samples, or target tokens, or
+whatever a function counts. Where N is known only after the ranks have spoken (tokens on several
+ranks), the division comes late: gradients are multiplied once, before clipping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from stretto.data import DataSpec, MicroBatch, Step, move_batch
+from stretto.memory.recognise import is_out_of_memory
+from stretto.noise import NoiseSums
+from stretto.runtime import TrainStep
+from stretto.runtime.gradients import is_fully_sharded, scalar, sparse_tables
+from stretto.runtime.step import Info
+from stretto.training.checkpointing.records import UNFIT, unfit
+from stretto.training.distributed.fully_sharded import sync_gradients, zero_gradient
+from stretto.training.distributed.ranks import Ranks
+from stretto.training.settings import Stepping
+from stretto.training.stepping.allocation import allocate_state, no_memory
+from stretto.training.stepping.finite import FiniteCheck
+from stretto.training.stepping.noise_meter import Measured, NoiseMeter, Pass
+from stretto.training.stepping.safety_net import SafetyNet, meets_in_passes
+from stretto.training.stepping.units import nothing_to_learn, unit_counter
+
+
+class MicroLoss(NamedTuple):
+    """The loss of one micro-batch: its sum over units is `loss * factor`, its units `weight`."""
+
+    loss: Tensor
+    factor: float
+    weight: float
+
+
+class Gradient(NamedTuple):
+    """What one step computed on this rank."""
+
+    losses: list[MicroLoss]
+    units: int
+    """Units of this rank, where they are summed over ranks; else 0."""
+    tokens: int | None
+    """Tokens of this rank, where the batches were changed on their way; else the loader knows."""
+    num_micro_batches: int
+    """Into how many the step was cut on this rank: more than the loader made if memory ran out."""
+
+
+@final
+class Stepper:
+    """Runs a `TrainStep` on the micro-batches of a batch, and looks at what it computes.
+
+    Args:
+        step: computes gradients and updates the weights.
+        settings: what the loss is a mean over, and what happens if it is not finite.
+        ranks: the processes of the run.
+        count_tokens: counts the tokens of what the step's transforms return.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        *,
+        settings: Stepping,
+        ranks: Ranks,
+        count_tokens: Callable[[Any], int | None] | None = None,
+    ) -> None:
+        self._step = step
+        self._ranks = ranks
+        self._count_tokens = count_tokens
+        self._model = ranks.wrap(step.forward_model or step.model)
+        self._averages_itself = step.forward_model is not None or is_fully_sharded(step.model)
+        """Whether ranks average gradients in the passes of the model."""
+        self._passes_meet = self._averages_itself or meets_in_passes(step.model)
+        if step.forward_model is not None:
+            step.forward_model = self._model
+        if ranks.world_size > 1:
+            step.averaging = partial(ranks.average, self._model)
+        self.count = unit_counter(settings)
+        self._is_sum = step.loss_reduction == "sum"
+        self._parameters = step.parameters
+        self.resumed_from: Path | None = None
+        """The checkpoint whose state no update has used yet."""
+        self.net: SafetyNet | None = None
+        """What is done where memory runs out; None: nothing."""
+        self.meter: NoiseMeter | None = None
+        """Measures the noise of the gradient; None: nobody asks for it."""
+        # With loss scaling the gradient may overflow; the scaler sees to that.
+        watched = [] if step.scaler is not None else self._parameters
+        self._check = FiniteCheck(watched) if settings.non_finite != "ignore" else None
+        self._moves = ranks.device.type != "cpu"
+        self._is_spread = is_fully_sharded(self._model)
+        self._is_sharded = ranks.world_size > 1 and self._is_spread
+        self._is_alone = ranks.world_size == 1 and not self._is_spread
+        self._divides_late = (
+            self.count is not None and ranks.world_size > 1 and self._averages_itself
+        )
+        """Whether the units of all ranks are known only once the gradient is there. A step of your
+        own may compute with its weights in `update` too, so it gets them whole."""
+        self._is_settled = False
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """What scales the loss; None: nothing."""
+        return self._step.scaler
+
+    def gradient(self, step: Step) -> Gradient:
+        """Accumulate the gradient of `step`; it is complete but for `finish`.
+
+        Raises:
+            TrainingError: the loss is no scalar, or there is no unit to learn from.
+        """
+        if not self._is_settled:
+            self._settle()
+        if self.net is None:
+            return self._gradient(step, step.micro_batches, averages=True)
+        return self.net.take(
+            step,
+            compute=lambda pieces, averages: self._gradient(step, pieces, averages=averages),
+            clear=self.clear,
+            prepare=lambda: self._ranks.share_buffers(self._model),
+            average=lambda: self._ranks.average(self._model),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run must remember of its micro-batches, as JSON."""
+        return {"net": None if self.net is None else self.net.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        if self.net is not None and state.get("net") is not None:
+            self.net.load_state_dict(state["net"])
+
+    def _settle(self) -> None:
+        """Allocate the optimizer's state, and have the ranks average once, before the first step.
+
+        After its first pass `DistributedDataParallel` lays gradients out anew, and with three ranks
+        or more it is the layout that says in which order they are summed. With that pass behind it
+        a run that goes on sums to the last bit as one that never stopped.
+        """
+        self._is_settled = True
+        for optimizer in self._step.optimizers:
+            allocate_state(optimizer, leave_out=sparse_tables(self._model))
+        self._ranks.average(self._model)
+        self.clear()
+
+    def _gradient(
+        self, step: Step, micro_batches: Sequence[MicroBatch], *, averages: bool
+    ) -> Gradient:
+        num_micro_batches = len(micro_batches)
+        if self.meter is not None:
+            self.meter.has_finite_gradient = False  # a step that failed may have left it
+        meter = self.meter if self.meter is not None and self.meter.is_due(step) else None
+        if meter is not None:
+            micro_batches = meter.begin(micro_batches)
+        if self._step.transforms:
+            micro_batches = [self._transformed(micro) for micro in micro_batches]
+        counts = self._counts(micro_batches)
+        whole = self._whole(step, counts)
+        if not whole:
+            raise nothing_to_learn(step)
+        losses = []
+        for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
+            if self._is_alone and meter is None:
+                loss = self._pass(micro, units, whole)
+            else:
+                is_last = index == len(micro_batches) - 1
+                meets = averages and is_last and self._averages_itself
+                one = Pass(micro, units, divisor=whole, is_last=is_last, is_averaged=meets)
+                measured = _NOTHING if meter is None else meter.measure(one)
+                with self._without_sync(is_last=meets, meter=meter), measured, self._muted(units):
+                    loss = self._pass(micro, units, whole)
+            if loss is not None:
+                factor = 1.0 if self._is_sum else float(units)
+                losses.append(MicroLoss(loss, factor, float(units)))
+        if averages and not self._averages_itself:
+            self._ranks.average(self._model)
+        own_units = sum(counts) if self._divides_late else 0
+        return Gradient(losses, own_units, self._tokens(micro_batches), num_micro_batches)
+
+    def _whole(self, step: Step, counts: Sequence[int]) -> float:
+        """What the weights of all micro-batches are parts of."""
+        if self.count is None or self._divides_late:
+            return step.size
+        return self._ranks.agree((sum(counts),))[0]
+
+    def _pass(self, micro: MicroBatch, units: int, whole: float) -> Tensor | None:
+        """Run the step on one micro-batch, and return its loss; None: nothing is learned from."""
+        if not units:
+            if self._passes_meet:  # others wait for it, or its forward has effects of its own
+                self._step.forward_backward(self._moved(micro.batch), 0.0)
+            return None
+        weight = (1 if self._is_sum else units) * self._ranks.world_size / whole
+        # One micro-batch at a time, so that no more of them lie on the device than are used.
+        batch = self._moved(micro.batch) if self._moves else micro.batch
+        return scalar(self._step.forward_backward(batch, weight)).detach()
+
+    def is_finite(self, gradient: Gradient) -> bool:
+        """Return whether losses and gradient are finite on this rank; true where nobody looks.
+
+        What measured the noise of the gradient has read it already; so ask that first.
+        """
+        if self._check is None:
+            return True
+        is_known = self.meter is not None and self.meter.has_finite_gradient
+        losses = (micro.loss for micro in gradient.losses)
+        return self._check.passes(losses, is_gradient_known=is_known)
+
+    def measure_noise(self, spec: DataSpec, *, every: int) -> None:
+        """Measure the noise of the gradient in one of `every` steps from now on."""
+        run = Measured(
+            model=self._model,
+            parameters=self._parameters,
+            spec=spec,
+            ranks=self._ranks,
+            every=every,
+            is_sharded=self._is_sharded,
+        )
+        self.meter = NoiseMeter(run)
+
+    def noise(self) -> NoiseSums:
+        """Return what this rank knows of the noise of the gradient; before `finish` and `update`.
+
+        Every rank must call it, where there is a meter.
+        """
+        assert self.meter is not None, "nobody asks for it"
+        scaler = self._step.scaler
+        return self.meter.sums(1.0 if scaler is None else scaler.get_scale())
+
+    def finish(self, step: Step, units: float) -> None:
+        """Divide the gradient by the `units` of all ranks, where that had to wait for them.
+
+        Raises:
+            TrainingError: no rank had any unit to learn from.
+        """
+        if not self._divides_late:
+            return
+        if units == 0:
+            raise nothing_to_learn(step)
+        self._multiply(step.size / units)
+
+    def show(self, look: Callable[[], None]) -> None:
+        """Call `look` while the gradient is without the loss scale, if there is one.
+
+        The scale is a power of two, so nothing is lost; and what `look` makes infinite is found.
+        """
+        if self.scaler is None:
+            look()
+            return
+        scale = self.scaler.get_scale()
+        self._multiply(1 / scale)
+        look()
+        self._multiply(scale)
+
+    def _multiply(self, factor: float) -> None:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)  # no public spelling of it
+
+    def update(self) -> Info | None:
+        """Update the weights and clear the gradients; return what the step tells, to be logged.
+
+        None: the weights have not moved, as where the gradient overflowed under loss scaling.
+
+        Raises:
+            TrainingError: memory ran out. Some weights may have moved, so nothing is tried again.
+            CheckpointError: an optimizer cannot compute with the state that it was resumed with.
+        """
+        try:
+            info = self._step.update()
+        except Exception as error:
+            optimizers = " and ".join(type(one).__name__ for one in self._step.optimizers)
+            if not is_out_of_memory(error):
+                if self.resumed_from is not None and isinstance(error, UNFIT):
+                    raise unfit(self.resumed_from, optimizers, error) from error
+                raise
+            raise no_memory(
+                f"update the weights with {optimizers}",
+                "memory ran out, and some weights may have changed already",
+                error,
+                instead="resume from the last checkpoint with foreach=False in the optimizer, an "
+                "optimizer that keeps less state, or a smaller micro_batch_size",
+            ) from error
+        self.resumed_from = None
+        self.clear()
+        if info is not TrainStep.SKIPPED:
+            return info
+        return None if self._check is not None else {}
+
+    def clear(self) -> None:
+        """Clear the gradients."""
+        self._step.clear()
+        if self.meter is not None:
+            self.meter.forget()
+
+    def _tokens(self, micro_batches: Sequence[MicroBatch]) -> int | None:
+        if not self._step.transforms or self._count_tokens is None:
+            return None
+        counts = [self._count_tokens(micro.batch) for micro in micro_batches if micro.weight]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
+
+    def _counts(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
+        if self.count is None:
+            return [micro.num_samples if micro.weight else 0 for micro in micro_batches]
+        return [self.count(micro.batch) if micro.weight else 0 for micro in micro_batches]
+
+    def _transformed(self, micro: MicroBatch) -> MicroBatch:
+        batch = self._moved(micro.batch)
+        for transform in self._step.transforms:
+            batch = transform(batch)
+        return replace(micro, batch=batch)
+
+    def _moved(self, batch: Any) -> Any:
+        return move_batch(batch, self._ranks.device) if self._moves else batch
+
+    def _muted(self, units: int) -> AbstractContextManager[Any]:
+        """Where the model's own passes are what ranks meet in, one without units runs as well."""
+        return zero_gradient(self._model) if self._is_spread and not units else _NOTHING
+
+    def _without_sync(
+        self, *, is_last: bool, meter: NoiseMeter | None
+    ) -> AbstractContextManager[Any]:
+        if self._is_sharded:
+            each = meter is not None and meter.averages_each
+            sync_gradients(self._model, is_last=is_last or each)
+        if is_last or self._is_sharded or not self._averages_itself or self._ranks.world_size == 1:
+            return _NOTHING
+        return self._model.no_sync()  # type: ignore[operator,no-any-return]
+
+
+_NOTHING = contextlib.nullcontext()

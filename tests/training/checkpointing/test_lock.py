@@ -1,0 +1,101 @@
+"""A folder that another live run writes to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.errors import TrainingError
+from stretto.training import Callback, Checkpointing
+from stretto.training.checkpointing.lock import LOCK, locked
+
+Make = Callable[..., Any]
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    with (
+        locked(tmp_path / "run"),
+        pytest.raises(TrainingError, match=rf"another run is writing .*process {os.getpid()} "),
+        locked(tmp_path / "run"),
+    ):
+        pass
+    with locked(tmp_path / "run"):
+        pass
+
+
+def test_a_run_holds_its_folder_and_lets_go(problem: Make, tmp_path: Path) -> None:
+    class Intrude(Callback):
+        def on_batch_end(self, trainer: Any, step: Any) -> None:
+            other = problem().trainer(folder=tmp_path, checkpoint=Checkpointing())
+            with pytest.raises(TrainingError, match="another run is writing there"):
+                other.resume("auto")
+            with pytest.raises(TrainingError, match="another run is writing there"):
+                other.fit()
+
+    settings: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing()}
+    problem().trainer(callbacks=[Intrude()], max_duration="2ba", **settings).fit()
+    again = problem().trainer(max_duration="3ba", **settings)
+    again.resume()
+    again.fit()
+
+
+@pytest.mark.slow
+def test_a_killed_run_lets_go(tmp_path: Path) -> None:
+    program = (
+        "import os, pathlib, signal, sys\n"
+        "from stretto.training.checkpointing.lock import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])):\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=200, check=False)
+    assert ended.returncode < 0
+    assert (tmp_path / LOCK).read_text()
+    with locked(tmp_path):
+        pass
+
+
+@pytest.mark.slow
+def test_a_killed_run_lets_go_while_a_worker_of_it_lives(tmp_path: Path) -> None:
+    program = (
+        "import os, pathlib, signal, sys\n"
+        "from stretto.training.checkpointing.lock import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])):\n"
+        "    if os.fork() == 0:\n"
+        "        sys.stdin.read()\n"  # until the test is over
+        "        os._exit(0)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    run = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(run, stdin=subprocess.PIPE) as killed:
+        assert killed.wait(60) < 0
+        with locked(tmp_path):
+            pass
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(TrainingError, match="permission denied; choose a folder"), locked(tmp_path):
+        pass
+
+
+def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with (
+        pytest.raises(TrainingError, match="choose a folder that can be written to"),
+        locked(tmp_path / "run"),
+    ):
+        pass
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
+def test_a_full_disk_keeps_nobody_from_holding_a_folder(tmp_path: Path) -> None:
+    (tmp_path / LOCK).symlink_to("/dev/full")
+    with locked(tmp_path), pytest.raises(TrainingError, match="another run"), locked(tmp_path):
+        pass
