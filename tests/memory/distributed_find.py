@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.memory import find_batch_size
-from stretto.memory.step import WholeStep
 from stretto.runtime import SupervisedStep
 
 
@@ -65,7 +64,9 @@ def main() -> None:
     # The reducer has seen nothing of all that.
     torch.manual_seed(rank)
     for _ in range(3):
-        WholeStep.of(step).run(torch.randn(8, 2))
+        step.forward_backward(torch.randn(8, 2), 1.0)
+        step.update()
+        step.clear()
     seen["weights"] = inner.layer.weight.tolist()
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
