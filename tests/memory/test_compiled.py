@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,7 +99,10 @@ def test_what_is_compiled_stays_in_one_piece(what: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("what", ["its blocks", "the loss"])
-def test_a_probe_of_compiled_code_is_right(what: str) -> None:
+def test_a_probe_of_compiled_code_is_right(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # compiled here, not found
     step = compiled_step(what, "inductor")
     probed = probe(step, make_batch)
     for size in (9, 40, 500):

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
 from torch.optim import Optimizer
 
 from stretto.noise import MicroGradients
@@ -116,6 +117,8 @@ def _backward_passes(enter: Callable[[str], object]) -> Iterator[None]:
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if TracingContext.try_get() is not None:  # torch.compile traces a backward: none runs
+            return run_backward(*args, **kwargs)
         enter("backward")
         try:
             return run_backward(*args, **kwargs)
