@@ -29,10 +29,10 @@ from stretto.errors import FitError
 from stretto.examples.text import next_byte_loss
 from stretto.examples.tiny_gpt import TinyGPT
 from stretto.memory import find_batch_size, predict, probe
-from stretto.memory.finder import FindMethod
+from stretto.memory.finding.finder import FindMethod
 from stretto.memory.limits import held_bytes
-from stretto.memory.real import record_step
-from stretto.memory.trace import state_tensors
+from stretto.memory.measuring.real import record_step
+from stretto.memory.prediction.trace import state_tensors
 from stretto.runtime import SupervisedStep
 from stretto.training import Callback, Run, Stepping, Trainer
 

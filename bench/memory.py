@@ -25,7 +25,7 @@ from peer_environments import FOLDER
 from stretto.errors import FitError
 from stretto.examples.tiny_gpt import TinyGPT
 from stretto.memory import predict, probe
-from stretto.memory.real import record_step
+from stretto.memory.measuring.real import record_step
 from stretto.runtime import SupervisedStep
 
 RESULTS = Path(__file__).parent / "results"

@@ -10,8 +10,8 @@ from torch import nn
 
 from stretto.memory import Sizes, find_batch_size, sandbox, search
 from stretto.memory.amounts import Margin, parse_bytes
+from stretto.memory.finding.ranks import Together
 from stretto.memory.limits import room
-from stretto.memory.ranks import Together
 from stretto.runtime import SupervisedStep
 
 

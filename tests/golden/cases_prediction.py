@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.memory import predict
-from stretto.memory.fit import fit
-from stretto.memory.recording import Allocation, Event, Place, Recording
+from stretto.memory.prediction.fit import fit
+from stretto.memory.prediction.recording import Allocation, Event, Place, Recording
 from stretto.runtime import SupervisedStep
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.memory import predict, probe
-from stretto.memory.modules import compiled_modules
-from stretto.memory.real import record_step
+from stretto.memory.measuring.real import record_step
+from stretto.memory.prediction.modules import compiled_modules
 from stretto.memory.step import WholeStep
 from stretto.runtime import SupervisedStep
 

@@ -12,7 +12,7 @@ from stretto import IncreaseFunction, Trainer
 from stretto.data import DataSpec, StepLoader
 from stretto.memory import Answer, find_batch_size
 from stretto.memory.examples import example_batches, resizable
-from stretto.memory.real import record_step
+from stretto.memory.measuring.real import record_step
 from stretto.memory.step import WholeStep
 from stretto.runtime import SupervisedStep
 from stretto.training import Loading

@@ -8,7 +8,7 @@ from memory_families import FAMILIES
 
 from stretto.errors import FitError
 from stretto.memory import predict, probe
-from stretto.memory.real import record_step
+from stretto.memory.measuring.real import record_step
 
 NEEDS_TRANSFORMERS = {name for name in FAMILIES if "transformers" in name}
 PROBED = {

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from stretto.errors import FitError
 from stretto.memory import predict
-from stretto.memory.finder import find_batch_size
-from stretto.memory.real import record_step
+from stretto.memory.finding.finder import find_batch_size
+from stretto.memory.measuring.real import record_step
 from stretto.memory.step import WholeStep
 from stretto.runtime import SupervisedStep
 

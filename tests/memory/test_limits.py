@@ -111,7 +111,7 @@ def in_process(code: str) -> list[str]:
         import resource, torch
         from stretto.memory import is_out_of_memory
         from stretto.memory.limits import guard, room, held_bytes
-        from stretto.memory.release import attempt, release_memory
+        from stretto.memory.measuring.release import attempt, release_memory
         torch.set_num_threads(1)
         cpu, MiB = torch.device("cpu"), 2**20
         def limits():

@@ -16,7 +16,7 @@ from stretto.batching import NoiseScale
 from stretto.errors import StrettoError, TrainingError
 from stretto.examples.steps import GANStep, MuonStep, SAMStep
 from stretto.memory import predict
-from stretto.memory.real import record_step
+from stretto.memory.measuring.real import record_step
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.training import Checkpointing, Evaluation, Loading, Logging, Stepping, Trainer
 

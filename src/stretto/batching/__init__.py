@@ -1,16 +1,13 @@
 """Batch size policies, how a batch is split, and learning rates that follow its size."""
 
-from stretto.batching.coupling import Continuous, Coupling
-from stretto.batching.fixed import Fixed, Steps, StepsLike
-from stretto.batching.functions import SizeFunction
-from stretto.batching.hysteresis import Hysteresis
-from stretto.batching.increase import IncreaseFunction, awaits_maximum, with_maximum
-from stretto.batching.noise_scale import NoiseScale
-from stretto.batching.norm_test import NormTest
-from stretto.batching.pairs import check_pairs, couplings_in
+from stretto.batching.adaptive.gradient_norm import NormTest
+from stretto.batching.adaptive.hysteresis import Hysteresis
+from stretto.batching.adaptive.noise_scale import NoiseScale
+from stretto.batching.adaptive.plateau import Plateau
+from stretto.batching.coupled.coupling import Continuous, Coupling
+from stretto.batching.coupled.pairs import check_pairs, couplings_in
+from stretto.batching.coupled.seesaw import IncreaseInsteadOfDecay, Seesaw
 from stretto.batching.parse import PolicyLike, as_policy
-from stretto.batching.periods import PeriodSizes
-from stretto.batching.plateau import Plateau
 from stretto.batching.policy import (
     NO_SIGNALS,
     BatchSizePolicy,
@@ -21,7 +18,6 @@ from stretto.batching.policy import (
     TimedPolicy,
     checked_size,
 )
-from stretto.batching.ramps import DoublingRamp, LinearRamp, StagedRamp, rampup
 from stretto.batching.rules import (
     FunctionRule,
     LearningRateRule,
@@ -31,7 +27,11 @@ from stretto.batching.rules import (
     SquareRootRule,
     as_rule,
 )
-from stretto.batching.seesaw import IncreaseInsteadOfDecay, Seesaw
+from stretto.batching.scheduled.fixed import Fixed, Steps, StepsLike
+from stretto.batching.scheduled.functions import SizeFunction
+from stretto.batching.scheduled.increase import IncreaseFunction, awaits_maximum, with_maximum
+from stretto.batching.scheduled.periods import PeriodSizes
+from stretto.batching.scheduled.ramps import DoublingRamp, LinearRamp, StagedRamp, rampup
 from stretto.batching.split import Split, split
 from stretto.batching.wrappers import AtLeast, AtMost, Monotone, MultipleOf, PowerOfTwo
 

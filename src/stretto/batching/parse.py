@@ -6,15 +6,15 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn, TypeAlias
 
-from stretto.batching.fixed import Fixed, Steps
-from stretto.batching.functions import SizeCallable, SizeFunction
-from stretto.batching.hysteresis import Hysteresis
-from stretto.batching.noise_scale import NoiseScale
-from stretto.batching.norm_test import NormTest
-from stretto.batching.periods import PeriodSizes
-from stretto.batching.plateau import Plateau
+from stretto.batching.adaptive.gradient_norm import NormTest
+from stretto.batching.adaptive.hysteresis import Hysteresis
+from stretto.batching.adaptive.noise_scale import NoiseScale
+from stretto.batching.adaptive.plateau import Plateau
 from stretto.batching.policy import BatchSizePolicy
-from stretto.batching.ramps import DoublingRamp, LinearRamp, StagedRamp
+from stretto.batching.scheduled.fixed import Fixed, Steps
+from stretto.batching.scheduled.functions import SizeCallable, SizeFunction
+from stretto.batching.scheduled.periods import PeriodSizes
+from stretto.batching.scheduled.ramps import DoublingRamp, LinearRamp, StagedRamp
 from stretto.batching.wrappers import AtLeast, AtMost, Monotone, MultipleOf, PowerOfTwo
 from stretto.errors import BatchSizeError, TimeError, cannot, shown
 from stretto.timing import Time
@@ -88,7 +88,7 @@ def as_policy(value: object) -> BatchSizePolicy:
 
 def _check_no_pair(value: object) -> None:
     # Here, because a pair reads its own sizes by `as_policy`.
-    from stretto.batching.coupling import Coupling
+    from stretto.batching.coupled.coupling import Coupling
 
     if isinstance(value, Coupling):
         raise BatchSizeError(

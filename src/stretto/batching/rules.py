@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
-from stretto.batching.functions import name_of
 from stretto.batching.policy import checked_size
+from stretto.batching.scheduled.functions import name_of
 from stretto.errors import BatchSizeError, cannot, shown
 
 

@@ -14,9 +14,9 @@ from stretto.config.files import RunFile
 from stretto.config.finding import Finding, build_finding
 from stretto.errors import ConfigError
 from stretto.memory import Answer, find_batch_size
-from stretto.memory.curve import MAXIMUM
-from stretto.memory.finder import FindMethod
-from stretto.memory.oracles import NoOracleError
+from stretto.memory.finding.finder import FindMethod
+from stretto.memory.finding.oracles import NoOracleError
+from stretto.memory.prediction.curve import MAXIMUM
 from stretto.report.memory_table import memory_table
 
 ABSTRACT = ("auto", "predict")

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import final
 
 from stretto.batching import BatchSizePolicy, LearningRateRule, as_policy, couplings_in
-from stretto.batching.following import check_monitored, followed_metric, metrics_of
+from stretto.batching.adaptive.following import check_monitored, followed_metric, metrics_of
 from stretto.config.batch_sizes import build_sizes
 from stretto.config.building import Building
 from stretto.config.data import data_sizes

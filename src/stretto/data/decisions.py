@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import final
 
 from stretto.batching import NO_SIGNALS, BoundPolicy, PolicyState, Signals
-from stretto.batching.equal import end_tick
+from stretto.batching.scheduled.equal import end_tick
 from stretto.planning import StepPlan, next_step, walk
 from stretto.timing import Horizon, Timer, Timestamp
 

@@ -11,13 +11,13 @@ from typing import Any, final
 from stretto.batching import NO_SIGNALS, BatchSizePolicy, PolicyLike, Signals, as_policy
 from stretto.data import state as saved
 from stretto.data.decisions import Decisions
-from stretto.data.feed import Draw
+from stretto.data.fetching.feed import Draw
+from stretto.data.fetching.workers import Workers
 from stretto.data.ranks import agreed, check_shares, is_all, part_of
 from stretto.data.source import Reading, Source, make_source
 from stretto.data.spec import Collate, DataSpec
 from stretto.data.step import Step, weighed
 from stretto.data.token_counter import TokenCounter
-from stretto.data.workers import Workers
 from stretto.errors import DataError, cannot
 from stretto.planning import PlannedSizes, StepPlan, resolve_horizon, tick
 from stretto.timing import Horizon, LastBatch, TimeLike, Timer, Timestamp, TimeUnit

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.batching import BatchSizePolicy, checked_size
-from stretto.data.feed import Part
+from stretto.data.fetching.feed import Part
 from stretto.errors import DataError, cannot
 from stretto.planning import PlannedSizes, check_least, known_sizes, plan
 from stretto.timing import Horizon, Timestamp

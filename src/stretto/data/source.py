@@ -8,23 +8,23 @@ from typing import Any, final
 from torch.utils.data import DataLoader, RandomSampler
 
 from stretto.batching import checked_size
-from stretto.data.chunks import ChunkSource
-from stretto.data.feed import Feed, Part
-from stretto.data.fetch import Fetch
-from stretto.data.iterable_feed import IterableFeed
-from stretto.data.map_feeds import (
+from stretto.data.fetching.feed import Feed, Part
+from stretto.data.fetching.fetch import Fetch
+from stretto.data.fetching.map_feeds import (
     ChunkFeed,
     DirectFeed,
     MapSource,
     PlannedFeed,
     SampleFeed,
 )
+from stretto.data.fetching.workers import Workers, batched
+from stretto.data.iterables.chunks import ChunkSource
+from stretto.data.iterables.iterable_feed import IterableFeed
+from stretto.data.iterables.shards import check_streams, record_of_all, record_of_rank
+from stretto.data.iterables.streams import OwnStreams, SameStream, Stream
 from stretto.data.randomness import kept_generators
 from stretto.data.ranks import gathered
-from stretto.data.shards import check_streams, record_of_all, record_of_rank
 from stretto.data.spec import DataSpec, is_one_shot
-from stretto.data.streams import OwnStreams, SameStream, Stream
-from stretto.data.workers import Workers, batched
 from stretto.errors import DataError, cannot
 from stretto.ordering import SampleOrder
 from stretto.timing import Horizon, Timestamp, TimeUnit

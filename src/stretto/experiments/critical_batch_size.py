@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias, final
 
-from stretto.batching.averages import student
+from stretto.batching.adaptive.averages import student
 from stretto.errors import TrainingError, cannot
 
 CONFIDENCE = 0.9

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from stretto.data import DataSpec, StepLoader, count_samples
 from stretto.errors import DataError
 from stretto.memory.batches import resize_batch
-from stretto.memory.trace import tensors_in
+from stretto.memory.prediction.trace import tensors_in
 
 EXAMPLES = 32
 """Samples from all over the data set that are looked at for the longest one."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stretto.errors import FitError, cannot
 from stretto.memory.amounts import show_bytes
-from stretto.memory.copies import memory_of
+from stretto.memory.measuring.copies import memory_of
 
 ROOT = Path("/")
 """Where the system's files are."""

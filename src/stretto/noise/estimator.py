@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, final
 
-from stretto.batching.averages import (
+from stretto.batching.adaptive.averages import (
     Interval,
     RatioAverage,
     checked_confidence,

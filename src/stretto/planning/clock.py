@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import NamedTuple
 
-from stretto.batching.equal import is_countable, next_epoch, outgrows_epoch
 from stretto.batching.parse import PolicyLike, as_policy
 from stretto.batching.policy import NO_SIGNALS, BoundPolicy, PolicyState, Signals
+from stretto.batching.scheduled.equal import is_countable, next_epoch, outgrows_epoch
 from stretto.errors import BatchSizeError, PlanError, cannot
 from stretto.planning.watch import unknown_read
 from stretto.timing import Horizon, Timer, Timestamp, TimeUnit

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn, final
 
 from stretto.batching import BatchSizePolicy, BoundPolicy, Hold, PolicyLike, as_policy
-from stretto.batching.equal import EqualBatches, end_tick
+from stretto.batching.scheduled.equal import EqualBatches, end_tick
 from stretto.errors import ConversionError, PlanError, cannot
 from stretto.planning.clock import advance, check_plannable, cut, next_step, unplannable
 from stretto.timing import Horizon, Timestamp

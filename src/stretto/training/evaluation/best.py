@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from stretto.batching.following import check_monitored, measured_value, metrics_of
+from stretto.batching.adaptive.following import check_monitored, measured_value, metrics_of
 from stretto.checkpoint import checkpoint_path
 from stretto.training.checkpointing.records import count, number
 from stretto.training.settings import Checkpointing, Evaluation

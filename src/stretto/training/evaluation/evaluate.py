@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from stretto.data import DataSpec, StepLoader, move_batch
-from stretto.data.feed import evenly
+from stretto.data.fetching.feed import evenly
 from stretto.data.spec import Collate
 from stretto.errors import TrainingError, cannot
-from stretto.memory.release import attempt
+from stretto.memory.measuring.release import attempt
 from stretto.runtime.gradients import is_fully_sharded
 from stretto.timing import BoundTrigger, Horizon
 from stretto.training.checkpointing.randomness import random_state, restore_random_state

@@ -8,7 +8,13 @@ from typing import Literal, final
 import torch
 
 from stretto.batching import NO_SIGNALS, Signals
-from stretto.batching.following import LOSS, NOISE, followed_metric, measured_value, metrics_of
+from stretto.batching.adaptive.following import (
+    LOSS,
+    NOISE,
+    followed_metric,
+    measured_value,
+    metrics_of,
+)
 from stretto.data import Step, StepLoader
 from stretto.errors import TrainingError, cannot
 from stretto.noise import NoiseSums

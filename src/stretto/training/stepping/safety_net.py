@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, TypeVar, cast, final
 from torch import nn
 
 from stretto.data import DataSpec, MicroBatch, Step
-from stretto.data.feed import evenly
+from stretto.data.fetching.feed import evenly
 from stretto.errors import DataError, TrainingError, cannot
-from stretto.memory.recognise import is_out_of_memory
-from stretto.memory.release import attempt, release_memory
-from stretto.memory.rewind import Rewind
+from stretto.memory.measuring.recognise import is_out_of_memory
+from stretto.memory.measuring.release import attempt, release_memory
+from stretto.memory.measuring.rewind import Rewind
 from stretto.runtime.gradients import is_fully_sharded
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.records import count

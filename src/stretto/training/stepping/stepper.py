@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
-from stretto.memory.recognise import is_out_of_memory
+from stretto.memory.measuring.recognise import is_out_of_memory
 from stretto.noise import NoiseSums
 from stretto.runtime import TrainStep
 from stretto.runtime.gradients import is_fully_sharded, scalar, sparse_tables

@@ -1,0 +1,1 @@
+"""Policies that follow what the run measures."""

@@ -1,0 +1,1 @@
+"""Policies that grow the batch where the learning rate would decay."""

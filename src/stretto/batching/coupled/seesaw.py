@@ -1,0 +1,104 @@
+"""`Seesaw` and `IncreaseInsteadOfDecay`: a decaying learning rate as a growing batch size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from stretto.batching.coupled.coupling import Coupling
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Seesaw(Coupling):
+    """Grow the batch while the learning rate decays by only the root of what it would have.
+
+    Wherever a schedule would divide the learning rate by `a`, divide it by `sqrt(a)` and multiply
+    the batch by `a`: about the same loss at the same samples in fewer optimizer steps, for Adam
+    and normalised SGD, as long as the batch stays below the critical size. Up to the peak of the
+    schedule nothing changes.
+
+    Formula: `rate(t) = base(t) * sqrt(size(t) / reference)`; with `factor` `a`, where the schedule
+    has been cut by `c(t)` since its peak and `k = floor(log_a(1 / c(t)))`, `size(t) = size * a**k`
+    and `base(t) = peak * a**-k` (`smooth`: the schedule itself). With `"continuous"`,
+    `size(t) = floor(size / c(t))`. Source: Meterez et al. 2025, Seesaw (arXiv 2510.14717),
+    algorithm 1.
+
+    >>> from stretto import Horizon, Linear, Seesaw, plan
+    >>> pair = Seesaw(Linear(1, 0), 8)
+    >>> run = plan(Horizon("640sp"), pair.policy, schedules={"lr": pair.schedule})
+    >>> [(stage.size, stage.batches, round(stage.values["lr"].first, 3)) for stage in run.stages]
+    [(8, 40, 1.0), (16, 10, 0.707), (32, 3, 0.5), (64, 1, 0.354)]
+
+    Args:
+        decay: a schedule that falls after an optional warm-up, with times in samples, epochs,
+            tokens or fractions of the run.
+        size: the size until the schedule has fallen, or a warm-up of the batch: steps or a ramp,
+            whose sizes are multiplied by the growth.
+        factor: by how much the batch grows at once, above 1; `"continuous"`: as soon as another
+            sample (or `multiple_of`) fits in.
+        smooth: let the learning rate follow the curve between two steps of the size, and rise
+            where the size does; left out, it moves in steps, too.
+        maximum: the size beyond which the learning rate alone falls; left out, 64 times the size
+            before the growth.
+        multiple_of: only sizes that are multiples of this, at least one: rounded down.
+        reference: the size that the schedule is meant for; left out, that of the end of the
+            warm-up of the batch. Smaller sizes before have a smaller learning rate; larger ones
+            need a reference as large.
+
+    Raises:
+        BatchSizeError: a size is not an integer of at least 1, or there is no such factor; at
+            binding, the schedule or the sizes do not allow it.
+        ScheduleError: `decay` is not a schedule.
+    """
+
+    @property
+    def power(self) -> float:
+        """A half: the learning rate goes by the square root of the size."""
+        return 0.5
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class IncreaseInsteadOfDecay(Coupling):
+    """Grow the batch where the learning rate would decay, and leave the learning rate as it is.
+
+    Wherever a schedule would divide the learning rate by `a`, multiply the batch by `a`: with SGD,
+    about the same loss at the same samples in fewer optimizer steps. With Adam it grows the batch
+    too fast; use `Seesaw`. From the `maximum` on it is the learning rate that decays.
+
+    Formula: `rate(t) = base(t) * size(t) / reference`, with sizes as for `Seesaw`. Source: Smith et
+    al. 2018, "Don't Decay the Learning Rate, Increase the Batch Size" (arXiv 1711.00489).
+
+    >>> from stretto import Horizon, IncreaseInsteadOfDecay, MultiStep, plan
+    >>> pair = IncreaseInsteadOfDecay(MultiStep(["30%", "60%"], 0.2), 32, factor=5, maximum=200)
+    >>> run = plan(Horizon("9600sp"), pair.policy, schedules={"lr": pair.schedule})
+    >>> [(stage.size, stage.batches, round(stage.values["lr"].last, 3)) for stage in run.stages]
+    [(32, 90, 1.0), (160, 18, 1.0), (200, 20, 0.25)]
+
+    Args:
+        decay: a schedule that falls after an optional warm-up, with times in samples, epochs,
+            tokens or fractions of the run.
+        size: the size until the schedule has fallen, or a warm-up of the batch: steps or a ramp,
+            whose sizes are multiplied by the growth.
+        factor: by how much the batch grows at once, above 1; `"continuous"`: as soon as another
+            sample (or `multiple_of`) fits in, which is the way for a schedule that has steps.
+        smooth: let the learning rate follow the curve between two steps of the size, and rise
+            where the size does; left out, it moves in steps, too.
+        maximum: the size beyond which the learning rate alone falls; left out, 64 times the size
+            before the growth.
+        multiple_of: only sizes that are multiples of this, at least one: rounded down.
+        reference: the size that the schedule is meant for; left out, that of the end of the
+            warm-up of the batch. Smaller sizes before have a smaller learning rate; larger ones
+            need a reference as large.
+
+    Raises:
+        BatchSizeError: a size is not an integer of at least 1, or there is no such factor; at
+            binding, the schedule or the sizes do not allow it.
+        ScheduleError: `decay` is not a schedule.
+    """
+
+    @property
+    def power(self) -> float:
+        """One: the learning rate goes by the size itself."""
+        return 1.0

@@ -1,0 +1,1 @@
+"""Policies whose sizes are known before the run."""

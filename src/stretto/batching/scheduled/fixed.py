@@ -1,0 +1,171 @@
+"""Sizes that are written down: one for the whole run, or steps."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn, TypeAlias, final
+
+from stretto.batching.policy import BatchSizePolicy, BoundPolicy, checked_size, stretched
+from stretto.batching.scheduled.staircase import BoundStairs
+from stretto.errors import BatchSizeError, cannot, shown
+from stretto.timing import Horizon, Time
+from stretto.timing.time import Number
+
+StepsLike: TypeAlias = str | Mapping[str, int] | Mapping[Time, int]
+"""Steps as they are written: text, or times and sizes."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fixed(BatchSizePolicy):
+    """The same size for the whole run.
+
+    >>> policy = Fixed(64).bind(Horizon("1ep"))
+    >>> from stretto.timing import Timestamp
+    >>> policy.holds_until(Timestamp(), {})
+    Hold(limits=())
+
+    Raises:
+        BatchSizeError: the size is not an integer of at least 1.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", checked_size(self.size))
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Return the constant."""
+        del horizon
+        return BoundStairs((), (self.size,))
+
+    def __repr__(self) -> str:
+        return f"Fixed({self.size})"
+
+
+@final
+@dataclass(frozen=True, slots=True, init=False)
+class Steps(BatchSizePolicy):
+    """A size from each of some times on, the first of them 0.
+
+    Text is written as in Megatron's `--step-batch-size-schedule`, with units: spaces or commas
+    between the steps. Times of one unit may come in any order. Times of different units come in
+    ascending order: each is read on its own counter of the clock, so batches mix with samples and
+    epochs exactly.
+
+    >>> Steps("0tok:768 250Btok:1536")
+    Steps('0tok:768 250000000000tok:1536')
+    >>> Steps({"0ep": 32, "10%": 64, "3000ba": 128}) == Steps("0ep:32 0.1dur:64 3000ba:128")
+    True
+
+    Args:
+        steps: `"<time>:<size> <time>:<size> ..."`, or a mapping from times to sizes.
+
+    Raises:
+        BatchSizeError: there are no steps, the first is not at 0, a size is not an integer of at
+            least 1, or the times are not in ascending order.
+        TimeError: a time cannot be read.
+    """
+
+    steps: tuple[tuple[Time, int], ...]
+
+    def __init__(self, steps: StepsLike) -> None:
+        object.__setattr__(self, "steps", _checked(_pairs(steps)))
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Resolve the times of the steps for one run.
+
+        Raises:
+            BatchSizeError: on this run the times are out of order.
+            ConversionError: a time needs a fact that is not known.
+        """
+        times = [time for time, _ in self.steps[1:]]
+        sizes = tuple(size for _, size in self.steps)
+        return BoundStairs.on(horizon, times, sizes, what=f"the steps {str(self)!r}")
+
+    def scaled(self, ratio: Number) -> Steps:
+        """Return the steps with their times stretched, and rounded up to whole counts."""
+        return Steps({stretched(time, ratio): size for time, size in self.steps})
+
+    def times(self) -> tuple[Time, ...]:
+        """Return the times of the steps."""
+        return tuple(time for time, _ in self.steps)
+
+    def __str__(self) -> str:
+        return " ".join(f"{time}:{size}" for time, size in self.steps)
+
+    def __repr__(self) -> str:
+        return f"Steps({str(self)!r})"
+
+
+def _pairs(steps: object) -> list[tuple[Time, int]]:
+    if isinstance(steps, str):
+        return [_step(text, steps) for text in steps.replace(",", " ").split()]
+    if not isinstance(steps, Mapping):
+        _refuse(steps, "they are neither text nor a mapping", "'0ep:32 2ep:64'")
+    pairs = []
+    for time, size in steps.items():
+        if not isinstance(time, (Time, str)):
+            _refuse(dict(steps), f"{shown(time)} is not a time", "{'0ep': 32, '2ep': 64}")
+        pairs.append((Time(time), checked_size(size)))
+    return pairs
+
+
+def _step(text: str, whole: str) -> tuple[Time, int]:
+    time, colon, size = text.rpartition(":")
+    if not colon:
+        _refuse(whole, f"{shown(text)} is not '<time>:<size>'", "'0tok:768 250Btok:1536'")
+    digits = size.replace("_", "")
+    # 18 digits are more samples than any run has, and bound the work on a hostile text.
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
+        _refuse(whole, f"{shown(size)} is not a number of samples", "'0tok:768 250Btok:1536'")
+    if _BARE.fullmatch(time):
+        # Megatron counts tokens, or samples where it has no sequence length.
+        write = f"{_with_unit(whole, 'tok')} for tokens or {_with_unit(whole, 'sp')} for samples"
+        _refuse(whole, f"{shown(time)} has no unit", write)
+    return Time(time), checked_size(int(digits))
+
+
+_BARE = re.compile(r"[0-9][0-9_]{0,30}(\.[0-9]{1,30})?[KMBTkbt]?")
+"""A threshold as Megatron writes it; but `5m` is five minutes."""
+
+
+def _with_unit(steps: str, unit: str) -> str:
+    """Write steps again with a unit for each threshold that has none."""
+    words = []
+    for text in steps.replace(",", " ").split():
+        time, _, size = text.rpartition(":")
+        words.append(f"{time.upper()}{unit}:{size}" if _BARE.fullmatch(time) else text)
+    return shown(" ".join(words))
+
+
+def _checked(pairs: list[tuple[Time, int]]) -> tuple[tuple[Time, int], ...]:
+    pairs = _sorted(pairs)
+    shown = " ".join(f"{time}:{size}" for time, size in pairs)
+    if not pairs:
+        _refuse(shown, "there are none", "'0ep:32 2ep:64'")
+    if pairs[0][0].amount != 0:
+        first = Time(0, pairs[0][0].unit)
+        _refuse(shown, "the first one does not start at 0", f"'{first}:{pairs[0][1]} {shown}'")
+    for (before, _), (after, _) in itertools.pairwise(pairs):
+        if after.amount <= 0 or (after.unit is before.unit and after <= before):
+            _refuse(shown, f"'{after}' does not come after '{before}'", "them in ascending order")
+    return tuple(pairs)
+
+
+def _sorted(pairs: list[tuple[Time, int]]) -> list[tuple[Time, int]]:
+    """Put steps in order: 0 first, then the others if they share a unit, else as they are."""
+    zeros = [pair for pair in pairs if pair[0].amount == 0]
+    others = [pair for pair in pairs if pair[0].amount != 0]
+    if len({time.unit for time, _ in others}) == 1:
+        others.sort(key=lambda pair: pair[0].amount)
+    return zeros + others
+
+
+def _refuse(steps: object, why: str, write: str) -> NoReturn:
+    raise BatchSizeError(
+        cannot(f"read {shown(steps)} as batch size steps", why=why, instead=f"write {write}")
+    )

@@ -1,0 +1,112 @@
+"""`Fetch`: from indices to a collated batch, the quickest way that the data set offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
+
+from stretto.data.fetching.bundle import Bundle
+from stretto.data.fetching.indices import IndexStream
+from stretto.data.randomness import kept_generators, sample_seed, seed_generators
+from stretto.data.spec import Collate
+from stretto.errors import DataError, cannot
+
+
+@final
+class Fetch:
+    """Reads the samples of a map-style data set and collates them.
+
+    - a `TensorDataset` with the default collate function: one `index_select` for each tensor.
+    - a data set with `get_batch(indices)` and no other collate function: that.
+    - any other: its samples one by one (or by `__getitems__`), then the collate function.
+
+    Randomness that is keyed needs the samples one by one.
+
+    Args:
+        dataset: the data set.
+        collate_fn: makes a batch of a list of samples; None: torch's default.
+        keyed_seed: seeds the chance inside each sample by its epoch and index; None: it is not
+            seeded.
+    """
+
+    def __init__(
+        self, dataset: Any, collate_fn: Collate | None = None, *, keyed_seed: int | None = None
+    ) -> None:
+        self.dataset = dataset
+        self.collate: Collate = default_collate if collate_fn is None else collate_fn
+        self._keyed_seed = keyed_seed
+        self._num_samples = len(dataset)
+        self.is_default = collate_fn is None or collate_fn is default_collate
+        """Whether batches are made by the data set itself or by torch's default."""
+        own = getattr(dataset, "get_batch", None)
+        is_whole = keyed_seed is None and self.is_default
+        self.tensors: tuple[Tensor, ...] | None = None
+        self._get_batch: Callable[[list[int]], Any] | None = None
+        if is_whole and type(dataset) is TensorDataset:
+            self.tensors = dataset.tensors
+        elif is_whole and callable(own):
+            self._get_batch = own
+
+    def uncollated(self) -> Fetch:
+        """Return what fetches bundles of the samples themselves."""
+        return Fetch(self.dataset, Bundle.of, keyed_seed=self._keyed_seed)
+
+    def read(self, stream: IndexStream, place: int, count: int) -> Any:
+        """Return the batch of `count` samples at `place` of a stream."""
+        if self.tensors is not None:
+            indices = stream.tensor(place, count)
+            return [tensor.index_select(0, indices) for tensor in self.tensors]
+        return self(stream.take(place, count))
+
+    def __call__(self, indices: list[int]) -> Any:
+        """Return the batch of the samples with these indices.
+
+        Raises:
+            DataError: the data set has no sample at an index below its length.
+        """
+        try:
+            return self._batch(indices)
+        except IndexError as error:
+            raise no_such_sample(self._num_samples, error) from error
+
+    def __getitem__(self, indices: list[int]) -> Any:
+        """Return the batch of the samples with these indices, as a worker asks for it."""
+        return self._batch(indices)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def _batch(self, indices: list[int]) -> Any:
+        if self._keyed_seed is not None:
+            return self.collate(self._keyed(indices, self._keyed_seed))
+        if self.tensors is not None:
+            return [tensor[indices] for tensor in self.tensors]
+        if self._get_batch is not None:
+            return self._get_batch(indices)
+        own = getattr(self.dataset, "__getitems__", None)
+        samples = own(indices) if own else [self.dataset[index] for index in indices]
+        return self.collate(samples)
+
+    def _keyed(self, indices: list[int], seed: int) -> list[Any]:
+        samples = []
+        with kept_generators():
+            for keyed_index in indices:
+                epoch, index = divmod(keyed_index, self._num_samples)
+                seed_generators(sample_seed(seed, epoch, index))
+                samples.append(self.dataset[index])
+        return samples
+
+
+def no_such_sample(num_samples: int, error: BaseException) -> DataError:
+    """Return the error for an IndexError that came out of a data set."""
+    reason = str(error).strip().splitlines()[-1] if str(error).strip() else "no reason given"
+    return DataError(
+        cannot(
+            f"read a sample of a data set of length {num_samples}",
+            why=f"it raised an IndexError ({reason})",
+            instead="let __len__ return how many samples there are",
+        )
+    )

@@ -1,0 +1,297 @@
+"""Feeds for map-style data sets: fetched at the step, or ahead by workers in one of three ways."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from stretto.data.containers import may_hold
+from stretto.data.fetching.feed import Draw, Feed, Part, Piece, Shares, evenly, first_sample, pinned
+from stretto.data.fetching.fetch import Fetch, no_such_sample
+from stretto.data.fetching.indices import IndexStream
+from stretto.data.fetching.workers import Element, Workers, start_workers
+from stretto.data.spec import DataSpec
+from stretto.errors import DataError, cannot
+from stretto.ordering import SampleOrder, stream_start
+from stretto.planning import StepPlan
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MapSource:
+    """A map-style data set, its order, and this rank's part of it."""
+
+    spec: DataSpec
+    order: SampleOrder
+    part: Part
+    fetch: Fetch
+    workers: Workers
+    is_keyed: bool
+    """Whether the chance inside samples is keyed by epoch and index."""
+
+    def stream(self) -> IndexStream:
+        """Return the indices that this rank reads."""
+        return IndexStream(
+            self.order,
+            rank=self.part.rank,
+            world_size=self.part.world_size,
+            with_epoch=self.is_keyed,
+        )
+
+    def place(self, position: int) -> int:
+        """Return the place of a position in this rank's stream."""
+        return stream_start(position, self.part.rank, self.part.world_size)
+
+    def fetched_ahead(
+        self, elements: Iterator[Element], *, uncollated: bool = False
+    ) -> Iterator[Any]:
+        """Yield the batches of `elements`, or bundles of samples, which workers fetch ahead."""
+        fetch, workers = self.fetch, self.workers
+        if uncollated:
+            fetch, workers = fetch.uncollated(), replace(workers, pin_memory=False)
+        batches = start_workers(fetch, elements, workers, seed=self.order.seed, rank=self.part.rank)
+        try:
+            yield from batches
+        except IndexError as error:
+            raise no_such_sample(self.order.num_samples, error) from error
+
+    def any_sample(self) -> Any:
+        """Return a batch of one sample."""
+        return self.fetch([0])
+
+    def check(self, batch: Any, num_samples: int) -> None:
+        """Refuse a batch that does not have the samples that were asked for."""
+        if self.spec.get_num_samples_in_batch is None and may_hold(batch, num_samples):
+            return
+        found = self.spec.count_samples(batch)
+        if found != num_samples:
+            raise DataError(
+                cannot(
+                    f"use a batch of {found} samples",
+                    why=f"it was collated from {num_samples}, which are counted as seen",
+                    instead="return a sample for each in collate_fn, or, where it packs them, "
+                    "pass DataSpec(data, get_num_samples_in_batch=...)",
+                )
+            )
+
+
+@final
+class DirectFeed(Feed):
+    """Fetches each micro-batch in the main process, at the step."""
+
+    def __init__(self, source: MapSource) -> None:
+        self._source = source
+
+    def draws(self, plans: Iterator[StepPlan]) -> Iterator[Draw]:
+        """Yield this rank's part of each batch."""
+        source = self._source
+        stream, fetch, shares = source.stream(), source.fetch, Shares(source.part)
+        rank, world = source.part.rank, source.part.world_size
+        checks, pins = fetch.tensors is None, source.workers.pins
+        for plan in plans:
+            start = plan.timestamp.sample
+            place = -((rank - start) // world)
+            pieces: list[Piece] = []
+            for count in shares.sizes(plan.size, start):
+                if count:
+                    batch = fetch.read(stream, place, count)
+                    place += count
+                else:
+                    batch = fetch([stream.at(start)])
+                if checks:
+                    source.check(batch, count or 1)
+                pieces.append((pinned(batch) if pins else batch, count))
+            yield Draw(plan, pieces, plan.size)
+
+
+@final
+class PlannedFeed(Feed):
+    """Workers collate finished micro-batches ahead: for sizes that are known beforehand."""
+
+    def __init__(self, source: MapSource) -> None:
+        self._source = source
+
+    def draws(self, plans: Iterator[StepPlan]) -> Iterator[Draw]:
+        """Yield this rank's part of each batch."""
+        source = self._source
+        first = next(plans, None)
+        if first is None:
+            return
+        ahead: deque[tuple[StepPlan, tuple[int, ...]]] = deque()
+        batches = source.fetched_ahead(self._elements(first, plans, ahead))
+        for batch in batches:
+            plan, sizes = ahead.popleft()
+            pieces = [(batch, sizes[0])]
+            pieces += [(next(batches), count) for count in sizes[1:]]
+            for piece, count in pieces:
+                source.check(piece, count or 1)
+            yield Draw(plan, pieces, plan.size)
+
+    def _elements(
+        self,
+        first: StepPlan,
+        plans: Iterator[StepPlan],
+        ahead: deque[tuple[StepPlan, tuple[int, ...]]],
+    ) -> Iterator[Element]:
+        """Yield each micro-batch, and note in `ahead` which batch it is of."""
+        stream, shares = self._source.stream(), Shares(self._source.part)
+        plan: StepPlan | None = first
+        while plan is not None:
+            start = plan.timestamp.sample
+            sizes = shares.sizes(plan.size, start)
+            ahead.append((plan, sizes))
+            place = self._source.place(start)
+            for count in sizes:
+                yield place, stream.take(place, count) if count else [stream.at(start)]
+                place += count
+            plan = next(plans, None)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """The places of a rank's stream in chunks of one size, which depend on no batch size.
+
+    So a resumed run cuts at the same places, and chance in a worker is the same.
+    """
+
+    size: int
+    last: int | None
+    """The place at which the run ends, where it is known."""
+
+    def elements(self, stream: IndexStream, number: int) -> Iterator[Element]:
+        """Yield the chunks from one of them on, as a worker fetches them."""
+        while self.length(number) > 0:
+            place = number * self.size
+            yield place, stream.take(place, self.length(number))
+            number += 1
+
+    def length(self, number: int) -> int:
+        """Return how many samples a chunk has."""
+        return self.size if self.last is None else min(self.size, self.last - number * self.size)
+
+
+@final
+class ChunkFeed(Feed):
+    """Workers collate fixed chunks ahead, which are cut into views at the step.
+
+    For sizes that are decided during the run, and batches that can be cut. Chunks are never joined.
+
+    Args:
+        source: the data.
+        chunk_size: samples in a chunk.
+        end: the position at which the run ends, where it is known.
+    """
+
+    def __init__(self, source: MapSource, *, chunk_size: int, end: int | None) -> None:
+        self._source = source
+        self._chunk_size = chunk_size
+        self._grid = _Grid(chunk_size, None if end is None else source.place(end))
+
+    def draws(self, plans: Iterator[StepPlan]) -> Iterator[Draw]:
+        """Yield this rank's part of each batch."""
+        source, size = self._source, self._chunk_size
+        stream = source.stream()
+        batches: Iterator[Any] | None = None
+        number, chunk, length = -1, None, 0
+        for plan in plans:
+            start = plan.timestamp.sample
+            place, end = source.place(start), source.place(start + plan.size)
+            pieces: list[Piece] = []
+            while place < end:
+                if batches is None:
+                    number = place // size - 1
+                    batches = source.fetched_ahead(self._grid.elements(stream, number + 1))
+                while number < place // size:
+                    number, chunk = number + 1, next(batches)
+                    length = self._grid.length(number)
+                    source.check(chunk, length)
+                stop = min(end, (number + 1) * size)
+                pieces += self._views(chunk, length, place - number * size, stop - number * size)
+                place = stop
+            missing = self._most_pieces(start, plan.size) - len(pieces)
+            if missing:
+                dummy = self._dummy(stream, start, chunk, length)
+                pieces += [dummy] * missing
+            yield Draw(plan, pieces, plan.size)
+
+    def _views(self, chunk: Any, length: int, start: int, stop: int) -> Iterator[Piece]:
+        for count in evenly(stop - start, self._source.part.micro_batch_size):
+            part = slice(start, start + count)
+            yield self._source.spec.take_samples(chunk, part, length), count
+            start += count
+
+    def _most_pieces(self, start: int, size: int) -> int:
+        """How many micro-batches the rank with the most has: all run that many.
+
+        Where a rank's share starts and ends in its stream takes one of two values each, which
+        change at two ranks: so three ranks stand for all.
+        """
+        part, most = self._source.part, 0
+        for rank in {0, start % part.world_size, (start + size) % part.world_size}:
+            place = stream_start(start, rank, part.world_size)
+            end, pieces = stream_start(start + size, rank, part.world_size), 0
+            while place < end:
+                stop = min(end, place - place % self._chunk_size + self._chunk_size)
+                pieces += len(evenly(stop - place, part.micro_batch_size))
+                place = stop
+            most = max(most, pieces)
+        return most
+
+    def _dummy(self, stream: IndexStream, start: int, chunk: Any, length: int) -> Piece:
+        if chunk is None:  # this rank has not had a sample yet
+            return self._source.fetch([stream.at(start)]), 0
+        return first_sample(self._source.spec, chunk, length)
+
+
+@final
+class SampleFeed(Feed):
+    """Workers bring samples ahead; each micro-batch is collated here, at the step.
+
+    For sizes that are decided during the run, and a collate function whose batches nobody says can
+    be cut: a packed batch cannot, and a padded one would be as wide as its chunk.
+
+    Args:
+        source: the data.
+        chunk_size: samples that a worker brings at once.
+        end: the position at which the run ends, where it is known.
+    """
+
+    def __init__(self, source: MapSource, *, chunk_size: int, end: int | None) -> None:
+        self._source = source
+        self._grid = _Grid(chunk_size, None if end is None else source.place(end))
+
+    def draws(self, plans: Iterator[StepPlan]) -> Iterator[Draw]:
+        """Yield this rank's part of each batch."""
+        source = self._source
+        stream, shares, pins = source.stream(), Shares(source.part), source.workers.pins
+        bundles: Iterator[Any] | None = None
+        samples: deque[Any] = deque()
+        for plan in plans:
+            start = plan.timestamp.sample
+            if bundles is None:
+                number = source.place(start) // self._grid.size
+                next_place = number * self._grid.size  # of the first of the samples at hand
+                elements = self._grid.elements(stream, number)
+                bundles = source.fetched_ahead(elements, uncollated=True)
+            passed, next_place = source.place(start) - next_place, source.place(start)
+            _taken(passed, samples, bundles)
+            pieces: list[Piece] = []
+            for count in shares.sizes(plan.size, start):
+                if count:
+                    batch = source.fetch.collate(_taken(count, samples, bundles))
+                    next_place += count
+                else:
+                    batch = source.fetch([stream.at(start)])
+                source.check(batch, count or 1)
+                pieces.append((pinned(batch) if pins else batch, count))
+            yield Draw(plan, pieces, plan.size)
+
+
+def _taken(count: int, samples: deque[Any], bundles: Iterator[Any]) -> list[Any]:
+    """Take the next samples off those at hand, with more bundles where they are too few."""
+    while len(samples) < count:
+        samples.extend(next(bundles).samples())
+    return [samples.popleft() for _ in range(count)]

@@ -1,0 +1,103 @@
+"""The feed for iterables: any batches that come, cut anew into exact ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+from stretto.data.fetching.feed import Draw, Feed, pinned
+from stretto.data.iterables.streams import Stream
+from stretto.errors import DataError, cannot
+from stretto.planning import StepPlan
+from stretto.timing import Horizon
+
+
+@final
+class IterableFeed(Feed):
+    """Cuts views of the samples that each batch needs out of the chunks that the source gives.
+
+    Args:
+        stream: the data, as the ranks read them.
+        kind: the type of the data, for messages.
+        horizon: the run; its number of samples in an epoch must be the data's, if it is known.
+        pins: whether batches go to pinned memory.
+    """
+
+    def __init__(self, stream: Stream, *, kind: str, horizon: Horizon, pins: bool) -> None:
+        self._stream = stream
+        self._kind = kind
+        self._horizon = horizon
+        self._pins = pins
+
+    def draws(self, plans: Iterator[StepPlan]) -> Iterator[Draw]:
+        """Yield this rank's part of each batch."""
+        is_sized = self._horizon.dataset_num_samples is not None
+        for plan in plans:
+            if is_sized and plan.skipped:
+                self._stream.next_epoch()
+            size, crossings = self._sized(plan) if is_sized else self._unsized(plan)
+            pieces = self._stream.pieces()
+            if not is_sized and self._horizon.last_batch == "drop" and size < plan.size:
+                pieces = []
+            elif self._pins:
+                pieces = [(pinned(batch), count) for batch, count in pieces]
+            yield Draw(plan, pieces, size, crossings)
+
+    def _sized(self, plan: StepPlan) -> tuple[int, tuple[int, ...]]:
+        """Take exactly the samples of the plan, from as many epochs as it says."""
+        num_samples, stream = self._horizon.dataset_num_samples, self._stream
+        assert num_samples is not None
+        within, taken = plan.timestamp.sample_in_epoch, 0
+        while taken < plan.size:
+            wanted = min(plan.size - taken, num_samples - within)
+            found = stream.take(wanted, plan.timestamp.sample + taken)
+            if not found and not within:
+                raise self._empty()
+            if found < wanted:
+                raise _wrong_length(num_samples, f"they end after {within + found}")
+            taken, within = taken + wanted, within + wanted
+            if within == num_samples:
+                if not stream.is_at_end:
+                    raise _wrong_length(num_samples, "they go on after that")
+                stream.next_epoch()
+                within = 0
+        if self._horizon.last_batch == "drop" and plan.ends_epochs and within:
+            stream.next_epoch()
+        return taken, ()
+
+    def _unsized(self, plan: StepPlan) -> tuple[int, tuple[int, ...]]:
+        """Take up to the samples of the plan; an epoch ends where the data do."""
+        stream, taken = self._stream, 0
+        ends_at: list[int] = []
+        while taken < plan.size:
+            found = stream.take(plan.size - taken, plan.timestamp.sample + taken)
+            if not found:
+                raise self._empty()
+            taken += found
+            if not stream.is_at_end:
+                break
+            ends_at.append(taken)
+            stream.next_epoch()
+            after = plan.timestamp._replace(epoch=plan.timestamp.epoch + len(ends_at))
+            if self._horizon.last_batch != "carry" or self._horizon.is_done(after):
+                break
+        return taken, tuple(taken - end for end in ends_at)
+
+    def _empty(self) -> DataError:
+        return DataError(
+            cannot(
+                f"read data of type {self._kind}",
+                why="an epoch of it has no samples",
+                instead="pass an iterable that yields at least one batch each time",
+            )
+        )
+
+
+def _wrong_length(num_samples: int, why: str) -> DataError:
+    return DataError(
+        cannot(
+            f"read an epoch of {num_samples} samples",
+            why=why,
+            instead="pass the right num_samples, or leave it out where no time needs it",
+        )
+    )

@@ -1,0 +1,199 @@
+"""How the ranks read an iterable: all of them the same stream, or each a stream of its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias, final
+
+from stretto.batching import Split
+from stretto.data.fetching.feed import Part, Piece, Shares, evenly, first_sample
+from stretto.data.iterables.chunks import ChunkSource, Range
+from stretto.data.spec import DataSpec
+from stretto.errors import DataError, cannot
+
+Gather: TypeAlias = Callable[[Sequence[int]], Sequence[Sequence[int]]]
+"""Returns what every rank has passed, in order of the ranks; each of them must call it."""
+
+
+class Stream(ABC):
+    """The samples of the global order, as an iterable gives them."""
+
+    @property
+    @abstractmethod
+    def is_at_end(self) -> bool:
+        """Whether no rank has a sample of the epoch left, after a `take`."""
+
+    @abstractmethod
+    def take(self, count: int, position: int) -> int:
+        """Take the next `count` samples, over all ranks; return how many the epoch still had."""
+
+    @abstractmethod
+    def pieces(self) -> list[Piece]:
+        """Return this rank's micro-batches of what was taken since the last call."""
+
+    @abstractmethod
+    def next_epoch(self) -> None:
+        """End the epoch."""
+
+
+@final
+class SameStream(Stream):
+    """Every rank reads the whole stream and keeps the positions that are its own.
+
+    Args:
+        source: the stream.
+        spec: cuts batches.
+        part: this rank's part.
+    """
+
+    def __init__(self, source: ChunkSource, spec: DataSpec, part: Part) -> None:
+        self._source = source
+        self._spec = spec
+        self._part = part
+        self._shares = Shares(part)
+        self._pieces: list[Piece] = []
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no sample of the epoch is left."""
+        return self._source.is_at_end
+
+    def take(self, count: int, position: int) -> int:
+        """Take the next `count` samples; return how many the epoch still had."""
+        start = position
+        for one in self._source.take(count):
+            self._pieces += self._cut(one, position)
+            position += one.size
+        return position - start
+
+    def pieces(self) -> list[Piece]:
+        """Return this rank's micro-batches of what was taken since the last call."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def next_epoch(self) -> None:
+        """End the epoch."""
+        self._source.next_epoch()
+
+    def _cut(self, one: Range, position: int) -> Iterator[Piece]:
+        """Strided views of this rank's samples."""
+        rank, world = self._part.rank, self._part.world_size
+        batch, num_samples = one.chunk.batch, one.chunk.num_samples
+        first = one.start + (rank - position) % world
+        for count in self._shares.sizes(one.size, position):
+            if count == 0:
+                yield first_sample(self._spec, batch, num_samples)
+            else:
+                part = slice(first, first + (count - 1) * world + 1, world)
+                yield self._spec.take_samples(batch, part, num_samples), count
+                first += count * world
+
+
+class _Taken(NamedTuple):
+    """What one rank has taken of its stream."""
+
+    samples: int
+    is_at_end: int
+    pieces: int
+    """Its micro-batches of this batch so far."""
+    has_sample: int
+    """Whether it has ever had one, which can stand for none."""
+
+
+@final
+class OwnStreams(Stream):
+    """Every rank reads a stream that no other reads, and takes its share of each batch from it.
+
+    Where a stream has fewer samples left than its rank's share, the others take what is missing, so
+    every batch has its size until all streams have ended. All ranks know what each has taken, so
+    they end the epoch together and have equally many micro-batches.
+
+    Args:
+        source: this rank's stream.
+        spec: cuts batches.
+        part: this rank's part.
+        gather: tells the ranks what each has taken.
+    """
+
+    def __init__(self, source: ChunkSource, spec: DataSpec, part: Part, gather: Gather) -> None:
+        self._source = source
+        self._spec = spec
+        self._part = part
+        self._gather = gather
+        self._pieces: list[Piece] = []
+        self._most_pieces = 0
+        self._is_at_end = False
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no rank has a sample of the epoch left."""
+        return self._is_at_end
+
+    def take(self, count: int, position: int) -> int:
+        """Take the next `count` samples, over all ranks; return how many there were."""
+        world = self._part.world_size
+        # What others could not bring must not need more memory than a rank's share does.
+        most = self._part.micro_batch_size or -(-count // world)
+        shares, total = Split(count, world, None, position).shares, 0
+        while True:
+            own = self._take(shares[self._part.rank], most)
+            everybody = [_Taken(*row) for row in self._gather(own)]
+            _check_samples(self._source, everybody)
+            total += sum(one.samples for one in everybody)
+            self._most_pieces = max(one.pieces for one in everybody)
+            left = [rank for rank, one in enumerate(everybody) if not one.is_at_end]
+            self._is_at_end = not left
+            if total == count or not left:
+                return total
+            shares = _dealt(count - total, left, world)
+
+    def pieces(self) -> list[Piece]:
+        """Return this rank's micro-batches of what was taken; dummies where others have more."""
+        pieces, self._pieces = self._pieces, []
+        missing = self._most_pieces - len(pieces)
+        if missing:
+            example = self._source.example
+            assert example is not None, "checked after each take"
+            dummy = first_sample(self._spec, example.batch, example.num_samples)
+            pieces += [dummy] * missing
+        return pieces
+
+    def next_epoch(self) -> None:
+        """End the epoch."""
+        self._source.next_epoch()
+
+    def _take(self, count: int, most: int) -> _Taken:
+        taken = 0
+        for one in self._source.take(count):
+            start, taken = one.start, taken + one.size
+            for size in evenly(one.size, most):
+                part = slice(start, start + size)
+                batch = self._spec.take_samples(one.chunk.batch, part, one.chunk.num_samples)
+                self._pieces.append((batch, size))
+                start += size
+        source = self._source
+        return _Taken(taken, source.is_at_end, len(self._pieces), source.example is not None)
+
+
+def _dealt(count: int, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """Deal samples to some of the ranks; return the share of each of all ranks.
+
+    >>> _dealt(5, [0, 2], 3)
+    (3, 0, 2)
+    """
+    each, larger = divmod(count, len(ranks))
+    shares = {rank: each + (place < larger) for place, rank in enumerate(ranks)}
+    return tuple(shares.get(rank, 0) for rank in range(world_size))
+
+
+def _check_samples(source: ChunkSource, everybody: Sequence[_Taken]) -> None:
+    without = next((rank for rank, one in enumerate(everybody) if not one.has_sample), None)
+    if without is not None and any(one.has_sample for one in everybody):
+        raise DataError(
+            cannot(
+                f"share a batch of data of type {source.kind} over {len(everybody)} ranks",
+                why=f"the stream of rank {without} has no samples",
+                instead="give every rank at least one file or shard, or start fewer ranks",
+            )
+        )

@@ -1,0 +1,185 @@
+"""What an oracle answers, alike on all ranks: the largest size that its curve says fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+from stretto.errors import FitError, cannot
+from stretto.memory.amounts import show_bytes
+from stretto.memory.finding.ranks import Together
+from stretto.memory.finding.result import Oracle, RealOracle
+from stretto.memory.finding.sizes import Found, Sizes, search
+from stretto.memory.limits import Room
+from stretto.memory.measuring.calibration import Overhead
+from stretto.memory.measuring.release import Attempt, attempt
+
+MOST_MENDS = 8
+"""A curve that is still wrong after so many verifications is not trusted."""
+NEAR = 0.01
+"""If each size costs a step, the answer may be this part smaller than the largest that fits."""
+MOST_STEPS = 3
+"""Real steps of an answer for another device: one, and of better answers if it does not fit."""
+_NO, _YES = 1, 2
+
+
+class NoOracleError(FitError):
+    """An oracle cannot tell, and another way may."""
+
+
+class NothingFitsError(FitError):
+    """Not even the smallest size that is wanted fits."""
+
+
+@final
+class Oracles:
+    """Asks oracles, each on all ranks.
+
+    Args:
+        sizes: which sizes are wanted.
+        together: the ranks that are to agree.
+    """
+
+    def __init__(self, sizes: Sizes, together: Together) -> None:
+        self._sizes = sizes
+        self._together = together
+        self.tolerated: type[Exception] = FitError
+        """Errors of real steps after which the next way is tried."""
+        self.made: list[Any] = []
+        """All oracles."""
+
+    def make(self, make: Callable[[], Oracle], *, is_real: bool = False) -> Oracle:
+        """Return an oracle, on every rank or on none.
+
+        Raises:
+            NoOracleError: it cannot tell, here or on another rank.
+        """
+        made: list[Oracle] = []
+
+        def work() -> int:
+            made.append(make())
+            return _YES
+
+        self._agreed(work, self.tolerated if is_real else FitError)
+        self.made.append(made[0])
+        return made[0]
+
+    def largest(
+        self, oracle: Oracle, limit: Room, reserve: int, overhead: Overhead | None = None
+    ) -> Found:
+        """Return the largest size by a curve, and the next: both verified by a step.
+
+        Raises:
+            NothingFitsError: not even the smallest fits.
+            NoOracleError: the oracle cannot tell.
+        """
+        tolerated = self.tolerated if isinstance(oracle, RealOracle) else FitError
+        usable = limit.bytes - reserve
+        own: list[Found] = []
+
+        def fits(size: int) -> bool:
+            return needs(oracle, overhead, size) <= usable
+
+        def find() -> int:
+            smallest = self._sizes.smallest
+            if not fits(smallest):
+                raise _nothing_fits(smallest, limit, reserve, oracle.peak(smallest))
+            guess = oracle.guess(usable)
+            own[:] = [search(fits, self._sizes, guess=guess, within=0.0 if guess is None else NEAR)]
+            return own[0].size
+
+        for _ in range(MOST_MENDS):
+            size = self._agreed(find, tolerated)
+            found = own[0] if size == own[0].size else Found(size, self._sizes.above(size), ())
+            # Corrected, the answer is no longer where the curve meets the limit.
+            is_end = overhead is None and found.too_large is not None
+            ends = [size, found.too_large] if is_end else [size]
+            if self._is_confirmed(oracle, ends, tolerated):
+                return found
+        raise NoOracleError(f"after {MOST_MENDS} steps, its curve is wrong about the next one too")
+
+    def take(self, oracle: RealOracle, found: Found, limit: Room, reserve: int) -> Found | None:
+        """Take a step of an answer, and of a better one if it does not fit.
+
+        For an answer for a device that is not here. None: this machine has no room for the step.
+
+        Raises:
+            NoOracleError: the step has too little in common with the tiny ones.
+        """
+        for _ in range(MOST_STEPS):
+            size = found.size
+
+            def fits(size: int = size) -> bool:
+                return oracle.peak(size) <= limit.bytes - reserve
+
+            def work(size: int = size) -> int:
+                if oracle.certainty(size) != "tried":
+                    if size > (oracle.largest_here() or 0):
+                        return _NO
+                    oracle.calibrate(size)
+                return _YES
+
+            if self._agreed(work, self.tolerated) == _NO:
+                return None
+            if self._together.all(fits):
+                return found
+            found = self.largest(oracle, limit, reserve)
+        return None
+
+    def _is_confirmed(self, oracle: Oracle, sizes: list[Any], tolerated: type[Exception]) -> bool:
+        """Return whether steps of these sizes say the same; if not, the oracle has learnt."""
+
+        def work() -> int:
+            verified = [oracle.verify(size) for size in sizes]  # all, so that it learns from all
+            return _YES if all(verified) else _NO
+
+        return self._agreed(work, tolerated) == _YES
+
+    def _agreed(self, work: Callable[[], int], tolerated: type[Exception]) -> int:
+        """Return the least of what some work returns on any rank.
+
+        Raises:
+            NoOracleError: it failed on this rank or on another.
+        """
+        said: list[Exception] = []
+
+        def carefully() -> int:
+            try:
+                done: Attempt[int] = attempt(work, in_finder=True)
+            except NothingFitsError:
+                raise
+            except tolerated as error:
+                said.append(error)
+                return 0
+            if done.result is None:
+                said.append(FitError(f"memory ran out in a small step: {done.out_of_memory}"))
+            return done.result or 0
+
+        least = self._together.least(carefully)
+        if least:
+            return least
+        if not said:
+            raise NoOracleError("another rank could not")
+        (error,) = said
+        name = "" if isinstance(error, FitError) else f"{type(error).__name__}: "
+        raise NoOracleError(f"{name}{error}") from error
+
+
+def needs(oracle: Oracle, overhead: Overhead | None, size: int) -> int:
+    """Return the bytes that a step of that size takes, as far as is known."""
+    return oracle.peak(size) + (0 if overhead is None else overhead.at(size))
+
+
+def _nothing_fits(size: int, limit: Room, reserve: int, need: int) -> NothingFitsError:
+    return NothingFitsError(
+        cannot(
+            f"fit {samples(size)} into {limit}",
+            why=f"a step needs {show_bytes(need)}, and {show_bytes(reserve)} stay free",
+            instead="make the model or its samples smaller, or give it more memory",
+        )
+    )
+
+
+def samples(size: int) -> str:
+    """Return a number of samples in words."""
+    return f"{size:,} sample" if size == 1 else f"{size:,} samples"

@@ -1,0 +1,1 @@
+"""The memory of real steps, which are undone afterwards."""

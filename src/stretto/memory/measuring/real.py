@@ -1,0 +1,182 @@
+"""Follow every allocation of a real step, as the allocator tells it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, final
+from unittest.mock import patch
+
+from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from stretto.memory.measuring.copies import memory_of
+from stretto.memory.prediction.modules import ModuleWatch
+from stretto.memory.prediction.recording import Allocation, Category, Event, Place, Recording
+from stretto.memory.prediction.trace import BEFORE, in_order, state_tensors, tensors_in, uncollected
+from stretto.memory.step import WholeStep
+from stretto.runtime import TrainStep
+
+_MARK = "stretto: "
+
+
+def record_step(step: TrainStep | WholeStep, batch: Any, size: int) -> Recording:
+    """Take a real step and return what it allocates and frees on its device.
+
+    The events are the allocator's own, so what kernels allocate for themselves is there too. The
+    step changes weights, optimizer state and all else that a step changes.
+
+    >>> import torch
+    >>> from stretto.runtime import SupervisedStep
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters())
+    >>> step = SupervisedStep(model, optimizer, lambda m, x: m(x).mean())
+    >>> record_step(step, torch.ones(2, 4), 2).peak > 4 * (4 + 1) + 4 * (2 * 4)
+    True
+    """
+    step = WholeStep.of(step)
+    watch, parameters = ModuleWatch(), step.parameters
+    ledger = _Ledger(watch)
+    ledger.find(step.model.parameters(), "parameters")
+    ledger.find(parameters, "parameters")
+    ledger.find(step.model.buffers(), "buffers")
+    ledger.find(state_tensors(step), "optimizer")
+    ledger.find(tensors_in(batch), "batch")
+
+    def enter(phase: str) -> None:
+        ledger.expect(_addresses(p.grad for p in parameters if p.grad is not None), "gradients")
+        with record_function(_MARK + phase):
+            pass
+
+    device = step.device.type
+    with (
+        watch.watching(step.model, in_compiled=False),
+        uncollected(),
+        _profiled(device) as profiler,
+    ):
+        step.run(batch, enter=enter)
+        ledger.expect(_addresses(state_tensors(step)), "optimizer")
+        with record_function(_MARK + "optimizer"):
+            pass
+    for moment in _moments(profiler, device):
+        ledger.add(moment)
+    return ledger.recording(size)
+
+
+class _Moment(NamedTuple):
+    """Something that the profiler saw."""
+
+    time: int
+    node: int
+    """The number of the node of the graph that was made or run; negative where that is unknown."""
+    mark: str | None
+    """The phase that begins."""
+    bytes: int
+    """What was allocated; negative for what was freed."""
+    address: int
+    source: str
+
+
+@final
+class _Ledger:
+    """Turns the moments of a profile into allocations and events."""
+
+    def __init__(self, watch: ModuleWatch) -> None:
+        self._watch = watch
+        self._place = BEFORE
+        self._live: dict[int, int] = {}
+        self._allocations: list[Allocation] = []
+        self._events: list[Event] = []
+        self._expected: list[tuple[set[int], Category]] = []
+
+    def find(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Say what some tensors are that are there from the start."""
+        for memory in itertools.chain.from_iterable(map(memory_of, tensors)):
+            if memory.nbytes() and memory.data_ptr() not in self._live:
+                self._allocate(memory.data_ptr(), Allocation(memory.nbytes(), BEFORE, category))
+
+    def expect(self, addresses: set[int], category: Category) -> None:
+        """Say what lies at some addresses when the next mark is passed."""
+        self._expected.append((addresses, category))
+
+    def add(self, moment: _Moment) -> None:
+        """Take the next moment of the profile."""
+        if moment.mark is not None:
+            self._pass(moment.mark)
+            return
+        if moment.node >= 0:
+            self._place = self._place._replace(module=self._watch.of_node(moment.node))
+        if moment.bytes > 0:
+            new = Allocation(moment.bytes, self._place, "temporaries", moment.source)
+            self._allocate(moment.address, new)
+        elif moment.address in self._live:
+            index = self._live.pop(moment.address)
+            self._events.append(Event(index, is_free=True, place=self._place))
+
+    def recording(self, size: int) -> Recording:
+        """Return all that was added."""
+        return Recording(size, self._allocations, in_order(self._events))
+
+    def _allocate(self, address: int, allocation: Allocation) -> None:
+        self._live[address] = len(self._allocations)
+        self._events.append(Event(len(self._allocations), is_free=False, place=allocation.place))
+        self._allocations.append(allocation)
+
+    def _pass(self, phase: str) -> None:
+        addresses, category = self._expected.pop(0)
+        for address in addresses & self._live.keys():
+            self._name(self._live[address], category)
+        if phase == "backward":
+            for index in self._live.values():
+                if self._allocations[index].place.phase == "forward":
+                    self._name(index, "activations")
+        self._place = Place(phase, "")
+
+    def _name(self, index: int, category: Category) -> None:
+        if self._allocations[index].category == "temporaries":
+            self._allocations[index] = self._allocations[index]._replace(category=category)
+
+
+@contextlib.contextmanager
+def _profiled(device: str) -> Iterator[profile]:
+    activities = [ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    # torch 2.13 writes two lines to the standard error for each profile, as "USDT", which is the
+    # level above errors. The level is read when the first profile begins.
+    quiet = {"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "6")}
+    with patch.dict(os.environ, quiet), profile(activities=activities, profile_memory=True) as made:
+        yield made
+
+
+def _moments(profiler: profile, device: str) -> list[_Moment]:
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    roots = profiler.profiler.kineto_results.experimental_event_tree()
+    # Each thread has a tree of its own; equal times keep the order that they have in one.
+    return sorted(_walk(roots, device), key=lambda moment: moment.time)
+
+
+def _walk(roots: list[Any], device: str) -> Iterator[_Moment]:
+    """Yield the moments of a tree of events, in order, without recursion: graphs are deep."""
+    waiting: list[tuple[Any, int, str]] = [(event, -1, "") for event in reversed(roots)]
+    while waiting:
+        event, node, source = waiting.pop()
+        time, fields = event.start_time_ns, event.extra_fields
+        if event.tag == _EventType.Allocation:
+            if fields.device.type == device:
+                yield _Moment(time, node, None, fields.alloc_size, fields.ptr, source)
+            continue
+        if event.tag == _EventType.TorchOp:
+            if event.name.startswith(_MARK):
+                yield _Moment(time, -1, event.name.removeprefix(_MARK), 0, 0, "")
+            number = fields.sequence_number
+            node, source = (number if number >= 0 else node), event.name
+        waiting += [(child, node, source) for child in reversed(event.children)]
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    return {memory.data_ptr() for tensor in tensors for memory in memory_of(tensor)}

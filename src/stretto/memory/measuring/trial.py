@@ -1,0 +1,172 @@
+"""Real steps of any size, in a sandbox: whether one fits, and what it takes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from stretto.errors import FitError, cannot
+from stretto.memory.limits import guard, room
+from stretto.memory.measuring.footprint import footprint
+from stretto.memory.measuring.release import attempt, release_memory
+from stretto.memory.measuring.sandbox import sandbox
+from stretto.memory.step import WholeStep
+from stretto.runtime import TrainStep
+
+WARM_UP_SIZE = 2
+"""Samples of the step that makes the optimizer's state; batch normalisation refuses one."""
+
+
+@contextlib.contextmanager
+def trials(
+    step: TrainStep | WholeStep,
+    make_batch: Callable[[int], Any],
+    *,
+    reserve: int = 0,
+    also: Iterable[object] = (),
+    smallest: int = WARM_UP_SIZE,
+) -> Iterator[Trials]:
+    """Let real steps of any size be taken; afterwards all is as it was, to the last bit.
+
+    Args:
+        step: the step.
+        make_batch: makes a batch of a size, on the device of the model.
+        reserve: bytes that a step must leave free.
+        also: what else to put back; see `sandbox`.
+        smallest: samples of the step that makes the optimizer's state.
+
+    >>> from stretto.runtime import SupervisedStep
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> step = SupervisedStep(model, optimizer, lambda model, x: model(x).mean())
+    >>> with trials(step, lambda size: torch.ones(size, 2)) as tried:
+    ...     tried.fits(8), tried.num_samples
+    (True, 10)
+
+    Raises:
+        FitError: the step talks to other ranks in the middle of its forward pass.
+    """
+    whole = WholeStep.of(step)
+    _check(whole.model)
+    on_disk = whole.device.type == "cpu"
+    with sandbox(whole.model, also=[vars(whole.step), *also], on_disk=on_disk) as undo:
+        try:
+            yield Trials(whole, make_batch, undo=undo, reserve=reserve, smallest=smallest)
+        finally:
+            release_memory()
+
+
+@final
+class Trials:
+    """Takes steps; made by `trials`.
+
+    Attributes:
+        num_samples: how many samples were processed.
+        sizes: of the steps.
+        num_steps: how many steps were taken or begun.
+        num_out_of_memory: how many of them ran out of memory.
+        last_error: what the last of those said.
+    """
+
+    def __init__(
+        self,
+        step: WholeStep,
+        make_batch: Callable[[int], Any],
+        *,
+        undo: Callable[[], None],
+        reserve: int = 0,
+        smallest: int = WARM_UP_SIZE,
+    ) -> None:
+        self._step = step
+        self._smallest = smallest
+        self._make_batch = make_batch
+        self._undo = undo
+        self._reserve = reserve
+        self._is_warm = False
+        self.num_samples = 0
+        self.sizes: set[int] = set()
+        self.num_steps = 0
+        self.num_out_of_memory = 0
+        self.last_error: str | None = None
+
+    def fits(self, size: int) -> bool:
+        """Take a step, and return whether there was memory for it.
+
+        The optimizer has its state before, as in every step of a run but the first. Where memory
+        runs out, all is put back: the optimizer may have stopped in the middle.
+        """
+        return self.warm_up(size) and self._run(size) is not None
+
+    def footprint(self, size: int) -> int | None:
+        """Take a step, and return what it takes beyond what is there; None where unknown.
+
+        Memory that runs out is known to, by `num_out_of_memory`.
+        """
+        found: list[int | None] = []
+        if self.warm_up(size):
+            device = self._step.device
+            limited = device.type == "cpu" and room(device).source.startswith("RLIMIT")
+
+            def measure(work: Callable[[], object]) -> None:
+                found.append(footprint(work, device, counts_untouched=limited))
+
+            self._run(size, measure)
+        return found[0] if found else None
+
+    def warm_up(self, size: int) -> bool:
+        """Take a small step, once, that makes the optimizer's state; return whether it fits."""
+        if not self._is_warm:
+            self._is_warm = self._run(min(size, self._smallest)) is not None
+        return self._is_warm
+
+    def _run(
+        self, size: int, around: Callable[[Callable[[], object]], object] | None = None
+    ) -> bool | None:
+        """Take a step in what memory there is; None where it runs out."""
+        release_memory(scratch=False)  # in a run, too, steps of other sizes have left some
+        self.num_steps += 1
+        self.num_samples += size * self._step.accumulation
+        self.sizes.add(size)
+
+        def work() -> None:
+            self._step.run(self._make_batch(size))
+
+        with self._bounds():
+            done = attempt(work if around is None else lambda: around(work), in_finder=True)
+        if done.out_of_memory is None:
+            return True
+        self.num_out_of_memory += 1
+        self.last_error = done.out_of_memory
+        self._undo()
+        self._is_warm = False
+        return None
+
+    @contextlib.contextmanager
+    def _bounds(self) -> Iterator[None]:
+        """Hold a step to what there is, less the reserve."""
+        device = self._step.device
+        if device.type == "cpu":
+            with guard(max(room(device).bytes - self._reserve, 0)):
+                yield
+            return
+        # The allocator has no limit in bytes; what is held meanwhile cannot be taken.
+        held = torch.empty(self._reserve, dtype=torch.uint8, device=device)
+        yield
+        del held
+
+
+def _check(model: nn.Module) -> None:
+    """Refuse a model whose passes wait for other ranks."""
+    names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if names & {"FSDPModule", "FullyShardedDataParallel"}:
+        raise FitError(
+            cannot(
+                "try batch sizes with a model that is sharded over ranks",
+                why="a rank that runs out of memory would leave the others waiting in the forward",
+                instead="predict what fits, with method='predict' and device_memory",
+            )
+        )

@@ -1,0 +1,217 @@
+"""A model of PyTorch's caching allocator for CUDA: what it reserves, not only what is live.
+
+After `c10/cuda/CUDACachingAllocator.cpp` of torch 2.13, with its settings at their defaults and
+one stream. What lies outside it (the context, workspaces of cuBLAS and cuDNN, NCCL) is not in it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import final
+
+from stretto.memory.prediction.curve import MemoryCurve
+from stretto.memory.prediction.recording import Event
+
+_MIB = 1 << 20
+_ROUND = 512
+_SMALL = _MIB
+"""Up to this size, blocks come from the pool of small ones."""
+_SMALL_SEGMENT = 2 * _MIB
+_MEDIUM = 10 * _MIB
+"""Below this size, a large block is cut from a segment of 20 MiB."""
+_MEDIUM_SEGMENT = 20 * _MIB
+_LARGE_ROUND = 2 * _MIB
+STEPS = 3
+"""Steps that are replayed: fragments settle in the first."""
+
+
+@final
+class CachingAllocator:
+    """Hands out blocks as the caching allocator does, and counts what it reserves.
+
+    >>> allocator = CachingAllocator()
+    >>> allocator.allocate(0, 3 * 2**20)  # from a segment of 20 MiB
+    True
+    >>> allocator.reserved // 2**20
+    20
+
+    Args:
+        limit: bytes that may be reserved; None for as many as are asked for.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self.reserved = 0
+        self.peak = 0
+        self._next_address = 0
+        # Blocks by address: (size, segment, is small). A segment begins where a block of it does.
+        self._used: dict[int, tuple[int, int]] = {}
+        self._addresses: dict[int, int] = {}
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._starts: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
+        self._segments: dict[int, int] = {}
+        self._segment_of: dict[int, int] = {}
+
+    def allocate(self, key: int, size: int) -> bool:
+        """Give `key` a block, and return whether there was one to give."""
+        if size == 0:
+            return True
+        size = max(_ROUND, -(-size // _ROUND) * _ROUND)
+        is_small = size <= _SMALL
+        block = self._take(size, is_small=is_small)
+        if block is None:
+            segment = _segment_size(size)
+            if not self._reserve(segment, is_small=is_small):
+                return False
+            block = self._take(size, is_small=is_small)
+            assert block is not None
+        address, found = block
+        rest = found - size
+        if rest >= _ROUND if is_small else rest > _SMALL:
+            self._add_free(address + size, rest, self._segment_of[address], is_small=is_small)
+        else:
+            size = found
+        self._used[address] = size, is_small
+        self._addresses[key] = address
+        return True
+
+    def free(self, key: int) -> None:
+        """Take the block of `key` back; it is merged with free neighbours of its segment."""
+        address = self._addresses.pop(key, None)
+        if address is None:
+            return  # nothing was asked for
+        size, is_small = self._used.pop(address)
+        segment = self._segment_of[address]
+        before = self._ends.get(address)
+        if before is not None and self._segment_of[before] == segment:
+            size += self._drop_free(before, is_small=bool(is_small))
+            address = before
+        after = address + size
+        if after in self._starts and self._segment_of.get(after) == segment:
+            size += self._drop_free(after, is_small=bool(is_small))
+        self._add_free(address, size, segment, is_small=bool(is_small))
+
+    def _take(self, size: int, *, is_small: bool) -> tuple[int, int] | None:
+        """Take the smallest free block that is large enough, the first of its size."""
+        pool = self._free[is_small]
+        place = bisect.bisect_left(pool, (size, -1))
+        if place == len(pool):
+            return None
+        found, address = pool[place]
+        self._drop_free(address, is_small=is_small)
+        return address, found
+
+    def _reserve(self, size: int, *, is_small: bool) -> bool:
+        if self._limit is not None and self.reserved + size > self._limit:
+            self._release()
+            if self.reserved + size > self._limit:
+                return False
+        address = self._next_address
+        self._next_address += size + _LARGE_ROUND  # segments are never neighbours
+        self._segments[address] = size
+        self.reserved += size
+        self.peak = max(self.peak, self.reserved)
+        self._add_free(address, size, address, is_small=is_small)
+        return True
+
+    def _release(self) -> None:
+        """Give back the segments that are wholly free."""
+        for is_small, pool in self._free.items():
+            for size, address in list(pool):
+                if self._segments.get(address) == size:
+                    self._drop_free(address, is_small=is_small)
+                    del self._segments[address]
+                    self.reserved -= size
+
+    def _add_free(self, address: int, size: int, segment: int, *, is_small: bool) -> None:
+        bisect.insort(self._free[is_small], (size, address))
+        self._starts[address] = size
+        self._ends[address + size] = address
+        self._segment_of[address] = segment
+
+    def _drop_free(self, address: int, *, is_small: bool) -> int:
+        size = self._starts.pop(address)
+        del self._ends[address + size]
+        pool = self._free[is_small]
+        del pool[bisect.bisect_left(pool, (size, address))]
+        return size
+
+
+def reserved(curve: MemoryCurve, size: int) -> int:
+    """Return what the caching allocator reserves for steps of that size.
+
+    The first of the steps makes the optimizer's state, in between what it then frees.
+    """
+    allocator = CachingAllocator()
+    _replay(allocator, curve, size)
+    return allocator.peak
+
+
+def fits(curve: MemoryCurve, size: int, limit: int) -> bool:
+    """Return whether steps of that size go through where at most `limit` bytes are reserved.
+
+    Near the limit the allocator gives free segments back, so less may do than it would reserve.
+    """
+    return _replay(CachingAllocator(limit), curve, size)
+
+
+def _replay(allocator: CachingAllocator, curve: MemoryCurve, size: int) -> bool:
+    counts = curve.bytes_at(size)
+    kept = {
+        index
+        for index, one in enumerate(curve.allocations)
+        if one.place.phase == "before" and one.category != "batch"
+    }
+    late = {index for index in kept if curve.allocations[index].category == "optimizer"}
+    if not all(allocator.allocate(index, counts[index]) for index in sorted(kept - late)):
+        return False
+    for _ in range(STEPS):
+        if not _step(allocator, curve, counts, kept, late):
+            return False
+        late = set()
+    return True
+
+
+def _step(
+    allocator: CachingAllocator,
+    curve: MemoryCurve,
+    counts: list[int],
+    kept: set[int],
+    late: set[int],
+) -> bool:
+    """Replay a step, whose optimizer makes the state `late`; return whether it fitted."""
+    live: set[int] = set()
+    waiting = sorted(late)
+    for event in curve.events:
+        if waiting and event.place.phase == "optimizer":
+            if not all(allocator.allocate(index, counts[index]) for index in waiting):
+                return False
+            waiting = []
+        if not _take(allocator, event, counts, kept, live):
+            return False
+    for index in live:
+        allocator.free(index)
+    return True
+
+
+def _take(
+    allocator: CachingAllocator, event: Event, counts: list[int], kept: set[int], live: set[int]
+) -> bool:
+    index = event.allocation
+    if index in kept:
+        return True
+    if event.is_free:
+        live.discard(index)
+        allocator.free(index)
+        return True
+    live.add(index)
+    return allocator.allocate(index, counts[index])
+
+
+def _segment_size(size: int) -> int:
+    if size <= _SMALL:
+        return _SMALL_SEGMENT
+    if size < _MEDIUM:
+        return _MEDIUM_SEGMENT
+    return -(-size // _LARGE_ROUND) * _LARGE_ROUND

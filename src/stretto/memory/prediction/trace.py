@@ -1,0 +1,217 @@
+"""Follow every allocation of a step on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stretto.data.containers import mapped
+from stretto.memory.prediction.answers import Answers
+from stretto.memory.prediction.modules import ModuleWatch
+from stretto.memory.prediction.recording import Allocation, Category, Event, Place, Recording
+from stretto.memory.prediction.scratch import scratch_bytes
+from stretto.memory.step import WholeStep
+
+_DEVICE = torch.ops.prim.device.default
+_LIFT = torch.ops.aten.lift_fresh.default
+BEFORE = Place("before", "")
+
+
+@final
+class StorageTrace(TorchDispatchMode):
+    """Sees each storage come and go, and where the step is when it does.
+
+    A storage is known by its address; it tells itself, through a weak reference, when it is gone.
+    """
+
+    def __init__(self, watch: ModuleWatch, answers: Answers) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._answers = answers
+        self._watch = watch
+        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._phase = "before"
+        self._bytes: list[int] = []
+        self._places: list[Place] = []
+        self._sources: list[str] = []
+        self._categories: dict[int, Category] = {}
+        self._before: list[Event] = []
+        self._events: list[Event] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _DEVICE:  # asked for twice in each operation: answered at once
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        # What torch.tensor makes is new, though it comes as an argument.
+        for argument in () if func is _LIFT else args:
+            if isinstance(argument, Tensor):
+                self._find(argument, "other")
+            elif isinstance(argument, (list, tuple)):
+                for item in argument:
+                    if isinstance(item, Tensor):
+                        self._find(item, "other")
+        named = kwargs or {}
+        result = self._answers.call(func, args, named, self._place)
+        if isinstance(result, Tensor):
+            self._see(result, func)
+        elif isinstance(result, (tuple, list)):
+            for item in result:
+                if isinstance(item, Tensor):
+                    self._see(item, func)
+        scratch = scratch_bytes(func, args, result, on_cuda=self._answers.on_cuda)
+        if scratch:
+            self._pass(scratch, func)
+        return result
+
+    def enter(self, phase: str) -> None:
+        """Say that a phase begins."""
+        if phase == "backward":
+            # What the forward has left is what the backward needs.
+            for index, _ in self._live.values():
+                if self._places[index].phase == "forward":
+                    self._categories.setdefault(index, "activations")
+        self._phase = phase
+
+    def find(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Say what some tensors are that are there from the start."""
+        for tensor in tensors:
+            self._find(tensor, category)
+
+    def name(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Say what some tensors are that the step has made."""
+        for tensor in tensors:
+            known = self._live.get(tensor.untyped_storage()._cdata)
+            if known is not None:
+                self._categories[known[0]] = category
+
+    def recording(self, size: int) -> Recording:
+        """Return what was seen, and see no more."""
+        self._live.clear()
+        allocations = [
+            Allocation(size, place, self._categories.get(index, "temporaries"), source)
+            for index, (size, place, source) in enumerate(
+                zip(self._bytes, self._places, self._sources, strict=True)
+            )
+        ]
+        return Recording(size, allocations, in_order([*self._before, *self._events]))
+
+    def _find(self, tensor: Tensor, category: Category) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._live:
+            index = self._add(storage, BEFORE, "")
+            self._before.append(Event(index, is_free=False, place=BEFORE))
+            self._categories[index] = category
+
+    def _see(self, tensor: Tensor, func: Any) -> None:
+        storage = tensor.untyped_storage()
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            if self._bytes[known[0]] == storage.nbytes():
+                return
+            self._free(storage._cdata)  # its memory was replaced, by resize_ or set_
+        place = self._place
+        index = self._add(storage, place, str(func))
+        self._events.append(Event(index, is_free=False, place=place))
+
+    def _add(self, storage: torch.UntypedStorage, place: Place, source: str) -> int:
+        key = storage._cdata
+        index = self._note(storage.nbytes(), place, source)
+        self._live[key] = index, weakref.ref(storage, lambda _: self._free(key))
+        return index
+
+    def _pass(self, scratch: int, func: Any) -> None:
+        """See memory come and go that an operation takes beside its result."""
+        place = self._place
+        index = self._note(scratch, place, f"{func}, scratch")
+        self._events += [Event(index, is_free, place) for is_free in (False, True)]
+
+    def _note(self, size: int, place: Place, source: str) -> int:
+        self._bytes.append(size)
+        self._places.append(place)
+        self._sources.append(source)
+        return len(self._bytes) - 1
+
+    def _free(self, key: int) -> None:
+        known = self._live.pop(key, None)
+        if known is not None:
+            self._events.append(Event(known[0], is_free=True, place=self._place))
+
+    @property
+    def _place(self) -> Place:
+        return Place(self._phase, self._watch.path())
+
+
+def in_order(events: Iterable[Event]) -> list[Event]:
+    """Return the events with neighbouring frees in the order of their allocations.
+
+    What one moment frees comes in an order that means nothing, and may differ between two steps.
+    """
+    result: list[Event] = []
+    for is_free, group in itertools.groupby(events, key=lambda event: event.is_free):
+        same = list(group)
+        result += sorted(same, key=lambda event: event.allocation) if is_free else same
+    return result
+
+
+def trace(step: WholeStep, batch: Any, size: int, *, answers: Answers) -> Recording:
+    """Take `step`, which is fake, and return what it allocates and frees."""
+    watch = ModuleWatch()
+    seen = StorageTrace(watch, answers)
+    parameters = step.parameters
+
+    def enter(phase: str) -> None:
+        seen.name((p.grad for p in parameters if p.grad is not None), "gradients")
+        seen.enter(phase)
+
+    seen.find(step.model.parameters(), "parameters")
+    seen.find(parameters, "parameters")
+    seen.find(step.model.buffers(), "buffers")
+    seen.find(state_tensors(step), "optimizer")
+    seen.find(tensors_in(batch), "batch")
+    with watch.watching(step.model), uncollected(), seen:
+        step.run(batch, enter=enter)
+        seen.name(state_tensors(step), "optimizer")
+    return seen.recording(size)
+
+
+def state_tensors(step: WholeStep) -> list[Tensor]:
+    """Return the tensors of the optimizers' state."""
+    return tensors_in([list(one.state.values()) for one in step.optimizers])
+
+
+def step_tensors(step: WholeStep) -> list[Tensor]:
+    """Return the tensors that are there before a step: parameters, buffers, optimizer state."""
+    return [*step.model.parameters(), *step.model.buffers(), *state_tensors(step)]
+
+
+def tensors_in(node: Any) -> list[Tensor]:
+    """Return all tensors in nested containers."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(note, node)
+    return found
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep Python from collecting garbage at a moment that chance decides."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

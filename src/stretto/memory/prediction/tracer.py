@@ -1,0 +1,106 @@
+"""Takes fake steps, and says why where one cannot be taken."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+
+from stretto.data import move_batch
+from stretto.errors import FitError, StrettoError, cannot
+from stretto.memory.measuring.rewind import RandomState
+from stretto.memory.prediction.answers import Answers
+from stretto.memory.prediction.cuda import CudaHabits, many_at_once
+from stretto.memory.prediction.fakes import FakeWorld
+from stretto.memory.prediction.recording import Recording
+from stretto.memory.prediction.trace import trace
+from stretto.memory.step import WholeStep
+
+
+@final
+class Tracer:
+    """Takes steps on fake copies of a model and its optimizer.
+
+    The optimizer makes its state in the first, and every later step finds it.
+
+    Args:
+        step: the step, which is not touched.
+        make_batch: makes a batch of so many samples.
+        value: the value of what is read from fake tensors.
+        for_cuda: whether kernels are to behave as on CUDA.
+
+    Raises:
+        FitError: the model cannot be copied.
+    """
+
+    def __init__(
+        self,
+        step: WholeStep,
+        make_batch: Callable[[int], Any],
+        value: int = 0,
+        *,
+        for_cuda: bool = False,
+    ) -> None:
+        self.num_steps = 0
+        self._device = "cuda" if step.device.type == "cuda" else "cpu"
+        self.answers = Answers(value, on_cuda=for_cuda or self._device == "cuda")
+        self._world = FakeWorld(self._device)
+        self._make_batch = make_batch
+        try:
+            self._step = self._world.step(step)
+        except Exception as error:  # whatever a copy of a user's model may raise
+            raise _cannot_copy(error) from error
+        self._habits: AbstractContextManager[Any] = contextlib.nullcontext()
+        if for_cuda and self._device == "cpu":
+            many_at_once(self._step.optimizers)
+            self._habits = CudaHabits()
+
+    def record(self, size: int) -> Recording:
+        """Return the recording of a step with a batch of that size.
+
+        Raises:
+            FitError: the step cannot be taken on fake tensors.
+        """
+        self.num_steps += 1
+        state = RandomState.now()
+        try:
+            with self._world.entered(), torch.compiler.set_stance("force_eager"):
+                batch = self._world.batch(self._make_batch(size))
+                batch = move_batch(batch, self._device)
+                with self._habits:
+                    return trace(self._step, batch, size, answers=self.answers)
+        except StrettoError:
+            raise
+        except Exception as error:  # whatever a user's model may raise
+            raise _cannot_follow(size, error) from error
+        finally:
+            state.restore()
+
+
+def _cannot_copy(error: Exception) -> FitError:
+    return FitError(
+        cannot(
+            "put fake tensors in the place of a model's",
+            why=f"it cannot be copied: {_told(error)}",
+            instead="probe with real steps, or give modules a __deepcopy__",
+        )
+    )
+
+
+def _cannot_follow(size: int, error: Exception) -> FitError:
+    return FitError(
+        cannot(
+            f"follow a step of {size} samples on fake tensors",
+            why=_told(error),
+            instead="probe with real steps",
+        )
+    )
+
+
+def _told(error: Exception) -> str:
+    """Return the first line of an error."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

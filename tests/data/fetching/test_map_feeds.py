@@ -1,0 +1,78 @@
+"""The reactive way on any number of ranks, its chunks fetched in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
+
+from stretto.data import DataSpec
+from stretto.data.fetching.feed import Draw, Part, evenly
+from stretto.data.fetching.fetch import Fetch
+from stretto.data.fetching.map_feeds import ChunkFeed, MapSource
+from stretto.data.fetching.workers import Workers
+from stretto.ordering import SampleOrder, share
+from stretto.planning import StepPlan
+from stretto.timing import Timestamp
+
+
+def plans(start: int, sizes: list[tuple[int, int]]) -> Iterator[StepPlan]:
+    """Batches of some sizes, with some samples passed over before each."""
+    for skipped, size in sizes:
+        start += skipped
+        yield StepPlan(Timestamp(sample=start), size, size, 0, 0, {})
+        start += size
+
+
+def draws(
+    n: int, part: Part, chunk_size: int, end: int | None, batches: Iterator[StepPlan]
+) -> list[Draw]:
+    data = TensorDataset(torch.arange(n))
+    order = SampleOrder(n, 1)
+    source = MapSource(DataSpec(data), order, part, Fetch(data), Workers(), is_keyed=False)
+    return list(ChunkFeed(source, chunk_size=chunk_size, end=end).draws(batches))
+
+
+@given(
+    st.integers(1, 50),
+    st.sampled_from([1, 2, 3, 8, 64]),
+    st.sampled_from([None, 1, 3, 10]),
+    st.integers(1, 12),
+    st.data(),
+)
+def test_ranks_cut_their_chunks_into_equally_many_micro_batches(
+    n: int, world: int, micro: int | None, chunk_size: int, data: st.DataObject
+) -> None:
+    start = data.draw(st.integers(0, 200))
+    batch = st.tuples(st.sampled_from([0, 0, 5]), st.integers(1, 99))
+    sizes = data.draw(st.lists(batch, min_size=1, max_size=4))
+    end = start + sum(skipped + size for skipped, size in sizes)
+    known_end = data.draw(st.sampled_from([None, end, end + 7]))
+    by_rank = [
+        draws(n, Part(rank, world, micro), chunk_size, known_end, plans(start, sizes))
+        for rank in range(world)
+    ]
+    order = SampleOrder(n, 1)
+    for one_batch in zip(*by_rank, strict=True):
+        assert len({len(draw.pieces) for draw in one_batch}) == 1
+        for rank, draw in enumerate(one_batch):
+            taken: list[Any] = []
+            for batch_of_piece, count in draw.pieces:
+                values = batch_of_piece[0].tolist()
+                assert len(values) == max(1, count) <= min(micro or chunk_size, chunk_size)
+                taken += values if count else []
+            owned = share(draw.plan.timestamp.sample, draw.size, rank, world)
+            assert taken == [order[p] for p in owned]
+
+
+@given(st.integers(1, 500), st.one_of(st.none(), st.integers(1, 50)))
+def test_pieces_are_even(count: int, most: int | None) -> None:
+    sizes = evenly(count, most)
+    assert sum(sizes) == count
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) <= (most or count)
+    assert len(sizes) == (1 if most is None else -(-count // most))
