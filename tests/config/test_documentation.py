@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from stretto.config.reading import parse_yaml
+from stretto.config.reading.yaml_text import parse_yaml
 from stretto.config.run import RunConfig
 from stretto.config.schema import run_file_schema
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.config.reading import parse_yaml
+from stretto.config.reading.yaml_text import parse_yaml
 from stretto.config.run import RunConfig
 from stretto.config.schema import field_texts, run_file_schema
 from stretto.timing import Time

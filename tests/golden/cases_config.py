@@ -12,13 +12,13 @@ from stretto.cli.converting import convert
 from stretto.cli.files import find_run_file
 from stretto.cli.planning import plan as plan_verb
 from stretto.cli.training import unnamed_run_file
-from stretto.config.fields import Target
+from stretto.config.building.plans import build_plan
 from stretto.config.files import parse_run_file, read_run_file
-from stretto.config.plans import build_plan
-from stretto.config.reading import parse_yaml
+from stretto.config.reading.source import Source
+from stretto.config.reading.yaml_text import parse_yaml
 from stretto.config.run import RunConfig
-from stretto.config.source import Source
-from stretto.config.targets import bound_target, call_target, import_target
+from stretto.config.values.fields import Target
+from stretto.config.values.targets import bound_target, call_target, import_target
 from stretto.planning import plan
 from stretto.report.drawing import check_format
 from stretto.report.ledger import compare
@@ -56,7 +56,7 @@ def trained(**changes: Any) -> Callable[[], object]:
     """A case of a run file that describes no training."""
 
     def build() -> object:
-        from stretto.config.training import build_trainer
+        from stretto.config.building.training import build_trainer
 
         values: Mapping[str, Any] = {
             "max_duration": "2ep",

@@ -10,8 +10,8 @@ from unittest import mock
 
 from stretto.checkpoint import checkpoint_path, write_checkpoint
 from stretto.cli.critical import _rule, _sizes
-from stretto.config.fields import Target
 from stretto.config.run import RunConfig
+from stretto.config.values.fields import Target
 from stretto.experiments.branches import BranchPoint
 from stretto.experiments.critical_batch_size import (
     Branch,

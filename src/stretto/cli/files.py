@@ -8,7 +8,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from stretto.config.files import RunFile, read_run_file
-from stretto.config.overrides import parse_override
+from stretto.config.reading.overrides import parse_override
 
 RUN_FILE = "run.yaml"
 """What the run file is called that each run folder holds."""

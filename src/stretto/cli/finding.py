@@ -10,8 +10,8 @@ from typing import Any, cast
 import typer
 
 from stretto.cli.files import add_working_folder, read_arguments
+from stretto.config.building.finding import Finding, build_finding
 from stretto.config.files import RunFile
-from stretto.config.finding import Finding, build_finding
 from stretto.errors import ConfigError
 from stretto.memory import Answer, find_batch_size
 from stretto.memory.finding.finder import FindMethod

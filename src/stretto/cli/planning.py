@@ -10,8 +10,8 @@ import typer
 
 from stretto.batching import BatchSizePolicy
 from stretto.cli.files import PLAN, add_working_folder, read_arguments
-from stretto.config.data import data_sizes
-from stretto.config.plans import build_run, ends_of, plan_of, scales_rate
+from stretto.config.building.data import data_sizes
+from stretto.config.building.plans import build_run, ends_of, plan_of, scales_rate
 from stretto.errors import ConfigError, PlanError, cannot
 from stretto.planning import Plan
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import typer
 
 from stretto.cli.files import add_working_folder, read_arguments
-from stretto.config.data import data_sizes
-from stretto.config.plans import build_run, plan_of
+from stretto.config.building.data import data_sizes
+from stretto.config.building.plans import build_run, plan_of
 from stretto.errors import ConfigError, PlanError, cannot
 from stretto.report.run import read_metrics
 from stretto.report.run_table import run_table

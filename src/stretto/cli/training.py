@@ -13,10 +13,10 @@ from rich.console import Console
 
 from stretto._location import local_path
 from stretto.cli.files import PLAN, RUN_FILE, add_working_folder, packaged_run_file, split_arguments
+from stretto.config.building.training import build_trainer, resolved
 from stretto.config.files import RunFile, dump_run_file, read_run_file
-from stretto.config.overrides import parse_override
+from stretto.config.reading.overrides import parse_override
 from stretto.config.run import RunConfig
-from stretto.config.training import build_trainer, resolved
 from stretto.errors import ConfigError, cannot
 from stretto.planning import UnknownSizes, bound_of, decided_between
 from stretto.timing import TimeUnit

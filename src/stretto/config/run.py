@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationError, model_validator
 
 from stretto._location import local_path
-from stretto.config.batch_sizes import BatchSize
-from stretto.config.coupled_sizes import CoupledSizes
-from stretto.config.fields import (
+from stretto.config.reading.source import NO_SOURCE, Source
+from stretto.config.values.batch_sizes import BatchSize
+from stretto.config.values.coupled_sizes import CoupledSizes
+from stretto.config.values.fields import (
     Count,
     CountOrAuto,
     RunLength,
@@ -19,9 +20,9 @@ from stretto.config.fields import (
     check_no_duration,
     shape_of,
 )
-from stretto.config.messages import explain
-from stretto.config.schedules import ScheduleText
-from stretto.config.sections import (
+from stretto.config.values.messages import explain
+from stretto.config.values.schedules import ScheduleText
+from stretto.config.values.settings import (
     AnyRule,
     Checkpoint,
     Data,
@@ -31,7 +32,6 @@ from stretto.config.sections import (
     Optimizer,
     SteppingSection,
 )
-from stretto.config.source import NO_SOURCE, Source
 from stretto.errors import ConfigError, cannot
 from stretto.schedules.names import parse_name
 from stretto.timing import LastBatch

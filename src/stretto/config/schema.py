@@ -10,9 +10,9 @@ from typing import Any, final
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
-from stretto.config.fields import TIME_PATTERN
 from stretto.config.run import RunConfig
-from stretto.config.schedules import KINDS
+from stretto.config.values.fields import TIME_PATTERN
+from stretto.config.values.schedules import KINDS
 from stretto.timing import Time
 
 

@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 
 from stretto.batching import LearningRateRule, SquareRootRule
 from stretto.checkpoint import open_checkpoint, unpack_optimizer
-from stretto.config import parts
-from stretto.config.data import known_sizes, make_spec
-from stretto.config.hyperparameters import base_values
-from stretto.config.plans import build_run
+from stretto.config.building import parts
+from stretto.config.building.data import known_sizes, make_spec
+from stretto.config.building.hyperparameters import base_values
+from stretto.config.building.plans import build_run
+from stretto.config.building.training import check_complete, seed_everything
+from stretto.config.reading.source import NO_SOURCE, Source
 from stretto.config.run import RunConfig
-from stretto.config.source import NO_SOURCE, Source
-from stretto.config.training import check_complete, seed_everything
 from stretto.data import Step
 from stretto.data.source import is_shuffled
 from stretto.errors import CheckpointError, ConfigError, TrainingError, cannot

@@ -1,0 +1,1 @@
+"""A run file to objects: plan, data, model, trainer."""

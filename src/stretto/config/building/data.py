@@ -1,0 +1,77 @@
+"""The training data of a run file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from stretto.config.reading.source import NO_SOURCE, Source
+from stretto.config.run import RunConfig
+from stretto.config.values.targets import call_target
+from stretto.errors import ConfigError, cannot
+
+if TYPE_CHECKING:
+    from stretto.data import DataSpec
+
+
+def make_data(config: RunConfig, *, source: Source = NO_SOURCE) -> Any:
+    """Return the training data that a run file describes.
+
+    Raises:
+        ConfigError: they cannot be made.
+    """
+    return call_target(config.data, source=source, path=("data",))
+
+
+def make_spec(config: RunConfig, *, source: Source = NO_SOURCE) -> DataSpec:
+    """Return the training data with the sizes that the file states.
+
+    Raises:
+        ConfigError: they cannot be made, have other sizes, or are a `DataLoader` with
+            `drop_last=True` and the file does not say `last_batch`.
+    """
+    from stretto.data import DataSpec  # imports torch, which a plan of stated sizes does without
+
+    data = config.data
+    with source.at("data"):
+        spec = DataSpec.of(
+            make_data(config, source=source),
+            num_samples=data.num_samples,
+            num_tokens=data.num_tokens,
+            tokens_per_sample=data.tokens_per_sample,
+            sharded=data.sharded,
+        )
+    if spec.last_batch != config.last_batch and "last_batch" not in config.model_fields_set:
+        raise ConfigError(
+            cannot(
+                "train on a DataLoader with drop_last=True",
+                why=f"last_batch is {config.last_batch!r} if the run file does not say it",
+                instead=f"write last_batch: {spec.last_batch}, or last_batch: {config.last_batch}",
+                where=source.where(("data",)),
+            )
+        )
+    return spec
+
+
+def known_sizes(spec: DataSpec) -> dict[str, int | None]:
+    """Return the sizes of data, as far as they are known."""
+    return {
+        "num_samples": spec.known_num_samples,
+        "num_tokens": spec.known_num_tokens,
+        "tokens_per_sample": spec.known_tokens_per_sample,
+    }
+
+
+def data_sizes(config: RunConfig, *, source: Source = NO_SOURCE) -> dict[str, int | None]:
+    """Return the sizes of the data: those that the file states, else those of the data itself.
+
+    Raises:
+        ConfigError: the data are needed and cannot be made.
+    """
+    data = config.data
+    if data.num_samples is None:
+        return known_sizes(make_spec(config, source=source))
+    return {
+        "num_samples": data.num_samples,
+        "num_tokens": data.num_tokens,
+        "tokens_per_sample": data.tokens_per_sample,
+    }

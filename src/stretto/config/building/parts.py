@@ -1,0 +1,293 @@
+"""The parts of a trainer, each made from its section of a run file."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from stretto.config.building.plans import Run, scale_of
+from stretto.config.reading.source import Source
+from stretto.config.run import RunConfig
+from stretto.config.values.context import Building
+from stretto.config.values.fields import Target
+from stretto.config.values.settings import Evaluate
+from stretto.config.values.targets import accepts, bound_target, call_target, import_target
+from stretto.data import DataSpec
+from stretto.errors import ConfigError, cannot
+from stretto.runtime import TrainStep
+from stretto.timing import Every
+from stretto.training import (
+    Callback,
+    Checkpointing,
+    Evaluation,
+    Loading,
+    Logger,
+    Logging,
+    MLflowLogger,
+    Stepping,
+    TensorBoardLogger,
+    WandbLogger,
+)
+
+VALIDATION = "validation"
+"""What `split` is for an evaluation that names no data of its own."""
+
+
+def make_model(config: RunConfig, source: Source) -> nn.Module:
+    """Return the model.
+
+    Raises:
+        ConfigError: it cannot be made, or is no module.
+    """
+    assert config.model is not None, "checked before anything is built"
+    model = call_target(config.model, source=source, path=("model",))
+    if not isinstance(model, nn.Module):
+        raise wrong_kind("model", config.model.target, model, "a torch.nn.Module", source)
+    return model
+
+
+def make_loss(config: RunConfig, model: nn.Module, source: Source) -> Any:
+    """Return the loss function: the file's, or that of the model's class."""
+    if config.loss is not None:
+        return bound_target(config.loss, source=source, path=("loss",))
+    loss = getattr(type(model), "loss", None)
+    if callable(loss):
+        return loss
+    raise ConfigError(
+        cannot(
+            "train",
+            why=f"there is no 'loss', and {type(model).__name__} has no static method of that name",
+            instead="write for example 'loss: {target: my.models:loss}', "
+            "a function (model, batch) -> loss",
+            where=source.name,
+        )
+    )
+
+
+def make_optimizer(config: RunConfig, model: nn.Module, source: Source) -> Optimizer:
+    """Return the optimizer of the model's parameters, in the groups that the file names."""
+    section = config.optimizer
+    assert section is not None, "checked before anything is built"
+    rest = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    groups: list[dict[str, Any]] = []
+    for name, group in section.groups.items():
+        taken = [key for key in rest if re.search(group.parameters, key)]
+        if not taken:
+            raise ConfigError(
+                cannot(
+                    f"make the parameter group {name!r}",
+                    why=f"no parameter left has a name with {group.parameters!r} in it",
+                    instead=f"write a pattern of names such as {next(iter(rest), '')!r}",
+                    where=source.where(("optimizer", "groups", name, "parameters")),
+                )
+            )
+        options = _tuples(group.options)
+        groups.append({"params": [rest.pop(key) for key in taken], "name": name, **options})
+    if rest:
+        # First, so that what the ledger shows without a group's name are the general values.
+        groups.insert(0, {"params": list(rest.values()), "name": "rest"})
+    parameters = groups if section.groups else list(rest.values())
+    tupled = type(section).model_validate({"target": section.target, **_tuples(section.arguments)})
+    optimizer = call_target(tupled, parameters, source=source, path=("optimizer",))
+    if not isinstance(optimizer, Optimizer):
+        raise wrong_kind("optimizer", section.target, optimizer, "a torch Optimizer", source)
+    return optimizer
+
+
+def make_step(config: RunConfig, model: nn.Module, source: Source) -> TrainStep | None:
+    """Return the file's own training step; None if it has none.
+
+    Raises:
+        ConfigError: it cannot be made, or is no `TrainStep`.
+    """
+    section = config.step
+    if section is None:
+        return None
+    target = import_target(section.target, where=source.where(("step", "target")))
+    given: dict[str, Any] = {"model": model}
+    if config.optimizer is not None:
+        given["optimizer"] = make_optimizer(config, model, source)
+    if config.loss is not None or accepts(target, "loss"):
+        given["loss"] = make_loss(config, model, source)
+    for name in given:
+        if name in section.arguments:
+            raise ConfigError(
+                cannot(
+                    f"give {section.target} a {name!r} of its own",
+                    why=f"it is called with the {name} of the run file",
+                    instead="leave it out",
+                    where=source.where(("step", name)),
+                )
+            )
+    step = call_target(section, source=source, path=("step",), **given)
+    if not isinstance(step, TrainStep):
+        raise wrong_kind("step", section.target, step, "a stretto.TrainStep", source)
+    return step
+
+
+def _tuples(options: dict[str, Any]) -> dict[str, Any]:
+    """Lists as tuples: optimizers take `betas` as one, which YAML does not have."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
+
+
+def make_loading(config: RunConfig, source: Source) -> Loading:
+    """Return how samples are ordered and fetched."""
+    section = config.loading
+    collate = section.collate_fn
+    return Loading(
+        seed=config.seed,
+        last_batch=config.last_batch,
+        shuffle=section.shuffle,
+        num_workers=section.num_workers,
+        prefetch_factor=section.prefetch_factor,
+        pin_memory=section.pin_memory,
+        keyed_randomness=section.keyed_randomness,
+        collate_fn=None
+        if collate is None
+        else bound_target(collate, source=source, path=("loading", "collate_fn")),
+    )
+
+
+def make_checkpointing(config: RunConfig, run: Run) -> Checkpointing | None:
+    """Return when checkpoints are written and which are kept."""
+    section = config.checkpoint
+    if section is None:
+        return None
+    return Checkpointing(
+        run.triggers["checkpoint"], section.keep, monitor=section.monitor, mode=section.mode
+    )
+
+
+def make_stepping(config: RunConfig, run: Run, source: Source) -> Stepping:
+    """Return how a step is computed."""
+    section = config.stepping
+    weight = section.loss_weight
+    return Stepping(
+        learning_rate_rule=run.rule,
+        loss_weight=bound_target(weight, source=source, path=("stepping", "loss_weight"))
+        if isinstance(weight, Target)
+        else weight,
+        shifts_labels=section.shifts_labels,
+        loss_reduction=section.loss_reduction,
+        precision=section.precision,
+        clip_norm=section.clip_norm,
+        non_finite=section.non_finite,
+        measure_noise=section.measure_noise,
+        compile=section.compile,
+        device=section.device,
+        rank_timeout=section.rank_timeout,
+    )
+
+
+def make_evaluation(config: RunConfig, section: Evaluate, run: Run, source: Source) -> Evaluation:
+    """Return an evaluation: its data, metrics and interval."""
+    path: tuple[str | int, ...] = ("evaluate",)
+    if isinstance(config.evaluate, list):
+        path = ("evaluate", config.evaluate.index(section))
+    building = Building(source=source)
+    data = _evaluation_data(config, section, path, source)
+    metrics = {
+        name: building.function(target, (*path, "metrics", name))
+        for name, target in section.metrics.items()
+    }
+    with source.at(*path):
+        return Evaluation(
+            data,
+            every=run.triggers[f"evaluate {section.name}"],
+            metrics=metrics,
+            batch_size=section.batch_size,
+            name=section.name,
+            loss=None if section.loss is None else building.function(section.loss, (*path, "loss")),
+            predict=None
+            if section.predict is None
+            else building.function(section.predict, (*path, "predict")),
+        )
+
+
+def _evaluation_data(
+    config: RunConfig, section: Evaluate, path: tuple[str | int, ...], source: Source
+) -> Any:
+    if section.data is not None:
+        return call_target(section.data, source=source, path=(*path, "data"))
+    target = import_target(config.data.target, where=source.where(("data", "target")))
+    if not accepts(target, "split"):
+        raise ConfigError(
+            cannot(
+                "evaluate",
+                why=f"there is no 'data' to evaluate on, and {config.data.target} takes no 'split'",
+                instead="write for example 'data: {target: my.data:make_validation}' in it",
+                where=source.where(path),
+            )
+        )
+    if config.data.arguments.get("split") == VALIDATION:
+        raise ConfigError(
+            cannot(
+                "evaluate",
+                why="there is no 'data' to evaluate on, and the validation split is trained on",
+                instead="write 'data: {target: ...}' in it",
+                where=source.where(path),
+            )
+        )
+    data = call_target(config.data, source=source, path=("data",), split=VALIDATION)
+    return DataSpec.of(data, sharded=config.data.sharded)
+
+
+def make_logging(config: RunConfig, run: Run, source: Source) -> Logging:
+    """Return when metrics are logged, and where they go."""
+    return Logging(
+        run.triggers["log"],
+        Every(config.log.flush).scaled(scale_of(config)),
+        make_loggers(config, source),
+        console=config.log.console,
+        config=config.model_dump(mode="json"),
+    )
+
+
+def make_loggers(config: RunConfig, source: Source) -> list[Logger]:
+    """Return where metrics go besides the run folder."""
+    kinds = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MLflowLogger}
+    wanted = config.log.loggers
+    if wanted is None:
+        wanted = ["tensorboard"] if find_spec("tensorboard") else []
+    made: list[Logger] = []
+    for number, one in enumerate(wanted):
+        if not isinstance(one, Target):
+            made.append(kinds[one]())
+            continue
+        logger = call_target(one, source=source, path=("log", "loggers", number))
+        if not isinstance(logger, Logger):
+            kind = "a logger with the methods start, log and close"
+            raise wrong_kind(f"log.loggers.{number}", one.target, logger, kind, source)
+        made.append(logger)
+    return made
+
+
+def make_callbacks(config: RunConfig, source: Source) -> list[Callback]:
+    """Return the listeners that the file names, with times for a run of the length it has."""
+    made = []
+    for number, section in enumerate(config.callbacks):
+        callback = call_target(section, source=source, path=("callbacks", number))
+        if not isinstance(callback, Callback):
+            kind = "a stretto.training.Callback"
+            raise wrong_kind(f"callbacks.{number}", section.target, callback, kind, source)
+        with source.at("callbacks", number):
+            made.append(callback.scaled(scale_of(config)))
+    return made
+
+
+def wrong_kind(what: str, target: str, found: object, kind: str, source: Source) -> ConfigError:
+    """Return the error for a target that made something else than it should."""
+    return ConfigError(
+        cannot(
+            f"use what {target} returns as {what}",
+            why=f"it is a {type(found).__name__} and not {kind}",
+            instead=f"name something that makes {kind}",
+            where=source.where(tuple(what.split("."))),
+        )
+    )

@@ -1,0 +1,295 @@
+"""A run file to a plan, without torch where the file states the sizes of its data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import islice
+from typing import final
+
+from stretto.batching import BatchSizePolicy, LearningRateRule, as_policy, couplings_in
+from stretto.batching.adaptive.following import check_monitored, followed_metric, metrics_of
+from stretto.config.building.data import data_sizes
+from stretto.config.building.hyperparameters import base_values, check_optimizer, effective
+from stretto.config.reading.source import NO_SOURCE, Path, Source, in_file_words
+from stretto.config.run import RunConfig
+from stretto.config.values.batch_sizes import build_sizes
+from stretto.config.values.context import Building
+from stretto.config.values.fields import Target
+from stretto.config.values.schedules import build_schedule
+from stretto.config.values.settings import build_rule
+from stretto.errors import ConfigError, PlanError, cannot
+from stretto.planning import (
+    Plan,
+    PlannedSizes,
+    check_length,
+    decided_between,
+    plan,
+    resolve_horizon,
+)
+from stretto.planning.sizes import stretches
+from stretto.schedules import Schedule
+from stretto.timing import Every, Horizon, Time, Trigger
+
+MAX_STAGES = 100_000
+"""Most stages of the run of a file; a ramp from 32 to 4,096 in steps of one has 4,065."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run file says about time and sizes, as objects; `scale_schedule` is in all of them."""
+
+    horizon: Horizon
+    policy: BatchSizePolicy
+    schedules: Mapping[str, Schedule]
+    triggers: Mapping[str, Trigger]
+    places: Mapping[str, Path]
+    """Where the time of each trigger stands in the file."""
+    rule: LearningRateRule | None
+
+
+def build_plan(
+    config: RunConfig, *, source: Source = NO_SOURCE, world_size: int | None = None
+) -> Plan:
+    """Return the plan of the run that a file describes.
+
+    >>> config = RunConfig.parse({
+    ...     "max_duration": "2ep",
+    ...     "data": {"target": "my.data:make", "num_samples": 1000},
+    ...     "batch_size": {"ramp": "double", "start": 8, "end": 32, "over": "50%"},
+    ... })
+    >>> [(stage.size, stage.batches) for stage in build_plan(config).stages]
+    [(8, 63), (16, 31), (32, 32)]
+
+    Args:
+        config: the run file.
+        source: where its values were written, for messages.
+        world_size: how many ranks; left out, those that the file states, or one.
+
+    Raises:
+        ConfigError: what it says cannot be built, or not on this run.
+        PlanError: only the run itself can tell its batch sizes.
+    """
+    sizes = data_sizes(config, source=source)
+    world_size = world_size or config.world_size or 1
+    run = build_run(config, sizes, source=source, world_size=world_size)
+    return plan_of(config, run, source=source, world_size=world_size)
+
+
+def plan_of(
+    config: RunConfig, run: Run, *, source: Source = NO_SOURCE, world_size: int = 1
+) -> Plan:
+    """Return the plan of a run that was built from `config`.
+
+    Raises:
+        ConfigError: a piece does not fit the run.
+        PlanError: only the run itself can tell its batch sizes.
+    """
+    check_run(config, run, source)
+    try:
+        return plan(
+            run.horizon,
+            run.policy,
+            world_size=world_size,
+            micro_batch_size=planned_micro_batch_size(config),
+            schedules=effective(run.schedules, config, source),
+            base=base_values(config, source=source),
+            rule=run.rule,
+            triggers=run.triggers,
+        )
+    except PlanError as error:
+        said = in_file_words(str(error))
+        place = "" if said.endswith(")") else f" ({source.where(('batch_size',))})"
+        raise PlanError(f"{said}{place}") from error
+
+
+def ends_of(
+    config: RunConfig, run: Run, *, source: Source = NO_SOURCE, world_size: int = 1
+) -> tuple[Plan, Plan] | None:
+    """Return the plans of a run with the smallest and with the largest size that it may decide.
+
+    None if its sizes are known before the run, or not even their bounds are.
+
+    Raises:
+        ConfigError: a piece does not fit the run.
+        PlanError: the ranks cannot share the smallest size.
+    """
+    check_run(config, run, source)
+    bounds = decided_between(run.horizon, run.policy)
+    if bounds is None:
+        return None
+    smallest, largest = (
+        plan_of(config, replace(run, policy=as_policy(size)), source=source, world_size=world_size)
+        for size in bounds
+    )
+    return smallest, largest
+
+
+def scales_rate(config: RunConfig) -> bool:
+    """Return whether a callback of the file multiplies the learning rate by what it measures."""
+    return any(_is_ada_scale(one) for one in config.callbacks)
+
+
+def _is_ada_scale(target: Target) -> bool:
+    module, _, name = target.target.partition(":")  # a plan imports no callbacks
+    return name == "AdaScale" and module.partition(".")[0] == "stretto"
+
+
+def check_run(config: RunConfig, run: Run, source: Source) -> None:
+    """Refuse what cannot be, as far as it can be told before anything is built.
+
+    Raises:
+        ConfigError: a piece does not fit the run, or the file contradicts itself.
+    """
+    check_pieces(run, source)
+    check_rates(config, run, source)
+    check_optimizer(config, source)
+    measured = metrics_of(config.evaluations)
+    with source.at("batch_size"):
+        followed_metric(run.policy.bind(run.horizon).reads, measured)
+    if config.checkpoint is not None and config.checkpoint.monitor is not None:
+        with source.at("checkpoint", "monitor"):
+            check_monitored(config.checkpoint.monitor, measured)
+
+
+def check_rates(config: RunConfig, run: Run, source: Source) -> None:
+    """Refuse an AdaScale beside what follows the batch size already, as it does itself.
+
+    Raises:
+        ConfigError: there is a learning rate rule, a pair of sizes and a schedule, or another one.
+    """
+    number = next((n for n, one in enumerate(config.callbacks) if _is_ada_scale(one)), None)
+    if number is None:
+        return
+    pairs = [pair for schedule in run.schedules.values() for pair in couplings_in(schedule)]
+    more = [one.target for one in config.callbacks[number + 1 :] if _is_ada_scale(one)]
+    others = [*map(repr, pairs), *([] if run.rule is None else [repr(run.rule)]), *more]
+    if others:
+        raise ConfigError(
+            cannot(
+                "follow the batch size by AdaScale",
+                why=f"{others[0]} does so already",
+                instead="leave one of the two out",
+                where=source.where(("callbacks", number)),
+            )
+        )
+
+
+def build_run(
+    config: RunConfig,
+    sizes: Mapping[str, int | None],
+    *,
+    source: Source = NO_SOURCE,
+    world_size: int = 1,
+) -> Run:
+    """Return what a run file says about time and sizes.
+
+    Args:
+        config: the run file.
+        sizes: `num_samples`, `num_tokens` and `tokens_per_sample` of the data, as far as known.
+        source: where its values were written, for messages.
+        world_size: how many ranks.
+
+    Raises:
+        ConfigError: something cannot be built; the message says where it stands.
+    """
+    building = Building(world_size, planned_micro_batch_size(config), source)
+    ratio = scale_of(config)
+    with source.at("max_duration"):
+        horizon = Horizon(
+            config.max_duration,
+            dataset_num_samples=sizes["num_samples"],
+            dataset_num_tokens=sizes["num_tokens"],
+            tokens_per_sample=sizes["tokens_per_sample"],
+            last_batch=config.last_batch,
+        ).scaled(ratio)
+    written = {
+        name: build_schedule(value, building, ("schedules", name))
+        for name, value in config.schedules.items()
+    }
+    policy, schedules = build_sizes(config.batch_size, written, building, ("batch_size",))
+    scaled, triggers, intervals = {}, {}, _intervals(config)
+    with source.at("batch_size"):
+        policy = policy.scaled(ratio)
+    for name, schedule in schedules.items():
+        with source.at("schedules", name):
+            scaled[name] = schedule.scaled(ratio)
+    for name, (path, every) in intervals.items():
+        with source.at(*path):
+            triggers[name] = Every(every).scaled(ratio)
+    rule = config.learning_rate_rule
+    return Run(
+        horizon,
+        policy,
+        scaled,
+        triggers,
+        {name: path for name, (path, _) in intervals.items()},
+        None if rule is None else build_rule(rule, building, ("learning_rate_rule",)),
+    )
+
+
+def scale_of(config: RunConfig) -> Fraction:
+    """Return how many times as long as written the run is."""
+    return Fraction(repr(config.scale_schedule or 1))
+
+
+def planned_micro_batch_size(config: RunConfig) -> int | None:
+    """Return the micro-batch size of a plan; None where only training finds it."""
+    return None if config.micro_batch_size == "auto" else config.micro_batch_size
+
+
+def _intervals(config: RunConfig) -> dict[str, tuple[Path, Time]]:
+    """What happens now and then in a run: where that is said, and how often."""
+    found: dict[str, tuple[Path, Time]] = {}
+    for number, one in enumerate(config.evaluations):
+        within = (number,) if isinstance(config.evaluate, list) else ()
+        found[f"evaluate {one.name}"] = (("evaluate", *within, "every"), one.every)
+    if config.checkpoint is not None:
+        found["checkpoint"] = (("checkpoint", "every"), config.checkpoint.every)
+    found["log"] = (("log", "every"), config.log.every)
+    return found
+
+
+def check_pieces(run: Run, source: Source) -> None:
+    """Bind each piece on its own, so that an error says where it comes from.
+
+    Raises:
+        ConfigError: a piece does not fit the run.
+    """
+    with source.at("batch_size"):
+        run.policy.bind(run.horizon)
+        _check_stages(run)
+        horizon = resolve_horizon(run.horizon, run.policy)
+    with source.at("max_duration"):
+        if isinstance(horizon.batch_sizes, PlannedSizes):
+            check_length(horizon.batch_sizes)
+    for name, schedule in run.schedules.items():
+        with source.at("schedules", name):
+            schedule.bind(horizon)
+    for name, trigger in run.triggers.items():
+        with source.at(*run.places[name]):
+            trigger.bind(horizon)
+
+
+def _check_stages(run: Run) -> None:
+    """Refuse sizes whose plan would never be done: it takes about 30 us for each stage.
+
+    Raises:
+        PlanError: there are too many.
+    """
+    horizon = run.horizon.with_batch_sizes(None)
+    try:
+        found = stretches(horizon, run.policy.bind(horizon))
+        is_more = next(islice(found, MAX_STAGES, None), None) is not None
+    except PlanError:
+        return  # only the run itself can tell its sizes
+    if is_more:
+        raise PlanError(
+            cannot(
+                "plan this run",
+                why=f"its batch size changes more than {MAX_STAGES:,} times",
+                instead="write a larger 'increment', or 'planned: false' beside a function",
+            )
+        )

@@ -1,0 +1,1 @@
+"""A run file as plain values: its YAML, overrides, and where each value stands."""

@@ -1,0 +1,204 @@
+"""What is wrong with a run file, in our own words: every error, each with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from stretto.config.reading.source import Path, Source, in_file_words, show_path
+from stretto.config.values.fields import Section, shown
+from stretto.config.values.targets import nearest_to
+from stretto.errors import ConfigError, cannot
+
+MAX_ERRORS = 20
+"""Most errors that one message lists."""
+
+
+def explain(error: ValidationError, root: type[BaseModel], source: Source) -> ConfigError:
+    """Return all that pydantic found, one line each, in the order of the file.
+
+    Args:
+        error: what validating a run file raised.
+        root: the section that was validated.
+        source: where its values were written.
+    """
+    found = error.errors(include_url=False)
+    meant = {(details["loc"][:-1], _meant(details, root)) for details in found}
+    lines = [
+        _line(details, root, source)
+        for details in found
+        if not (details["type"] == "missing" and (details["loc"][:-1], details["loc"][-1]) in meant)
+    ]
+    distinct = list(dict.fromkeys(lines))
+    more = len(distinct) - MAX_ERRORS
+    if more > 0:
+        distinct[MAX_ERRORS:] = [f"and {more} more"]
+    return ConfigError("\n".join(distinct))
+
+
+def _line(details: ErrorDetails, root: type[BaseModel], source: Source) -> str:
+    loc, kind, context = details["loc"], details["type"], details.get("ctx", {})
+    path = _path(loc)
+    where = source.where(path)
+    if kind == "value_error":
+        return f"{in_file_words(str(context['error']))} ({where})"
+    if kind == "missing":
+        return _missing(loc, root, source)
+    if kind == "extra_forbidden":
+        why, instead = _unknown(path, _section_at(root, loc[:-1]), _meant(details, root))
+        return cannot(f"use the key {path[-1]!r}", why=why, instead=instead, where=where)
+    if kind == "shape":
+        why, instead = "it is none of the things that can stand here", details["msg"]
+    elif kind in ("model_type", "model_attributes_type"):
+        why, instead = _no_mapping(_section_at(root, loc))
+    else:
+        why, instead = _reason(kind, context, details["input"])
+    name = show_path(path) if path else source.name
+    return cannot(f"use {shown(details['input'])} as {name}", why=why, instead=instead, where=where)
+
+
+def _unknown(path: Path, section: type[BaseModel] | None, nearest: str | None) -> tuple[str, str]:
+    """Why a key cannot stand where it is, and what to write."""
+    inside = f" in {show_path(path[:-1])}" if len(path) > 1 else ""
+    keys = {} if section is None else section.model_fields
+    ways = getattr(section, "ways", ())
+    if path[-1] in ways:
+        taken = next(way for way in ways if way in keys)
+        return f"{taken!r} says what it is already", f"write {taken!r} or {path[-1]!r}"
+    if nearest:
+        return f"there is no such key{inside}", f"did you mean '{nearest}'?"
+    here = [key for key in keys if key != "duration" or "periods" in path]
+    return f"there is no such key{inside}", f"the keys here are {', '.join(here)}"
+
+
+def _no_mapping(section: type[BaseModel] | None) -> tuple[str, str]:
+    """Why a value cannot stand where keys with values must, and what to write."""
+    keys = list(section.model_fields) if section else []
+    if not keys:
+        return _REASONS["dict_type"]
+    return (
+        "it is not a mapping",
+        f"write keys with values, such as {{{keys[0]}: ...}} (its keys are {', '.join(keys)})",
+    )
+
+
+def _reason(kind: str, context: Mapping[str, Any], value: object) -> tuple[str, str]:
+    """Why pydantic refused a value, and what to write."""
+    if kind == "literal_error":
+        choices = str(context["expected"])
+        nearest = nearest_to(str(value), choices.replace("'", "").replace(" or ", ", ").split(", "))
+        return (
+            "there is no such choice",
+            f"did you mean '{nearest}'?" if nearest else f"write {choices}",
+        )
+    if kind == "greater_than_equal":
+        return f"it is less than {context['ge']:g}", f"write a number of at least {context['ge']:g}"
+    if kind == "greater_than":
+        return f"it is not above {context['gt']:g}", f"write a number above {context['gt']:g}"
+    if kind == "less_than":
+        return f"it is not less than {context['lt']}", "write a smaller number"
+    if kind == "bool_type" and str(value).lower() in ("on", "yes", "off", "no"):
+        meant = "true" if str(value).lower() in ("on", "yes") else "false"
+        return "it is a text here, as in YAML 1.2", f"write {meant}"
+    return _REASONS.get(kind, ("it is not what can stand here", "see docs/run-file.md"))
+
+
+_REASONS = {
+    "int_type": ("it is not a whole number", "write one such as 64"),
+    "int_from_float": ("it is not a whole number", "write one such as 64"),
+    "float_type": ("it is not a number", "write one such as 0.1"),
+    "finite_number": ("it is not finite", "write a number such as 0.1"),
+    "bool_type": ("it is neither true nor false", "write true or false"),
+    "string_type": ("it is not a text", "put it in quotes"),
+    "list_type": ("it is not a list", "write items in brackets, or one '- item' per line"),
+    "dict_type": ("it is not a mapping", "write keys with values, such as {key: value}"),
+    "too_short": ("it is empty", "write at least one entry"),
+    "string_pattern_mismatch": (
+        "it holds something else than letters, digits, '.', '_' and '-'",
+        "write a name such as 'validation'",
+    ),
+}
+
+
+_EXAMPLES: dict[object, str] = {int: "64", float: "0.1"}
+
+
+def _missing(loc: tuple[str | int, ...], root: type[BaseModel], source: Source) -> str:
+    path, name = _path(loc), str(loc[-1])
+    section = _section_at(root, loc[:-1])
+    field = section.model_fields.get(name) if section else None
+    example = _example(field)
+    written = f"'{name}: {example}'" if example else f"the key '{name}'"
+    whole = show_path(path[:-1]) or source.name
+    return cannot(
+        f"use {whole}",
+        why=f"it has no '{name}'",
+        instead=f"write for example {written}" if example else f"add {written}",
+        where=source.where(path[:-1]),
+    )
+
+
+def _example(field: FieldInfo | None) -> str | None:
+    for examples in _examples_in(field) if field else ():
+        return str(examples[0])
+    return None if field is None else _EXAMPLES.get(field.annotation)
+
+
+def _examples_in(field: FieldInfo) -> Iterator[list[Any]]:
+    if field.examples:
+        yield field.examples
+    for item in field.metadata:
+        json_schema = getattr(item, "json_schema", None)
+        if isinstance(json_schema, dict) and "examples" in json_schema:
+            yield json_schema["examples"]
+
+
+def _meant(details: ErrorDetails, root: type[BaseModel]) -> str | None:
+    """The key that an unknown one was probably meant to be."""
+    if details["type"] != "extra_forbidden":
+        return None
+    section = _section_at(root, details["loc"][:-1])
+    written = details["loc"][-1]
+    return nearest_to(str(written), section.model_fields) if section else None
+
+
+def _path(loc: tuple[str | int, ...]) -> Path:
+    """The path in the file: pydantic's, without the names of shapes and of keys' own errors."""
+    return tuple(part for part in loc if not _is_tag(part) and part != "[key]")
+
+
+def _is_tag(part: str | int) -> bool:
+    return isinstance(part, str) and part.startswith("<") and part.endswith(">")
+
+
+def _section_at(root: type[BaseModel], loc: tuple[str | int, ...]) -> type[BaseModel] | None:
+    """The section that pydantic's location leads to."""
+    here: Any = root
+    for part in loc:
+        if _is_tag(part):
+            here = next((s for s in _sections(Section) if f"<{s.__name__}>" == part), None)
+            continue
+        section = _first_section(here)
+        if section is not None and part in section.model_fields:
+            here = section.model_fields[str(part)].annotation
+    return _first_section(here)
+
+
+def _sections(section: type[BaseModel]) -> Iterable[type[BaseModel]]:
+    for inner in section.__subclasses__():
+        yield inner
+        yield from _sections(inner)
+
+
+def _first_section(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in get_args(annotation):
+        found = _first_section(inner)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,153 @@
+"""A run file to a plan."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.config.building.plans import build_plan
+from stretto.config.files import parse_run_file
+from stretto.config.run import RunConfig
+from stretto.errors import ConfigError, PlanError
+from stretto.timing import Time
+
+RUN: dict[str, Any] = {
+    "max_duration": "2ep",
+    "data": {"target": "my.data:make", "num_samples": 100, "tokens_per_sample": 4},
+    "batch_size": 10,
+}
+
+
+def config(**changes: Any) -> RunConfig:
+    return RunConfig.parse(RUN | changes)
+
+
+def test_a_plan_of_stated_sizes() -> None:
+    plan = build_plan(config(batch_size="0ep:10 1ep:20"))
+    assert [(stage.size, stage.batches) for stage in plan.stages] == [(10, 10), (20, 5)]
+    assert plan.end is not None
+    assert plan.end.token == 800
+
+
+def test_nothing_of_the_data_is_imported_and_torch_is_not(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "max_duration: 2ep\n"
+        "data: {target: 'no.such:thing', num_samples: 100}\n"
+        "optimizer: {target: 'torch.optim:AdamW', lr: 0.1}\n"
+        "schedules: {lr: {cosine: {}}}\n"
+        "batch_size: 10\n"
+        "evaluate: {every: 10%}\n"
+    )
+    code = (
+        "import sys\n"
+        "from stretto.config.files import read_run_file\n"
+        "from stretto.config.building.plans import build_plan\n"
+        "assert build_plan(read_run_file('run.yaml').config).num_batches == 20\n"
+        "print(*{'torch', 'numpy', 'matplotlib', 'rich'} & set(sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == ""
+
+
+def test_unstated_sizes_are_those_of_the_data(project: str) -> None:
+    data = {"target": f"{project}:Points", "count": 30, "tokens_per_sample": 2}
+    plan = build_plan(config(data={"target": f"{project}:Points", "count": 30}))
+    assert plan.horizon.dataset_num_samples == 30
+    plan = build_plan(config(data={**data, "num_samples": 30}))
+    assert plan.horizon.tokens_per_sample == 2
+
+
+def test_scale_schedule_stretches_every_time_but_fractions() -> None:
+    plan = build_plan(
+        config(
+            scale_schedule=2.5,
+            batch_size={"0ep": 10, "1ep": 20},
+            schedules={"lr": {"step": {"every": "1ep"}}, "momentum": {"step": {"every": "50%"}}},
+            checkpoint={"every": "1ep"},
+            evaluate={"every": "25%", "data": {"target": "a:b"}},
+        )
+    )
+    assert plan.horizon.max_duration == Time("5ep")
+    assert [stage.batches for stage in plan.stages] == [25, 13]
+    events = {event.name: event.count for event in plan.events}
+    assert events["checkpoint"] == 2
+    assert events["evaluate validation"] == 4
+    assert plan.values_at(24)["lr"] == 1.0
+    assert plan.values_at(26)["lr"] == pytest.approx(0.1)
+    assert plan.values_at(26)["momentum"] == pytest.approx(0.1)
+
+
+def test_the_learning_rate_rule_and_the_number_of_ranks() -> None:
+    plan = build_plan(
+        config(
+            batch_size="0ep:10 1ep:40",
+            learning_rate_rule={"sqrt": 10},
+            micro_batch_size=5,
+            world_size=2,
+        )
+    )
+    assert [stage.accumulation for stage in plan.stages] == [1, 4]
+    assert [stage.values["lr"].first for stage in plan.stages] == [1.0, 2.0]
+    assert build_plan(config(world_size=2), world_size=5).world_size == 5
+
+
+def test_functions_of_yours(project: str) -> None:
+    plan = build_plan(
+        config(
+            batch_size={"target": f"{project}:grow", "every": "1ep"},
+            schedules={"lr": {"target": f"{project}:halve_each_epoch"}},
+            learning_rate_rule={"target": f"{project}:follow"},
+        )
+    )
+    assert [stage.size for stage in plan.stages] == [8, 12]
+    assert plan.stages[1].values["lr"].first == 0.5 * 1.5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "schedules:\n  lr:\n    cosine: {warmup: 3ep}\n",
+            r"cannot warm up over '3ep'.* \(schedules.lr in run.yaml, line 5\)",
+        ),
+        (
+            "schedules: {momentum: {cosine: {warmup: 3tok}}}\n",
+            r"state data.num_tokens, .* \(schedules.momentum in run.yaml, line 4\)",
+        ),
+        (
+            "last_batch: drop\nbatch_size: 101\n",
+            r"write at_most: 100 or last_batch: carry \(batch_size in run.yaml, line 4\)",
+        ),
+    ],
+)
+def test_errors_say_where_they_come_from(text: str, message: str) -> None:
+    size = "" if "batch_size" in text else "batch_size: 10\n"
+    head = f"max_duration: 2ep\ndata: {{target: 'a:b', num_samples: 100}}\n{size}"
+    run_file = parse_run_file(head + text)
+    with pytest.raises(ConfigError, match=message):
+        build_plan(run_file.config, source=run_file.source)
+
+
+def test_the_batch_size_says_where_it_stands() -> None:
+    text = (
+        "max_duration: 2ep\ndata: {target: 'a:b', num_samples: 100}\nbatch_size: 0ep:8 3Mtok:16\n"
+    )
+    run_file = parse_run_file(text)
+    with pytest.raises(PlanError, match=r"state data.tokens_per_sample if all have equally many"):
+        build_plan(run_file.config, source=run_file.source)
+
+
+def test_a_run_that_only_the_run_can_tell() -> None:
+    with pytest.raises(PlanError, match="they follow the wall clock"):
+        build_plan(config(batch_size="0s:8 10m:16"))
+
+
+def test_a_stage_smaller_than_the_ranks() -> None:
+    with pytest.raises(PlanError, match="cannot run batches of 10 on 16 ranks"):
+        build_plan(config(world_size=16))

@@ -1,0 +1,151 @@
+"""YAML as run files use it: what each word says, and that any text ends quickly."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.config.reading.source import in_file_words
+from stretto.config.reading.yaml_text import MAX_BYTES, Document, parse_scalar, parse_yaml
+from stretto.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("1_000", 1000),
+        ("-7", -7),
+        ("1e3", 1000.0),
+        ("3.0e-4", 3e-4),
+        (".5", 0.5),
+        ("5.", 5.0),
+        ("1:30", "1:30"),
+        ("010", "010"),
+        ("0x10", "0x10"),
+        ("on", "on"),
+        ("off", "off"),
+        ("yes", "yes"),
+        ("NO", "NO"),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("2026-01-01", "2026-01-01"),
+        (".inf", ".inf"),
+        ("nan", "nan"),
+        ("1e999", "1e999"),
+        ("1__0", "1__0"),
+        ("9" * 101, "9" * 101),
+    ],
+)
+def test_plain_words(word: str, value: object) -> None:
+    found = parse_scalar(word)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_quoted_words_are_texts() -> None:
+    assert parse_yaml("a: '5'\nb: \"true\"\nc: |\n  7\n", "f").value == {
+        "a": "5",
+        "b": "true",
+        "c": "7\n",
+    }
+
+
+def test_keys_are_texts_whatever_they_look_like() -> None:
+    assert parse_yaml("on: 1\n5: 2\n0ep: 3\nnull: 4\n", "f").value == {
+        "on": 1,
+        "5": 2,
+        "0ep": 3,
+        "null": 4,
+    }
+
+
+def test_lines_of_keys_and_items() -> None:
+    document = parse_yaml("a: 1\nb:\n  - x\n  - c: 2\n", "f")
+    assert document == Document(
+        {"a": 1, "b": ["x", {"c": 2}]},
+        {("a",): 1, ("b",): 2, ("b", 0): 3, ("b", 1): 4, ("b", 1, "c"): 4},
+    )
+
+
+def test_an_alias_is_a_copy() -> None:
+    value = parse_yaml("a: &x {k: [1]}\nb: *x\n", "f").value
+    assert isinstance(value, dict)
+    assert value["a"] == value["b"]
+    assert value["a"]["k"] is not value["b"]["k"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\na: 2", r"the key 'a' stands twice, first on line 1; .* \(line 2, column 1 of f\)"),
+        ("a: !!python/object:os.system x", "would make an object"),
+        ("a: *x", "there is no finished '&x'"),
+        ("a: &x [*x]", "there is no finished '&x'"),
+        ("<<: {a: 1}", "merges are not read"),
+        ("? [a]\n: 1", "a key is not plain text"),
+        ("a: 1\n---\nb: 2", "a second document begins"),
+        ("", "it is empty"),
+        ("a: b: c", r"a second ':'.* \(line 1, column 5 of f\)"),
+        ("a: [1", "is not closed"),
+        ("a: [", "a value is missing"),
+        ("a: {0ep:8}", "'0ep:8' has no value; write '0ep: 8', with a space"),
+        ("a: {target:b.c:d}", "write 'target: b.c:d', with a space"),
+        ('a: "\\p"', "begins an escape that YAML does not have; use single quotes"),
+        ("a: 1\n...\nb: 2", "goes on after its value has ended"),
+        ("a: 'x", "a quote is not closed"),
+        ("\ta: 1", "indent with spaces"),
+        ("a: \x00", r"U\+0000"),
+        ('a: "\\ud800"', "surrogate"),
+        ("a:\n  b: 1\n c: 2", "indentation"),
+        ("*", "names no anchor; put it in quotes"),
+    ],
+)
+def test_what_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_yaml(text, "f")
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{key}: &{key} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, key in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, "more than 10000 values"),
+        ("[" * MAX_BYTES, "nest deeper than 30"),
+        ("- " * (MAX_BYTES // 2), "nest deeper than 30"),
+        ("[a, " * (MAX_BYTES // 4), "nest deeper than 30"),
+        ("- a\n" * (MAX_BYTES // 4), "more than 10000 values"),
+        ("x" * (MAX_BYTES + 1), "it has 100001 bytes"),
+    ],
+    ids=["billion laughs", "brackets", "dashes", "nested lists", "long list", "long file"],
+)
+def test_hostile_texts_are_bounded(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_yaml(text, "f")
+
+
+# Letters that mean something to YAML, so that random texts get further than the first word.
+YAML_TEXT = st.text(st.sampled_from("ab:1-[]{}&*!|>'\"%@#?,<~ \n\t\\.e_0\ud800é\x85\ufeff"))
+
+
+@given(st.one_of(st.text(), YAML_TEXT))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    said = "cannot read f: "
+    try:
+        parse_yaml(text, "f")
+    except ConfigError as error:
+        said = str(error)
+    assert said.startswith("cannot read f: ")
+
+
+def test_what_was_written_stands_in_a_message_as_it_was_written() -> None:
+    said = in_file_words("cannot read 'end=5' as a time: it has no unit; write maximum=8")
+    assert said == "cannot read 'end=5' as a time: it has no unit; write maximum: 8"

@@ -1,0 +1,231 @@
+"""Each way to write a batch size, and the policy it becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stretto.batching import (
+    AtLeast,
+    AtMost,
+    BatchSizePolicy,
+    DoublingRamp,
+    Fixed,
+    Hysteresis,
+    LinearRamp,
+    Monotone,
+    MultipleOf,
+    NoiseScale,
+    NormTest,
+    PeriodSizes,
+    Plateau,
+    PowerOfTwo,
+    SizeFunction,
+    StagedRamp,
+    Steps,
+    as_policy,
+)
+from stretto.config.run import RunConfig
+from stretto.config.values.batch_sizes import build_batch_size
+from stretto.config.values.context import Building
+from stretto.errors import ConfigError
+from stretto.timing import Timestamp
+
+RUN = {"max_duration": "2ep", "data": {"target": "a:b"}}
+NOISY = {"noise_scale": 0.3, "start": 8, "maximum": 100}
+
+
+def policy(value: Any, building: Building | None = None) -> BatchSizePolicy:
+    config = RunConfig.parse(RUN | {"batch_size": value})
+    return build_batch_size(config.batch_size, building or Building(), ("batch_size",))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (64, Fixed(64)),
+        ("64", Fixed(64)),
+        ("0tok:768 250Btok:1536", Steps("0tok:768 250Btok:1536")),
+        ({"0ep": 8, "10%": 16}, Steps("0ep:8 10%:16")),
+        ({"size": 8, "at_most": 4}, AtMost(Fixed(8), 4)),
+        ({"steps": {"0ep": 8, "1ep": 16}}, Steps("0ep:8 1ep:16")),
+        ({"steps": "0ep:8 1ep:16"}, Steps("0ep:8 1ep:16")),
+        ({"ramp": "double", "start": 8, "end": 64, "over": "40%"}, DoublingRamp(8, 64, "40%")),
+        (
+            {"ramp": "linear", "start": 8, "end": 64, "over": "1ep", "increment": 8},
+            LinearRamp(8, 64, "1ep", increment=8),
+        ),
+        (
+            {"ramp": "stages", "sizes": [8, 24, 64], "over": "1Mtok"},
+            StagedRamp([8, 24, 64], "1Mtok"),
+        ),
+        (
+            {"ramp": "linear", "start": 8, "end": 64, "over": "1ep", "equal": "batches"},
+            LinearRamp(8, 64, "1ep", equal="batches"),
+        ),
+        (
+            {"ramp": "double", "start": 8, "end": 64, "over": "1ep", "equal": "batches"},
+            DoublingRamp(8, 64, "1ep", equal="batches"),
+        ),
+        (
+            {"ramp": "stages", "sizes": [8, 64], "over": "1ep", "equal": "batches"},
+            StagedRamp([8, 64], "1ep", equal="batches"),
+        ),
+        (
+            {
+                "periods": [
+                    {"duration": "10%", "size": 8},
+                    {"duration": "rest", "ramp": "double", "start": 8, "end": 32, "over": "50%"},
+                ]
+            },
+            PeriodSizes([("10%", 8), ("rest", DoublingRamp(8, 32, "50%"))]),
+        ),
+        (
+            {"size": 100, "power_of_two": "down", "monotone": True, "at_least": 32},
+            AtLeast(Monotone(PowerOfTwo(Fixed(100))), 32),
+        ),
+        (
+            {"noise_scale": 0.3, "start": 8, "maximum": 64, "power_of_two": "down"},
+            PowerOfTwo(NoiseScale(8, 64, c=0.3)),
+        ),
+        (
+            {"noise_scale": 3, "power": 0.5, "start": 8, "maximum": 64},
+            NoiseScale(8, 64, c=3, power=0.5),
+        ),
+        (
+            {"norm_test": 0.5, "start": 8, "maximum": 64, "window": 10},
+            NormTest(8, 64, eta=0.5, window=10),
+        ),
+        (
+            {"plateau": "test/loss", "start": 8, "maximum": 64, "mode": "max", "patience": 4},
+            Plateau("test/loss", start=8, maximum=64, mode="max", patience=4),
+        ),
+        ({"size": 100, "hysteresis": 1.5}, Hysteresis(Fixed(100), 1.5)),
+        ({"size": 100, "multiple_of": 16}, MultipleOf(Fixed(100), 16)),
+    ],
+)
+def test_ways_to_write_it(value: Any, expected: BatchSizePolicy) -> None:
+    assert policy(value) == expected
+
+
+@pytest.mark.parametrize(
+    "words", [{"start": 8, "end": 64}, {"power": 0.5, "start": 8, "maximum": 64}]
+)
+def test_words_of_a_way_without_the_one_that_names_it(words: dict[str, Any]) -> None:
+    """The word 'start' is near to 'target', and nobody has meant that."""
+    with pytest.raises(ConfigError, match=r"write a number, '0ep:8 1ep:16', or for example"):
+        policy(words)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"ramp": "double", "start": 8, "end": 64, "over": "40%", "at_most": 32},
+        {"steps": "0ep:8 1ep:16", "multiple_of": 4, "monotone": True, "at_least": 8},
+        {"size": 100, "power_of_two": "up", "hysteresis": 2},
+        {"periods": [{"duration": "10%", "size": 8}, {"duration": "rest", "steps": "0ep:4"}]},
+    ],
+)
+def test_says_the_same_as_in_python(value: Any) -> None:
+    assert policy(value) == as_policy(value)
+
+
+def test_what_is_even_may_be_beyond_the_maximum_of_what_is_measured() -> None:
+    with pytest.raises(ConfigError, match=r"cannot use maximum: 100.*write 128"):
+        policy(NOISY | {"even": True}, Building(32, 4))
+    policy(NOISY | {"even": True}, Building(16, 4))
+
+
+def test_what_is_even_may_be_beyond_the_minimum_of_what_is_measured() -> None:
+    with pytest.raises(ConfigError, match=r"cannot use start: 8.*a multiple of 6; write 6 or 12"):
+        policy(NOISY | {"even": True}, Building(2, 3))
+    policy(NOISY | {"even": True, "at_least": 12}, Building(2, 3))
+    policy(NOISY | {"even": True}, Building(4, 3))  # which lifts it to 12
+
+
+def test_even_goes_by_ranks_and_micro_batches() -> None:
+    assert policy({"size": 100, "even": True}, Building(4, 3)) == MultipleOf(Fixed(100), 12)
+
+
+def test_a_rampup_starts_from_the_lowest_size_possible_or_from_the_one_stated() -> None:
+    value = {"rampup": 96, "over": "10%"}
+    building = Building(world_size=4, micro_batch_size=3)
+    assert policy(value, building) == DoublingRamp(12, 96, "10%")
+    stated = value | {"initial_global_train_batch_size": 24}
+    assert policy(stated, building) == DoublingRamp(24, 96, "10%")
+    with pytest.raises(ConfigError, match="96 as the final batch size: it is not a multiple of"):
+        policy(value, Building(world_size=2, micro_batch_size=5))
+    with pytest.raises(ConfigError, match="states no micro-batch size; write micro_batch_size: 8"):
+        policy(value, Building(world_size=2))
+
+
+def test_even_and_a_multiple_are_both_kept() -> None:
+    both = policy({"size": 100, "even": True, "multiple_of": 6}, Building(1, 4))
+    assert both == MultipleOf(Fixed(100), 12)
+
+
+def test_functions(project: str) -> None:
+    plain = policy({"target": f"{project}:grow", "every": "1ep", "planned": False})
+    assert repr(plain) == "SizeFunction(grow, every='1ep', planned=False)"
+    partly = policy({"target": f"{project}:grow", "step": 2})
+    assert isinstance(partly, SizeFunction)
+    assert partly.function(Timestamp(), 10) == 12
+    increase = {"increase": {"target": f"{project}:grow_each_epoch"}, "start": 4}
+    capped = policy(increase | {"max_batch_size": 64})
+    assert repr(capped) == "IncreaseFunction(grow_each_epoch, 4, 64)"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([8, 16], "cannot use .8, 16. as batch_size: it is not a whole number"),
+        ({}, "it is none of the things that can stand here"),
+        ({"at_most": 8}, "it is none of the things that can stand here"),
+        ("8 16", "cannot read '8 16' as batch size steps"),
+        ("0ep:8 1ep:0", "cannot use 0 as a batch size"),
+        ({"1ep": 8}, "the first one does not start at 0"),
+        ({"0ep": 8, "1": 16}, "it has no unit"),
+        ({"ramp": "duble", "start": 8, "end": 64, "over": "1ep"}, "did you mean 'double'?"),
+        ({"ramp": "cubic", "start": 8, "end": 64, "over": "1ep"}, "write 'double', 'linear' or"),
+        ({"ramps": "double", "start": 8, "end": 64, "over": "1ep"}, "did you mean 'ramp'?"),
+        (
+            {"ramp": "double", "start": 8, "over": "1ep"},
+            "it has no 'end'; write for example 'end: 64",
+        ),
+        ({"ramp": "double", "start": 64, "end": 8, "over": "1ep"}, "a ramp does not shrink"),
+        ({"ramp": "linear", "start": 8, "end": 64, "over": 3}, "cannot read '3' as a time"),
+        ({"size": 8, "duration": "1ep"}, "cannot use the key 'duration'"),
+        ({"periods": []}, "it is empty"),
+        ({"periods": [{"size": 8}]}, "it has no 'duration'"),
+        ({"periods": [8]}, "write for example {duration: 10%, size: 8}"),
+        ({"periods": [{"duration": "-1ep", "size": 8}]}, "it is not longer than 0"),
+        ({"size": 64, "multiple_of": 16, "at_most": 40}, "write 32 or 48"),
+        ({"size": 64, "power_of_two": "up", "at_least": 3}, "write 2 or 4"),
+        (
+            {"size": 64, "power_of_two": "up", "multiple_of": 6},
+            "no multiple of 6 is a power of two",
+        ),
+        ({"size": 64, "at_least": 9, "at_most": 8}, "it is not at most 8"),
+        ({"size": 64, "even": "yes"}, "write true"),
+        (NOISY | {"multiple_of": 128}, "cannot use maximum: 100.*write 128"),
+        (NOISY | {"at_least": 200}, "cannot use maximum: 100.*write 200"),
+        (NOISY | {"power_of_two": "up"}, "not a power of two; write 64 or 128"),
+        (NOISY | {"minimum": 1}, "write minimum: 2 or more"),
+        (NOISY | {"minimum": 3, "power_of_two": "down"}, "minimum: 3: .*; write 2 or 4"),
+        (NOISY | {"minimum": 6, "multiple_of": 4}, "minimum: 6: .*; write 4 or 8"),
+        (
+            {"norm_test": 0.5, "start": 9, "maximum": 64, "multiple_of": 8},
+            "start: 9: it is not a multiple of 8; write 8 or 16",
+        ),
+        (NOISY | {"norm_test": 0.5}, "'noise_scale' says what it is already; write 'noise_scale'"),
+        ({"seesaw": 8, "increase_instead_of_decay": 8}, "'seesaw' says what it is already"),
+        ({"size": 8, "sise": 8}, "did you mean 'size'"),
+        ({"size": 8, "wrong": 8}, "the keys here are at_most, at_least"),
+        ({"target": "no_colon"}, "it is not of the form 'package.module:attribute'"),
+        ({"increase": {"target": "a:b"}, "start": 8, "max_batch_size": 4}, "above max_batch_size"),
+    ],
+)
+def test_what_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        policy(value)

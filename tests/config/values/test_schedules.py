@@ -1,0 +1,139 @@
+"""Each way to write a schedule, and the schedule it becomes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from stretto import schedules as all_schedules
+from stretto.config.run import RunConfig
+from stretto.config.values.context import Building
+from stretto.config.values.schedules import KINDS, WrittenCurve, build_schedule
+from stretto.errors import ConfigError
+from stretto.schedules import (
+    WSD,
+    Constant,
+    Cosine,
+    CosineRestarts,
+    Curve,
+    Custom,
+    Exponential,
+    InverseSqrt,
+    Linear,
+    MultiStep,
+    Periods,
+    Polynomial,
+    Product,
+    Schedule,
+    Step,
+)
+from stretto.timing import Horizon, Timestamp
+
+RUN = {"max_duration": "2ep", "data": {"target": "a:b"}, "batch_size": 8}
+
+
+def schedule(value: Any) -> Schedule:
+    config = RunConfig.parse(RUN | {"schedules": {"lr": value}})
+    return build_schedule(config.schedules["lr"], Building(), ("schedules", "lr"))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.5, Constant(0.5)),
+        (2, Constant(2.0)),
+        ({"constant": {}}, Constant()),
+        ({"constant": {"value": 0.3, "warmup": "5%"}}, Constant(0.3, warmup="5%")),
+        ({"linear": {"start": 0, "end": 1.0}}, Linear(0, 1)),
+        ({"cosine": {"end": 0.1, "warmup": "5%"}}, Cosine(end=0.1, warmup="5%")),
+        (
+            {"cosine_restarts": {"t_0": "1ep", "multiplier": 2}},
+            CosineRestarts("1ep", 2),
+        ),
+        ({"polynomial": {"power": 2, "over": "1ep"}}, Polynomial(power=2, over="1ep")),
+        ({"exponential": {"every": "1ep", "gamma": 0.9}}, Exponential("1ep", 0.9)),
+        ({"step": {"every": "30ep"}}, Step("30ep")),
+        ({"multi_step": {"milestones": ["50%", "75%"]}}, MultiStep(["50%", "75%"])),
+        ({"inverse_sqrt": {"warmup": "100ba"}}, InverseSqrt(warmup="100ba")),
+        ({"wsd": {"decay": "20%", "shape": "1-sqrt"}}, WSD("20%", shape="1-sqrt")),
+        ([0.5, {"cosine": {}}], Product(Constant(0.5), Cosine())),
+        ([{"cosine": {}}], Cosine()),
+        (
+            {
+                "periods": [
+                    {"duration": "5%", "linear": {"start": 0.05, "end": 1.0}},
+                    {"duration": "rest", "cosine": {"end": 0.1}},
+                ]
+            },
+            Periods([("5%", Linear(0.05, 1.0)), ("rest", Cosine(end=0.1))]),
+        ),
+    ],
+)
+def test_ways_to_write_it(value: Any, expected: Schedule) -> None:
+    assert schedule(value) == expected
+
+
+def test_every_schedule_can_be_written() -> None:
+    kinds = {
+        value
+        for value in vars(all_schedules).values()
+        if inspect.isclass(value) and issubclass(value, Schedule) and value is not Schedule
+    }
+    # Curve and Custom hold a function, which a target names; periods and products hold schedules.
+    assert kinds - set(KINDS.values()) == {Curve, Custom, Periods, Product}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_keys_are_the_arguments(name: str) -> None:
+    (section, _) = WrittenCurve.model_fields[name].annotation.__args__  # type: ignore[union-attr]
+    parameters = inspect.signature(KINDS[name]).parameters
+    assert list(section.model_fields) == list(parameters)
+    for key, field in section.model_fields.items():
+        default = parameters[key].default
+        assert field.is_required() == (default is inspect.Parameter.empty)
+        assert field.is_required() or field.default == default
+        assert field.description, f"{name}.{key} is described in its class"
+
+
+def test_functions(project: str) -> None:
+    config = RunConfig.parse(
+        RUN | {"schedules": {"lr": {"target": f"{project}:halve_each_epoch", "base": 0.25}}}
+    )
+    built = build_schedule(config.schedules["lr"], Building(), ("schedules", "lr"))
+    factor = built.bind(Horizon("2ep"))
+    assert factor(Timestamp(epoch=1)) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("cosine", "write for example {cosine"),
+        (True, "it is not a number"),
+        ({}, "cannot follow no schedule: its kind is not said"),
+        ({"cosine": None}, "cannot follow no schedule"),
+        ({"cosin": {}}, "did you mean 'cosine'?"),
+        ({"cosine": {"ends": 0.1}}, "did you mean 'end'?"),
+        ({"cosine": {}, "linear": {}}, "cannot follow linear and cosine at once"),
+        ({"cosine": {"end": -0.1}}, "it is negative|at least 0"),
+        ({"cosine": {"warmup": "5"}}, "it has no unit"),
+        ({"cosine": 0.1}, "it is not a mapping; write .* {start: ...}"),
+        ({"constant": 0.1}, r"such as {value: ...} \(its keys are value, warmup, warmup_start\)"),
+        ({"exponential": {"every": "1ep"}}, "it has no 'gamma'; write for example 'gamma: 0.1'"),
+        ({"cosine_restarts": {"t_0": "1ep", "multiplier": 1.5}}, "it is not a whole number"),
+        ({"wsd": {"decay": "20%", "shape": "cosin"}}, "did you mean 'cosine'?"),
+        ({"multi_step": {"milestones": "50%"}}, "it is not a list"),
+        ({"cosine": {}, "duration": "5%"}, "cannot use the key 'duration'"),
+        ({"periods": [{"cosine": {}}]}, "it has no 'duration'"),
+        ({"periods": [{"duration": "5%"}]}, "cannot follow no schedule"),
+        ({"periods": []}, "it is empty"),
+        ({"periods": [0.5]}, "write for example {duration: 5%"),
+        ([], "it is empty"),
+        ([[0.5]], "write for example {cosine: {end: 0.1}}, or a number"),
+        ({"target": "a.b"}, "write 'a:b'"),
+    ],
+)
+def test_what_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        schedule(value)
