@@ -26,8 +26,7 @@ import torch
 from machine import processor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from stretto import StepLoader, Timestamp
-from stretto.batching import SizeFunction
+from stretto import SizeFunction, StepLoader, Timestamp
 
 RESULTS = Path(__file__).parent / "results"
 BATCH_SIZE = 64

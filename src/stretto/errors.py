@@ -55,15 +55,7 @@ def shown(value: object) -> str:
 
 
 class StrettoError(Exception):
-    """The root of all errors that stretto raises on purpose.
-
-    >>> from stretto import Time
-    >>> try:
-    ...     Time("3 weeks")
-    ... except StrettoError as error:
-    ...     type(error).__name__
-    'TimeError'
-    """
+    """The root of all errors that stretto raises on purpose."""
 
 
 class TimeError(StrettoError, ValueError):

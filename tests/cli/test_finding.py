@@ -67,8 +67,7 @@ def test_for_a_device_that_is_not_here(wide: Path, stretto: Stretto) -> None:
 
 NOISY = """
 
-from stretto import BatchSizePolicy
-from stretto.batching import BoundPolicy
+from stretto import BatchSizePolicy, BoundPolicy
 
 
 class Noisy(BatchSizePolicy, BoundPolicy):

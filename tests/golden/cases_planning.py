@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stretto.batching import DoublingRamp, SizeFunction, Steps
-from stretto.planning import PlannedSizes, plan, resolve_horizon
-from stretto.schedules import Linear, StepDecay
+from stretto.planning import PlannedSizes, plan, prepare
+from stretto.schedules import Linear, Step
 from stretto.timing import Horizon
 
 RUN = Horizon("2ep", dataset_num_samples=1000)
@@ -44,7 +44,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         lambda: plan(
             Horizon("2ep", dataset_num_samples=1000, dataset_num_tokens=5000),
             8,
-            schedules={"lr": StepDecay("900tok")},
+            schedules={"lr": Step("900tok")},
             tracks_tokens=False,
         ),
     ),
@@ -54,6 +54,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ),
     (
         "planning-mixed-units",
-        lambda: Linear(warmup="10ba").bind(resolve_horizon(RUN, MEASURED)),
+        lambda: Linear(warmup="10ba").bind(prepare(RUN, MEASURED).horizon),
     ),
 ]

@@ -35,8 +35,8 @@ from stretto.errors import (
     ScheduleError,
     TimeError,
 )
-from stretto.planning import advance, check_least, plan, resolve_horizon, walk
-from stretto.schedules import Constant, Cosine, Linear, Periods, StepDecay
+from stretto.planning import advance, check_least, plan, prepare, walk
+from stretto.schedules import Constant, Cosine, Linear, Periods, Step
 from stretto.timing import At, BatchSizes, Every, Horizon, LastBatch, Time, Timestamp, TimeUnit
 
 HORIZON = Horizon("2ep", dataset_num_samples=1000)
@@ -157,7 +157,7 @@ def test_a_plan_is_the_batch_sizes_of_a_horizon() -> None:
     horizon = HORIZON.with_batch_sizes(planned)
     assert horizon.convert("63ba", "sp") == Time("504sp")
     assert horizon.convert("1ep", "ba") == Time("94ba")
-    assert resolve_horizon(HORIZON, DoublingRamp(8, 32, "50%")) == planned.horizon
+    assert prepare(HORIZON, DoublingRamp(8, 32, "50%")).horizon == planned.horizon
 
 
 @given(
@@ -264,7 +264,7 @@ def test_stages_that_are_over_are_not_checked_again() -> None:
     [
         (Horizon("100tok"), {}, r"run for 100tok: .*cannot count .*\(max_duration\)"),
         (HORIZON, {"policy": Steps("0tok:8 100tok:16")}, r"with the batch size.*\(batch_size\)"),
-        (HORIZON, {"schedules": {"lr": StepDecay("9tok")}}, r"with a schedule.*\(lr\)"),
+        (HORIZON, {"schedules": {"lr": Step("9tok")}}, r"with a schedule.*\(lr\)"),
         (HORIZON, {"triggers": {"evaluate": "9tok"}}, r"wait for tokens.*\(evaluate\)"),
     ],
     ids=["run", "policy", "schedule", "trigger"],
@@ -305,7 +305,7 @@ def test_what_only_the_run_knows_is_left_out_of_the_plan() -> None:
         HORIZON,
         8,
         schedules={
-            "lr": StepDecay("900tok"),
+            "lr": Step("900tok"),
             "lr@head": lambda timer: 1 / (1 + float(timer.get("sec"))),
             "weight_decay": 0.1,
         },

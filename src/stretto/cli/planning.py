@@ -11,7 +11,13 @@ import typer
 from stretto.batching import BatchSizePolicy
 from stretto.cli.files import PLAN, add_working_folder, read_arguments
 from stretto.config.building.data import data_sizes
-from stretto.config.building.plans import build_run, ends_of, plan_of, scales_rate
+from stretto.config.building.plans import (
+    build_run,
+    ends_of,
+    plan_of,
+    prepare_run,
+    scales_rate,
+)
 from stretto.errors import ConfigError, PlanError, cannot
 from stretto.planning import Plan
 
@@ -45,22 +51,23 @@ def plan(
             config = config.model_copy(update=found)
     ranks = ranks or config.world_size or 1
     run = build_run(config, data_sizes(config, source=source), source=source, world_size=ranks)
-    scales = scales_rate(config)
-    if scales:
+    if scales_rate(config):
         typer.echo(
             "not planned: AdaScale multiplies the learning rate by what it measures", err=True
         )
-    ends = ends_of(config, run, source=source, world_size=ranks)
-    if ends is not None:
+    prepared = prepare_run(config, run, source)
+    bounds = prepared.decided_between
+    if bounds is not None:
         _refuse(
             {"--plot": plot, "--against": against, "--batches": batches},
             why="it decides its batch sizes as it goes, so no plan knows each batch",
             instead="leave it out to see what the least and the largest sizes would do, or "
             "see what a run has done with 'stretto report RUN_FOLDER'",
         )
+        ends = ends_of(config, run, bounds, source=source, world_size=ranks)
         _print_ends(run.policy, ends, as_json=as_json)
         return
-    planned = plan_of(config, run, source=source, world_size=ranks)
+    planned = plan_of(config, prepared, source=source, world_size=ranks)
     if not planned.is_exact:
         _refuse(
             {"--against": against, "--batches": batches},
@@ -73,13 +80,11 @@ def plan(
         draw_plan(planned, plot, unit=unit)
         typer.echo(f"drew {plot}", err=True)
     if against is not None:
-        _compare(planned, against, ignores_rate=scales)
+        _compare(planned, against, ignores_rate=scales_rate(config))
     elif batches:
         _print_batches(planned, as_json=as_json)
-    elif as_json:
-        typer.echo(json.dumps(planned.to_json(), indent=2))
     else:
-        typer.echo(planned.table())
+        typer.echo(json.dumps(planned.to_json(), indent=2) if as_json else planned.table())
 
 
 def _print_ends(policy: BatchSizePolicy, ends: tuple[Plan, Plan], *, as_json: bool) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from stretto.cli.files import add_working_folder, read_arguments
 from stretto.config.building.data import data_sizes
-from stretto.config.building.plans import build_run, plan_of
+from stretto.config.building.plans import build_run, plan_of, prepare_run
 from stretto.errors import ConfigError, PlanError, cannot
 from stretto.report.run import read_metrics
 from stretto.report.run_table import run_table
@@ -33,7 +33,7 @@ def report(folder: Path, *, plot: Path | None, unit: str | None) -> None:
     config, source = read_arguments([], folder=folder)
     run = build_run(config, data_sizes(config, source=source), source=source)
     try:
-        plan = plan_of(config, run, source=source)
+        plan = plan_of(config, prepare_run(config, run, source), source=source)
     except PlanError:
         plan = None  # only the run could tell its batch sizes
     draw_run(folder, plot, horizon=run.horizon, plan=plan, unit=unit)

@@ -18,7 +18,7 @@ from stretto.config.files import RunFile, dump_run_file, read_run_file
 from stretto.config.reading.overrides import parse_override
 from stretto.config.run import RunConfig
 from stretto.errors import ConfigError, cannot
-from stretto.planning import UnknownSizes, bound_of, decided_between
+from stretto.planning import UnknownSizes, bound_of
 from stretto.timing import TimeUnit
 from stretto.training import Callback
 from stretto.training.algorithms import NoiseReport
@@ -197,7 +197,7 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
     name = type(trainer.model).__name__
     yield f"{path.name}: {name} with {parameters:,} parameters, in {trainer.folder}"
     plan, run = trainer.plan, trainer.horizon.max_duration
-    bounds = decided_between(trainer.horizon, trainer.loader.policy)
+    bounds = trainer.loader.prepared.decided_between
     if bounds is not None:
         many = f"batches of {bounds[0]:,} to {bounds[1]:,} samples"
         yield f"run of {run}: {many}, which it decides as it goes"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, final
 
-from stretto.batching import NO_SIGNALS, BatchSizePolicy, PolicyLike, Signals, as_policy
+from stretto.batching import NO_SIGNALS, BatchSizePolicy, PolicyLike, Signals
 from stretto.data import state as saved
 from stretto.data.decisions import Decisions
 from stretto.data.fetching.feed import Draw
@@ -19,7 +19,7 @@ from stretto.data.spec import Collate, DataSpec
 from stretto.data.step import Step, weighed
 from stretto.data.token_counter import TokenCounter
 from stretto.errors import DataError, cannot
-from stretto.planning import PlannedSizes, StepPlan, resolve_horizon, tick
+from stretto.planning import PlannedSizes, Prepared, StepPlan, prepare, tick
 from stretto.timing import Horizon, LastBatch, TimeLike, Timer, Timestamp, TimeUnit
 
 
@@ -46,7 +46,8 @@ class StepLoader(Iterator[Step]):
         data: a map-style data set, a `DataLoader`, an iterable of collated batches, or a
             `DataSpec` of one of them.
         batch_size: samples of one step over all ranks: a number, a text such as
-            `"0tok:768 250Btok:1536"`, a function, or a policy.
+            `"0tok:768 250Btok:1536"`, a function, or a policy. Or a run that `prepare` has bound,
+            without `max_duration` and `last_batch`.
         max_duration: how long the run is, in any unit but `dur`.
         micro_batch_size: the most samples of one micro-batch; None: a rank's whole share.
         seed: the seed of the order (and of keyed randomness); nothing else depends on it.
@@ -73,9 +74,9 @@ class StepLoader(Iterator[Step]):
     def __init__(
         self,
         data: Any,
-        batch_size: PolicyLike,
+        batch_size: PolicyLike | Prepared,
         *,
-        max_duration: TimeLike,
+        max_duration: TimeLike | None = None,
         micro_batch_size: int | None = None,
         seed: int = 0,
         shuffle: bool | None = None,
@@ -91,19 +92,12 @@ class StepLoader(Iterator[Step]):
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         spec = DataSpec.of(data)
-        self.policy: BatchSizePolicy = as_policy(batch_size)
+        self.prepared = _prepared(spec, batch_size, max_duration, last_batch)
         self._part = part_of(rank, world_size, micro_batch_size)
-        run = Horizon(
-            max_duration,
-            dataset_num_samples=spec.known_num_samples,
-            dataset_num_tokens=spec.known_num_tokens,
-            tokens_per_sample=spec.known_tokens_per_sample,
-            last_batch=spec.last_batch if last_batch is None else last_batch,
-        )
-        self.horizon = resolve_horizon(run, self.policy)
+        self.policy: BatchSizePolicy = self.prepared.policy
+        self.horizon = self.prepared.horizon
         self.timer = Timer(self.horizon, clock=clock)
-        bound = self.policy.bind(run)
-        self._is_planned = isinstance(self.horizon.batch_sizes, PlannedSizes)
+        bound = self.prepared.bound_policy
         self._reading = Reading(
             spec,
             Workers(
@@ -118,15 +112,17 @@ class StepLoader(Iterator[Step]):
             is_keyed=keyed_randomness,
             chunk_size=chunk_size,
         )
-        self._needs_tokens = _reads(run, bound.units, TimeUnit.TOKEN)
-        self._source: Source = make_source(self._reading, self.horizon, is_planned=self._is_planned)
+        self._needs_tokens = _reads(self.horizon, bound.units, TimeUnit.TOKEN)
+        self._source: Source = make_source(self._reading, self.horizon, is_planned=self.is_planned)
         self._tokens = TokenCounter(spec, self._source, is_needed=self._needs_tokens)
         # Where only the clock can tell when the run is over, it is asked before each step.
-        self._asks_clock = self.horizon.end_sample is None and run.max_duration.unit != "ba"
-        self._reads_seconds = _reads(run, bound.units, TimeUnit.SECOND)
+        self._asks_clock = (
+            self.horizon.end_sample is None and self.horizon.max_duration.unit != "ba"
+        )
+        self._reads_seconds = _reads(self.horizon, bound.units, TimeUnit.SECOND)
         self._draws: Iterator[Draw] | None = None
         self._pending: tuple[Step, Draw] | None = None
-        self._decisions = Decisions(run, bound, self.timer)
+        self._decisions = Decisions(self.horizon, bound, self.timer)
         self.reads = bound.reads
         """The signals that the policy reads (see `BoundPolicy.reads`)."""
         self.has_dropped_state = False
@@ -159,7 +155,7 @@ class StepLoader(Iterator[Step]):
         Not if sizes follow measurements, the wall clock, or tokens that have to be counted; nor if
         an epoch of unknown length may end inside a batch.
         """
-        return self._is_planned
+        return self.prepared.is_planned
 
     @property
     def tracks_tokens(self) -> bool:
@@ -343,7 +339,7 @@ class StepLoader(Iterator[Step]):
         self._part = part_of(self._part.rank, self._part.world_size, size)
         self._reading = replace(self._reading, part=self._part)
         self.close()
-        self._source = make_source(self._reading, self.horizon, is_planned=self._is_planned)
+        self._source = make_source(self._reading, self.horizon, is_planned=self.is_planned)
         self._tokens = TokenCounter(self._reading.spec, self._source, is_needed=self._needs_tokens)
 
     def close(self) -> None:
@@ -395,7 +391,7 @@ class StepLoader(Iterator[Step]):
                 saved.order_record(self._source.order, is_sharded=bool(self.spec.sharded)),
             )
             self.timer.load_state_dict(state["clock"])
-            bound = self.policy.bind(self.horizon.with_batch_sizes(None))
+            bound = self.prepared.bound_policy
             own = saved.policy_state(self.policy, bound, state["policy"])
             saved.check_state(bound, self.timer.timestamp, own or {})
             self.has_dropped_state = bool(state["policy"]["state"]) and own is None
@@ -407,7 +403,7 @@ class StepLoader(Iterator[Step]):
     def _open(self) -> Iterator[Draw]:
         if self._part.world_size > 1:
             now, decide = self.timer.timestamp, self._decisions.decide
-            check_shares(self._part, self.horizon, self.policy, now, decide)
+            check_shares(self._part, self.prepared, now, decide)
             self._source.check_streams()
         self.timer.start()  # what was done before the first step is not the run's time
         decisions = self._decisions
@@ -458,6 +454,36 @@ class StepLoader(Iterator[Step]):
         timer.update(samples=size, tokens=tokens, seconds=seconds)
         for carried in draw.crossings:
             timer.end_epoch(samples=carried, tokens=of_last(carried))
+
+
+def _prepared(
+    spec: DataSpec,
+    batch_size: PolicyLike | Prepared,
+    max_duration: TimeLike | None,
+    last_batch: LastBatch | None,
+) -> Prepared:
+    if isinstance(batch_size, Prepared):
+        return batch_size
+    if max_duration is None:
+        raise DataError(
+            cannot(
+                "load data",
+                why="the length of the run is not known",
+                instead="pass max_duration='90ep', or a run that prepare() has bound",
+            )
+        )
+    return prepare(horizon_of(spec, max_duration, last_batch), batch_size)
+
+
+def horizon_of(spec: DataSpec, max_duration: TimeLike, last_batch: LastBatch | None) -> Horizon:
+    """Return the length of a run over these data, and what is known of them."""
+    return Horizon(
+        max_duration,
+        dataset_num_samples=spec.known_num_samples,
+        dataset_num_tokens=spec.known_num_tokens,
+        tokens_per_sample=spec.known_tokens_per_sample,
+        last_batch=spec.last_batch if last_batch is None else last_batch,
+    )
 
 
 def _reads(run: Horizon, units: frozenset[TimeUnit], unit: TimeUnit) -> bool:

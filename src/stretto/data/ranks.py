@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from stretto.batching import BatchSizePolicy, checked_size
+from stretto.batching import checked_size
 from stretto.data.fetching.feed import Part
 from stretto.errors import DataError, cannot
-from stretto.planning import PlannedSizes, check_least, known_sizes, plan
-from stretto.timing import Horizon, Timestamp
+from stretto.planning import Prepared, check_least
+from stretto.planning.plan import plan_prepared
+from stretto.timing import Timestamp
 from stretto.timing.number import whole
 
 
@@ -55,8 +56,7 @@ def part_of(rank: int | None, world_size: int | None, micro_batch_size: int | No
 
 def check_shares(
     part: Part,
-    horizon: Horizon,
-    policy: BatchSizePolicy,
+    run: Prepared,
     timestamp: Timestamp,
     decide: Callable[[], int],
 ) -> None:
@@ -64,8 +64,7 @@ def check_shares(
 
     Args:
         part: this rank's.
-        horizon: the run.
-        policy: its batch sizes.
+        run: the run.
         timestamp: where it goes on.
         decide: returns the size that comes next.
 
@@ -73,17 +72,16 @@ def check_shares(
         PlanError: a stage that is still to come has fewer samples than there are ranks; or, of
             sizes that the run decides, the least (at its start) or the next one has.
     """
-    if isinstance(known_sizes(horizon, policy), PlannedSizes):
-        plan(
-            horizon,
-            policy,
+    if run.sizes is not None:
+        plan_prepared(
+            run,
             world_size=part.world_size,
             micro_batch_size=part.micro_batch_size,
             resume_at=timestamp,
         )
     else:
-        bound = policy.bind(horizon.with_batch_sizes(None))
-        check_least(bound, world_size=part.world_size, size=decide() if timestamp.batch else None)
+        size = decide() if timestamp.batch else None
+        check_least(run.bound_policy, world_size=part.world_size, size=size)
 
 
 def can_agree() -> bool:

@@ -28,7 +28,7 @@ from stretto.data import Step
 from stretto.data.source import is_shuffled
 from stretto.errors import CheckpointError, ConfigError, TrainingError, cannot
 from stretto.experiments.critical_batch_size import Branch
-from stretto.planning import resolve_horizon
+from stretto.planning import prepare
 from stretto.timing import Horizon, Time, Timer, Timestamp, TimeUnit
 from stretto.training import Callback, Logging, Run, Trainer
 from stretto.training.callback import EVENTS, overrides
@@ -96,7 +96,7 @@ class BranchPoint:
         self._config, self._source = config, source
         self._spec = make_spec(config, source=source)
         self._run = build_run(config, known_sizes(self._spec), source=source)
-        self._horizon = resolve_horizon(self._run.horizon, self._run.policy)
+        self._horizon = prepare(self._run.horizon, self._run.policy).horizon
         self._reader = open_checkpoint(self.path, verify=not is_folder)
         with _reading(self.path, "its records are not those of this run"):
             records = self._reader.records["loader"]

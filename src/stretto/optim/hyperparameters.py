@@ -15,6 +15,7 @@ from stretto.optim.base_values import BaseValue, Place, plain, take_back, write
 from stretto.optim.joined import each_of
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
 from stretto.schedules.names import find_name, parse_name
+from stretto.schedules.product import product_of
 from stretto.timing import Horizon, Timestamp
 
 
@@ -52,6 +53,13 @@ def _records(optimizer: Optimizer) -> list[_Record]:
     return [_Record(number, bases) for number in range(len(optimizer.param_groups))]
 
 
+class _Factor(NamedTuple):
+    """A schedule, and the same bound to the run."""
+
+    schedule: Schedule
+    bound: BoundSchedule
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class _Column:
@@ -61,6 +69,7 @@ class _Column:
     key: str
     index: int | None
     schedule: Schedule
+    bound: BoundSchedule
 
     def read(self, optimizer: Optimizer) -> float:
         """Return the value in force."""
@@ -100,6 +109,7 @@ class Hyperparameters:
         horizon: the run.
         rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, a
             function `size -> factor`; None: not at all.
+        bound: the schedules as `prepare` has bound them to the run; None: they are bound here.
 
     Raises:
         ScheduleError: there is no such hyper-parameter or group, a schedule does not fit the run,
@@ -118,28 +128,25 @@ class Hyperparameters:
         horizon: Horizon,
         *,
         rule: RuleLike | None = None,
+        bound: Mapping[str, BoundSchedule] | None = None,
     ) -> None:
-        _check_kinds(schedules)
+        factors = read_schedules(optimizer, schedules)
         self._rule = NoRule() if rule is None else as_rule(rule)
         # Its groups are looked up each time: loading a state puts new ones in their place.
         self._optimizer = optimizer
         groups = optimizer.param_groups
         _part_tensors(groups)
-        factors = {name: _one(value) for name, value in schedules.items()}
         check_pairs(factors, rule=self._rule)
-        for name in factors:
-            _check(name, groups)
-        if "lr" in groups[0]:
-            # Set even where nothing moves it: else a resumed run would keep the rate it was saved
-            # with, whatever its optimizer is now built with and its plan says.
-            factors = {"lr": as_schedule(1.0), **factors}
+        if bound is None:
+            bound = {name: factor.bind(horizon) for name, factor in factors.items()}
+        each = {name: _Factor(factor, bound[name]) for name, factor in factors.items()}
         records = [record for one in each_of(optimizer) for record in _records(one)]
         self._settings = [
             setting
             for number, (group, record) in enumerate(zip(groups, records, strict=True))
-            for setting in _settings(factors, number, group, horizon, record)
+            for setting in _settings(each, number, group, record)
         ]
-        self._columns = {name: _column(name, factors, groups) for name in factors}
+        self._columns = {name: _column(name, each, groups) for name in each}
         self._base = {name: column.read(optimizer) for name, column in self._columns.items()}
         alone = self._settings[0] if len(self._settings) == 1 else None
         self._only = alone if alone is not None and _is_plain(alone, groups, self._rule) else None
@@ -148,6 +155,11 @@ class Hyperparameters:
     def schedules(self) -> dict[str, Schedule]:
         """What the learning rate and all that is scheduled follow, multiplied: for a plan."""
         return {name: column.schedule for name, column in self._columns.items()}
+
+    @property
+    def bound(self) -> dict[str, BoundSchedule]:
+        """The same, bound to the run."""
+        return {name: column.bound for name, column in self._columns.items()}
 
     @property
     def base(self) -> dict[str, float]:
@@ -189,6 +201,29 @@ class Hyperparameters:
         return {name: column.read(self._optimizer) for name, column in self._columns.items()}
 
 
+def read_schedules(optimizer: Optimizer, schedules: Mapping[str, Any]) -> dict[str, Schedule]:
+    """Return the schedules of an optimizer, each as one, with that of the learning rate.
+
+    Raises:
+        ScheduleError: there is no such hyper-parameter or group, or they are not given by name.
+    """
+    if not isinstance(schedules, Mapping):
+        raise ScheduleError(
+            cannot(
+                f"read {shown(schedules)} as schedules",
+                why="it does not say what each is for",
+                instead="write {'lr': ...}",
+            )
+        )
+    found = {name: _one(value) for name, value in schedules.items()}
+    groups = optimizer.param_groups
+    for name in found:
+        _check(name, groups)
+    # Set even where nothing moves it: else a resumed run would keep the rate it was saved with,
+    # whatever its optimizer is now built with and its plan says.
+    return {"lr": as_schedule(1.0), **found} if "lr" in groups[0] else found
+
+
 def _part_tensors(groups: Sequence[dict[str, Any]]) -> None:
     """Give each group its own tensors: torch hands all of them the one that it was given."""
     seen: set[int] = set()
@@ -203,17 +238,6 @@ def _one(value: Any) -> Schedule:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return Product(*value)
     return as_schedule(value)
-
-
-def _check_kinds(schedules: Any) -> None:
-    if not isinstance(schedules, Mapping):
-        raise ScheduleError(
-            cannot(
-                f"read {shown(schedules)} as schedules",
-                why="it does not say what each is for",
-                instead="write {'lr': ...}",
-            )
-        )
 
 
 def _check(text: str, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -235,10 +259,10 @@ def _name(number: int, group: Mapping[str, Any]) -> str:
 
 
 def _of_group(
-    factors: Mapping[str, Schedule], number: int, group: Mapping[str, Any]
-) -> dict[str, dict[int | None, list[Schedule]]]:
+    factors: Mapping[str, _Factor], number: int, group: Mapping[str, Any]
+) -> dict[str, dict[int | None, list[_Factor]]]:
     """What each key of one group follows, by index: that for all, and the group's own."""
-    found: dict[str, dict[int | None, list[Schedule]]] = {}
+    found: dict[str, dict[int | None, list[_Factor]]] = {}
     for text, factor in factors.items():
         name = parse_name(text).of(group)
         if name.group in (None, _name(number, group)):
@@ -251,21 +275,24 @@ def _of_group(
     return found
 
 
-def _product(schedules: Sequence[Schedule]) -> Schedule:
-    if not schedules:
-        return as_schedule(1.0)
-    return schedules[0] if len(schedules) == 1 else Product(*schedules)
+def _product(factors: Sequence[_Factor]) -> _Factor:
+    if not factors:
+        return _Factor(as_schedule(1.0), product_of(()))
+    if len(factors) == 1:
+        return factors[0]
+    return _Factor(
+        Product(*(one.schedule for one in factors)), product_of([one.bound for one in factors])
+    )
 
 
 def _settings(
-    factors: Mapping[str, Schedule],
+    factors: Mapping[str, _Factor],
     number: int,
     group: Mapping[str, Any],
-    horizon: Horizon,
     record: _Record,
 ) -> Iterator[_Setting]:
     for key, followed in _of_group(factors, number, group).items():
-        bound = tuple(_product(each).bind(horizon) for each in followed.values())
+        bound = tuple(_product(each).bound for each in followed.values())
         base = record.bases.setdefault((record.number, key), BaseValue(plain(group[key])))
         yield _Setting(number, key, base, bound, key == "lr")
 
@@ -279,7 +306,7 @@ def _is_plain(
 
 
 def _column(
-    text: str, factors: Mapping[str, Schedule], groups: Sequence[Mapping[str, Any]]
+    text: str, factors: Mapping[str, _Factor], groups: Sequence[Mapping[str, Any]]
 ) -> _Column:
     numbers = {_name(number, group): number for number, group in enumerate(groups)}
     wanted = parse_name(text).group
@@ -288,7 +315,7 @@ def _column(
     followed = _of_group(factors, number, groups[number])[name.key]
     # The first of several values stands for them all.
     index = next(iter(followed)) if name.index is None else name.index
-    return _Column(number, name.key, index, _product(followed[index]))
+    return _Column(number, name.key, index, *_product(followed[index]))
 
 
 def _given(batch_size: int | None) -> int:

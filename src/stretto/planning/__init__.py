@@ -5,7 +5,6 @@ from stretto.planning.clock import (
     StepPlan,
     advance,
     check_plannable,
-    decided_between,
     next_step,
     tick,
     unplannable,
@@ -14,7 +13,8 @@ from stretto.planning.clock import (
 from stretto.planning.events import Event
 from stretto.planning.length import check_length
 from stretto.planning.plan import Plan, PlannedBatch, plan
-from stretto.planning.sizes import PlannedSizes, UnknownSizes, known_sizes, resolve_horizon
+from stretto.planning.prepare import Prepared, prepare
+from stretto.planning.sizes import PlannedSizes, UnknownSizes
 from stretto.planning.stages import FirstLast, Stage, check_least
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Plan",
     "PlannedBatch",
     "PlannedSizes",
+    "Prepared",
     "Stage",
     "StepPlan",
     "UnknownSizes",
@@ -31,11 +32,9 @@ __all__ = [
     "check_least",
     "check_length",
     "check_plannable",
-    "decided_between",
-    "known_sizes",
     "next_step",
     "plan",
-    "resolve_horizon",
+    "prepare",
     "tick",
     "unplannable",
     "walk",

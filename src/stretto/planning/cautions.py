@@ -10,22 +10,28 @@ from stretto.errors import ConversionError
 from stretto.planning.sizes import PlannedSizes
 from stretto.planning.stages import Stage
 from stretto.schedules import Schedule
-from stretto.timing import TimeUnit
+from stretto.timing import Horizon, TimeUnit
 
 
 def warnings_of(
-    sizes: PlannedSizes, stages: Sequence[Stage], *, world_size: int, even: bool
+    horizon: Horizon,
+    sizes: PlannedSizes,
+    stages: Sequence[Stage],
+    *,
+    world_size: int,
+    even: bool,
 ) -> Iterator[str]:
-    """Yield a line for each thing that may not be meant."""
-    horizon = sizes.horizon.with_batch_sizes(None)
+    """Yield a line for each thing that may not be meant; `horizon` has the planned sizes."""
     if sizes.end is None:
         unit = sizes.horizon.max_duration.unit
         measure = "wall time" if unit is TimeUnit.SECOND else "what the data turn out to hold"
         yield f"the run ends by {measure}, so the plan does not know when its last stage is over"
     yield from _cut(sizes, stages, world_size=world_size, even=even)
     yield from _left_out(sizes, stages)
-    yield from _beyond(sizes)
-    yield from sizes.policy.cautions(horizon, max((stage.size for stage in stages), default=0))
+    yield from _beyond(horizon, sizes)
+    yield from sizes.policy.cautions(
+        sizes.horizon, max((stage.size for stage in stages), default=0)
+    )
     bound = bound_of(sizes)
     if bound is not None:
         does = "leaves out samples" if horizon.last_batch == "drop" else "cuts a batch"
@@ -102,9 +108,8 @@ def _left_out(sizes: PlannedSizes, stages: Sequence[Stage]) -> Iterator[str]:
         )
 
 
-def _beyond(sizes: PlannedSizes) -> Iterator[str]:
+def _beyond(horizon: Horizon, sizes: PlannedSizes) -> Iterator[str]:
     """Times of the policy that the run does not reach: usually a ramp longer than the run."""
-    horizon = sizes.horizon.with_batch_sizes(sizes)
     axis = horizon.axis(TimeUnit.DURATION)
     if sizes.end is None:
         return

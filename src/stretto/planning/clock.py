@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import NamedTuple
 
-from stretto.batching.parse import PolicyLike, as_policy
 from stretto.batching.policy import NO_SIGNALS, BoundPolicy, PolicyState, Signals
 from stretto.batching.scheduled.equal import is_countable, next_epoch, outgrows_epoch
 from stretto.errors import BatchSizeError, PlanError, cannot
@@ -298,21 +297,6 @@ def unplannable(horizon: Horizon, policy: BoundPolicy) -> tuple[str, str] | None
     state = policy.start()
     counts = unknown_read(horizon, lambda now: policy.decide(now, state, NO_SIGNALS), [Timestamp()])
     return None if counts is None else _UNKNOWN[counts]
-
-
-def decided_between(horizon: Horizon, policy: PolicyLike) -> tuple[int, int] | None:
-    """Return the smallest and the largest size of a policy that decides during the run.
-
-    None if every size is known before the run, or not even the bounds are.
-
-    >>> from stretto.batching import NoiseScale
-    >>> decided_between(Horizon("1ep"), NoiseScale(8, 64)), decided_between(Horizon("1ep"), 8)
-    ((8, 64), None)
-    """
-    run = horizon.with_batch_sizes(None)
-    bound = as_policy(policy).bind(run)
-    is_known = bound.is_coupled or unplannable(run, bound) is None
-    return None if is_known else bound.bounds
 
 
 _COUNTS = {TimeUnit.EPOCH: "epochs", TimeUnit.TOKEN: "tokens", TimeUnit.SECOND: "the wall clock"}

@@ -8,16 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast, final
 
-from stretto.batching import (
-    BatchSizePolicy,
-    BoundPolicy,
-    NoRule,
-    PolicyLike,
-    RuleLike,
-    as_policy,
-    as_rule,
-    check_pairs,
-)
+from stretto.batching import BatchSizePolicy, BoundPolicy, PolicyLike, RuleLike
 from stretto.batching.policy import as_float, checked_size, checked_world_size
 from stretto.batching.rules import is_learning_rate
 from stretto.batching.split import split
@@ -25,8 +16,8 @@ from stretto.errors import PlanError, cannot, shown
 from stretto.planning.cautions import growth_alone, warnings_of
 from stretto.planning.clock import walk
 from stretto.planning.events import Event, make_event
-from stretto.planning.length import check_length
-from stretto.planning.sizes import PlannedSizes, horizon_of
+from stretto.planning.prepare import Prepared, prepare
+from stretto.planning.sizes import PlannedSizes
 from stretto.planning.stages import (
     Stage,
     Values,
@@ -36,8 +27,8 @@ from stretto.planning.stages import (
     make_stage,
 )
 from stretto.planning.tokens import check_run_tokens, check_tokens
-from stretto.schedules import ScheduleLike, as_schedule
-from stretto.timing import Horizon, TimeLike, Timestamp, Trigger, parse_trigger
+from stretto.schedules import BoundSchedule, ScheduleLike
+from stretto.timing import Horizon, TimeLike, Timestamp, Trigger
 
 
 class PlannedBatch(NamedTuple):
@@ -241,36 +232,64 @@ def plan(
         ConversionError: a time needs a fact that is not known.
         ScheduleError: a schedule does not fit into the run.
     """
+    return plan_prepared(
+        prepare(horizon, policy, schedules=schedules, triggers=triggers, rule=rule),
+        world_size=world_size,
+        micro_batch_size=micro_batch_size,
+        even=even,
+        base=base,
+        tracks_tokens=tracks_tokens,
+        resume_at=resume_at,
+    )
+
+
+def plan_prepared(
+    run: Prepared,
+    *,
+    world_size: int = 1,
+    micro_batch_size: int | None = None,
+    even: bool = False,
+    values: Mapping[str, BoundSchedule] | None = None,
+    base: Mapping[str, float] | None = None,
+    tracks_tokens: bool = True,
+    resume_at: Timestamp | None = None,
+) -> Plan:
+    """Return the plan of a run that `prepare` has bound.
+
+    Args:
+        run: the run.
+        world_size: how many ranks share a batch.
+        micro_batch_size: the most samples that a rank takes at once.
+        even: refuse sizes that are not multiples of `world_size * micro_batch_size`.
+        values: the schedules by hyper-parameter, as an optimizer combines them; None: those of
+            the run.
+        base: what the schedules' factors multiply; 1 where it is left out.
+        tracks_tokens: whether the data can count the tokens of a batch.
+        resume_at: where a run goes on from; stages that are over there are not checked.
+
+    Raises:
+        PlanError: as `plan` does.
+    """
     world_size = checked_world_size(world_size)
     if micro_batch_size is not None:
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
-    read = {name: as_schedule(schedule) for name, schedule in (schedules or {}).items()}
-    policy = as_policy(policy)
-    rule = None if rule is None else as_rule(rule)
-    check_pairs(read, policy=policy, rule=rule)
-    bound_policy = policy.bind(horizon.with_batch_sizes(None))
+    values = run.bound_schedules if values is None else values
     if not tracks_tokens:
-        check_run_tokens(horizon, bound_policy)
-    sizes = PlannedSizes(horizon, policy)
-    check_length(sizes)
-    converts = horizon_of(sizes)
-    horizon = horizon.with_batch_sizes(sizes)
-    bound_triggers = {
-        name: parse_trigger(trigger).bind(converts) for name, trigger in (triggers or {}).items()
-    }
-    bound = {name: schedule.bind(converts) for name, schedule in read.items()}
+        check_run_tokens(run.facts, run.bound_policy)
+    sizes = run.planned_sizes()
     if not tracks_tokens:
-        check_tokens(bound, bound_triggers)
-    known, unknown = known_schedules(sizes, bound)
-    values = hyperparameters(known, _known(base or {}, read), rule or NoRule())
+        check_tokens(values, run.bound_triggers)
+    known, unknown = known_schedules(sizes, values)
+    horizon = run.horizon if sizes.is_exact else run.facts.with_batch_sizes(sizes)
+    at = hyperparameters(known, _known(base or {}, values), run.rule)
     stages = tuple(
         make_stage(
-            horizon,
+            run.facts,
             stretch,
             number,
             world_size=world_size,
             micro_batch_size=micro_batch_size,
-            values=values,
+            values=at,
         )
         for number, stretch in enumerate(sizes.stretches, 1)
     )
@@ -281,7 +300,7 @@ def plan(
                 world_size=world_size,
                 micro_batch_size=micro_batch_size,
                 even=even,
-                is_coupled=bound_policy.is_coupled,
+                is_coupled=run.bound_policy.is_coupled,
             )
     return Plan(
         horizon=horizon,
@@ -289,14 +308,14 @@ def plan(
         world_size=world_size,
         micro_batch_size=micro_batch_size,
         stages=stages,
-        events=tuple(make_event(name, one, sizes) for name, one in bound_triggers.items()),
+        events=tuple(make_event(name, one, sizes) for name, one in run.bound_triggers.items()),
         warnings=(
-            *warnings_of(sizes, stages, world_size=world_size, even=even),
-            *growth_alone(policy, read, rule),
+            *warnings_of(horizon, sizes, stages, world_size=world_size, even=even),
+            *growth_alone(run.policy, run.schedules, run.rule),
             *unknown,
         ),
-        _policy=bound_policy,
-        _values=values,
+        _policy=run.bound_policy,
+        _values=at,
     )
 
 

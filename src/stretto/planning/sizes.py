@@ -9,8 +9,8 @@ from typing import NoReturn, final
 
 from stretto.batching import BatchSizePolicy, BoundPolicy, Hold, PolicyLike, as_policy
 from stretto.batching.scheduled.equal import EqualBatches, end_tick
-from stretto.errors import ConversionError, PlanError, cannot
-from stretto.planning.clock import advance, check_plannable, cut, next_step, unplannable
+from stretto.errors import BatchSizeError, ConversionError, PlanError, cannot
+from stretto.planning.clock import advance, check_plannable, cut, next_step
 from stretto.timing import Horizon, Timestamp
 
 _MOST_DECISIONS = 4096  # 0.1 s; where the end is not known, a policy without a last size has none
@@ -124,10 +124,12 @@ class PlannedSizes:
     Args:
         horizon: the run.
         policy: its batch sizes.
+        bound: the same, bound to the run; None: it is bound here.
+        most_stages: refuse sizes that change more often.
 
     Raises:
         PlanError: the sizes are not known before the run.
-        BatchSizeError: under `drop`, a batch is larger than an epoch.
+        BatchSizeError: under `drop`, a batch is larger than an epoch; or there are too many stages.
     """
 
     horizon: Horizon
@@ -140,10 +142,18 @@ class PlannedSizes:
     _batches: list[int]
     _samples: list[int]
 
-    def __init__(self, horizon: Horizon, policy: PolicyLike) -> None:
+    def __init__(
+        self,
+        horizon: Horizon,
+        policy: PolicyLike,
+        *,
+        bound: BoundPolicy | None = None,
+        most_stages: int | None = None,
+    ) -> None:
         run, policy = horizon.with_batch_sizes(None), as_policy(policy)
         found: list[Stretch] = []
-        end = yield_into(found, stretches(run, policy.bind(run)))
+        walked = stretches(run, policy.bind(run) if bound is None else bound)
+        end = _yield_into(found, walked, most_stages)
         sections = [stretch.batches for stretch in found]
         if end is not None:
             sections.append(_beyond(run, found[-1], end))
@@ -239,16 +249,24 @@ def _beyond(horizon: Horizon, last: Stretch, end: Timestamp) -> EqualBatches:
     return EqualBatches.on(horizon, end, last.batches.size)
 
 
-def yield_into(
-    found: list[Stretch], run: Generator[Stretch, None, Timestamp | None]
+def _yield_into(
+    found: list[Stretch], run: Generator[Stretch, None, Timestamp | None], most: int | None
 ) -> Timestamp | None:
     """Put all that `run` yields into `found`, and return what it returns."""
-    while True:
+    while most is None or len(found) <= most:
         try:
             found.append(next(run))
         except StopIteration as stop:
             end: Timestamp | None = stop.value
             return end
+    # A stage takes about 30 us to plan.
+    raise BatchSizeError(
+        cannot(
+            "plan this run",
+            why=f"its batch size changes more than {most:,} times",
+            instead="write a larger 'increment', or 'planned: false' beside a function",
+        )
+    )
 
 
 @final
@@ -287,43 +305,6 @@ write the time in 'sp', 'ep' or 'dur' like those it goes with
         )
 
 
-def resolve_horizon(horizon: Horizon, policy: PolicyLike) -> Horizon:
-    """Return `horizon` with the batch sizes that `policy` gives, so that all units convert.
-
-    Schedules that mix batches with samples, epochs or tokens are bound to this one. Where the
-    sizes are decided during the run, or an epoch of unknown length may end inside a batch, exactly
-    those are refused, with the unit to use instead.
-
-    >>> from stretto.batching import LinearRamp
-    >>> horizon = Horizon("2ep", dataset_num_samples=100)
-    >>> resolve_horizon(horizon, LinearRamp(4, 20, "1ep")).convert("1ep", "ba")
-    Time('12ba')
-
-    Raises:
-        BatchSizeError: the policy cannot be followed on this run.
-    """
-    sizes = known_sizes(horizon, policy)
-    if isinstance(sizes, UnknownSizes):
-        return horizon.with_batch_sizes(sizes)
-    return horizon_of(sizes)
-
-
-def known_sizes(horizon: Horizon, policy: PolicyLike) -> PlannedSizes | UnknownSizes:
-    """Return the batch sizes as far as they are known before the run.
-
-    Raises:
-        BatchSizeError: the policy cannot be followed on this run.
-    """
-    policy = as_policy(policy)
-    why = unplannable(horizon, policy.bind(horizon.with_batch_sizes(None)))
-    if why is not None:
-        return UnknownSizes(why[0])
-    try:
-        return PlannedSizes(horizon, policy)
-    except PlanError:
-        return UnknownSizes(_ENDLESS)
-
-
 def horizon_of(sizes: PlannedSizes) -> Horizon:
     """Return the horizon of planned sizes, which converts as far as these are exact."""
     if sizes.is_exact:
@@ -336,14 +317,14 @@ def horizon_of(sizes: PlannedSizes) -> Horizon:
     return sizes.horizon.with_batch_sizes(unknown)
 
 
-_ENDLESS = "they may change for ever, and only the run itself can tell when it ends"
+ENDLESS = "they may change for ever, and only the run itself can tell when it ends"
 
 
 def _endless(horizon: Horizon) -> PlanError:
     return PlanError(
         cannot(
             f"plan the batch sizes of a run of {horizon.max_duration}",
-            why=_ENDLESS,
+            why=ENDLESS,
             instead="write max_duration in 'ep', 'sp' or 'ba', or run it without a plan",
         )
     )

@@ -188,9 +188,7 @@ class SupervisedStep(TrainStep):
             TrainingError: the loss is no scalar.
         """
         with _PLAIN if self._dtype is None else self.autocast():
-            loss = self.loss(self.forward_model, batch)
-        if type(loss) is not Tensor or loss.dim():  # a subclass, or an error
-            loss = scalar(loss)
+            loss = scalar(self.loss(self.forward_model, batch))
         # A weight of exactly 1 leaves the loss alone: to the last bit a plain loop's.
         scaled = loss if weight == 1.0 else self._weighted(loss, weight)
         if scaled is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -19,9 +20,9 @@ class Product(Schedule):
 
     Formula: the product of the factors.
 
-    >>> from stretto.schedules import Linear, StepDecay
+    >>> from stretto.schedules import Linear, Step
     >>> from stretto.timing import Horizon, Timestamp
-    >>> factor = (Linear(0, 1, over="4ba") * StepDecay("1ep", 0.5)).bind(Horizon("4ep"))
+    >>> factor = (Linear(0, 1, over="4ba") * Step("1ep", 0.5)).bind(Horizon("4ep"))
     >>> [factor(Timestamp(batch=batch, epoch=batch // 6)) for batch in (0, 2, 4, 6, 12)]
     [0.0, 0.5, 1.0, 0.5, 0.25]
 
@@ -40,7 +41,7 @@ class Product(Schedule):
                 cannot(
                     "multiply no schedules",
                     why="a product has at least one factor",
-                    instead="write Product(Cosine(), StepDecay('1ep'))",
+                    instead="write Product(Cosine(), Step('1ep'))",
                 )
             )
         fill(self, schedules=tuple(as_schedule(schedule) for schedule in schedules))
@@ -51,15 +52,19 @@ class Product(Schedule):
 
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the product over `scope` as a function of the timestamp."""
-        bound = [schedule.within(scope) for schedule in self.schedules]
-
-        def value(timestamp: Timestamp) -> float:
-            product = 1.0
-            for factor in bound:
-                product *= factor(timestamp)
-            return product
-
-        return value
+        return product_of([schedule.within(scope) for schedule in self.schedules])
 
     def __str__(self) -> str:
         return " times ".join(f"({schedule})" for schedule in self.schedules)
+
+
+def product_of(bound: Sequence[BoundSchedule]) -> BoundSchedule:
+    """Return the product of schedules that are bound to one run."""
+
+    def value(timestamp: Timestamp) -> float:
+        product = 1.0
+        for factor in bound:
+            product *= factor(timestamp)
+        return product
+
+    return value

@@ -231,6 +231,8 @@ class Horizon:
         >>> Horizon("100sp").with_batch_sizes(32).convert("2ba", "sp")
         Time('64sp')
         """
+        if batch_sizes is self.batch_sizes:
+            return self
         return self._like(self.max_duration, batch_sizes)
 
     def scaled(self, ratio: Number) -> Horizon:

@@ -42,12 +42,7 @@ class BoundTrigger:
 
 
 class Trigger(ABC):
-    """When something happens: `Every`, `At`, or several joined by `|`.
-
-    >>> fires = (Every("10ba") | At("50%")).bind(Horizon("30ba"))
-    >>> [b + 1 for b in range(30) if fires(Timestamp(batch=b), Timestamp(batch=b + 1))]
-    [10, 15, 20, 30]
-    """
+    """When something happens: `Every`, `At`, or several joined by `|`."""
 
     __slots__ = ()
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
-from stretto.batching import PolicyLike, as_policy
+from stretto.batching import BatchSizePolicy
 from stretto.errors import TrainingError, cannot, shown
 from stretto.schedules import as_schedule
-from stretto.timing import Time, TimeLike
+from stretto.timing import Time, TimeLike, Trigger
 from stretto.timing.conversion import rounded
 from stretto.timing.number import exact
 from stretto.timing.time import Number
@@ -22,15 +22,15 @@ class Timed(NamedTuple):
     """What a `Trainer` is given that has times in it."""
 
     max_duration: TimeLike
-    batch_size: PolicyLike
+    batch_size: BatchSizePolicy
     schedules: Mapping[str, Any]
     evaluations: Sequence[Evaluation]
     checkpoint: Checkpointing | None
     log: Logging
     callbacks: Sequence[Callback]
 
-    def scaled(self, ratio: Number) -> Timed:
-        """Return all of it for a run `ratio` times as long.
+    def scaled(self, ratio: Number | None) -> Timed:
+        """Return all of it for a run `ratio` times as long; None: as it is.
 
         Fractions of the run stay, since they stretch by themselves. Batches, samples and tokens
         come in whole numbers and are rounded up.
@@ -39,6 +39,8 @@ class Timed(NamedTuple):
             TrainingError: the ratio is not above 0.
             TimeError: the ratio is not a finite number.
         """
+        if ratio is None:
+            return self
         factor = exact(ratio)
         if factor <= 0:
             raise TrainingError(
@@ -57,7 +59,7 @@ class Timed(NamedTuple):
         run, log, checkpoint = Time(self.max_duration), self.log, self.checkpoint
         return Timed(
             rounded(run.amount * factor, run.unit),
-            as_policy(self.batch_size).scaled(factor),
+            self.batch_size.scaled(factor),
             {name: stretched(schedule) for name, schedule in self.schedules.items()},
             [replace(one, every=one.trigger.scaled(factor)) for one in self.evaluations],
             checkpoint and replace(checkpoint, every=checkpoint.trigger.scaled(factor)),
@@ -68,3 +70,11 @@ class Timed(NamedTuple):
             ),
             [callback.scaled(factor) for callback in self.callbacks],
         )
+
+    @property
+    def triggers(self) -> dict[str, Trigger]:
+        """What happens now and then, by the name that it has in a plan."""
+        found = {one.name: one.trigger for one in self.evaluations} | {"log": self.log.trigger}
+        if self.checkpoint is not None:
+            found["checkpoint"] = self.checkpoint.trigger
+        return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -16,24 +15,22 @@ from torch.optim import Optimizer
 
 from stretto._location import local_path
 from stretto.batching import PolicyLike, as_policy
-from stretto.data import DataSpec
 from stretto.errors import PlanError, TrainingError
 from stretto.optim import Hyperparameters
 from stretto.optim.joined import joined
-from stretto.planning import Plan
+from stretto.planning import Plan, Prepared
 from stretto.planning.cautions import growth_alone
 from stretto.runtime import TrainStep
 from stretto.schedules import ScheduleLike
 from stretto.timing import Horizon, TimeLike, Timer
 from stretto.timing.time import Number
-from stretto.training.assembly import Assembly
+from stretto.training.assembly import Assembly, make_step
 from stretto.training.callback import Callback, Events
 from stretto.training.checkpointing.callback_state import check_states
 from stretto.training.checkpointing.resuming import find_checkpoint, open_run, open_verified
 from stretto.training.checks import check_parts
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.interrupt import raise_for
-from stretto.training.preparation import make_loader, make_plan, make_step
 from stretto.training.run import Run
 from stretto.training.scaling import Timed
 from stretto.training.settings import (
@@ -45,8 +42,6 @@ from stretto.training.settings import (
     Stepping,
     one_of,
 )
-from stretto.training.stepping.fitting import find_fitting, largest_share, with_found_maximum
-from stretto.training.stepping.measuring import keeps_gradients_apart
 
 if TYPE_CHECKING:
     from stretto.memory import Answer
@@ -97,12 +92,14 @@ class Trainer:
             above that is not a fraction of it. Callbacks that have times are copied
             (`trainer.callbacks`). The number of samples in the data stays.
         folder: where metrics, the ledger and checkpoints go; one for each run.
+        prepared: the same run as `prepare` has bound it before; its parts are used, not bound
+            again, where they are equal to what is asked for here.
 
     Raises:
         StrettoError: something in the settings cannot be; the message says what to write.
     """
 
-    # Sixteen parameters, all but two by keyword: what a run is, one each, the rest in groups.
+    # Seventeen parameters, all but two by keyword: what a run is, one each, the rest in groups.
     def __init__(
         self,
         model: nn.Module | TrainStep,
@@ -122,78 +119,62 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         scale_schedule: Number | None = None,
         folder: str | Path | None = None,
+        prepared: Prepared | None = None,
     ) -> None:
         evaluations = (evaluate,) if isinstance(evaluate, Evaluation) else evaluate or ()
         check_parts(
-            model,
-            optimizer,
-            loss,
-            stepping=stepping,
-            evaluations=evaluations,
-            callbacks=callbacks,
+            model, optimizer, loss, stepping=stepping, evaluations=evaluations, callbacks=callbacks
         )
+        policy = as_policy(batch_size)
         timed = Timed(
-            max_duration, batch_size, schedules or {}, evaluations, checkpoint, log, callbacks
-        )
-        if scale_schedule is not None:
-            timed = timed.scaled(scale_schedule)
-        max_duration, batch_size, schedules, evaluations, checkpoint, log, callbacks = timed
+            max_duration, policy, schedules or {}, evaluations, checkpoint, log, callbacks
+        ).scaled(scale_schedule)
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
-        self.callbacks = tuple(callbacks)
-        """The listeners, in the order in which they are told."""
+        self.callbacks = tuple(timed.callbacks)
+        """The listeners, in the order in which they are called."""
         self.changes: tuple[str, ...] = ()
         """What is set up otherwise than in the checkpoint that was resumed, a line each."""
         self._ranks = Ranks.from_environment(stepping.device, stepping.longest_wait)
         self.step = make_step(model, optimizer, loss, stepping=stepping, ranks=self._ranks)
         """Computes gradients and updates the weights."""
         self.model = self.step.model
-        spec = DataSpec.of(train_data)
-        if any(callback.changes_tokens for callback in callbacks):
-            spec = replace(spec, tokens_vary=True)
         self.optimizer = joined(self.step.optimizers)
         """The optimizer; of several one that has the parameter groups of all, in order."""
-        assembly = Assembly(
+        self._assembly = Assembly(
             step=self.step,
             optimizer=self.optimizer,
-            callbacks=self.callbacks,
+            timed=timed,
             folder=self.folder,
             ranks=self._ranks,
             loading=loading,
             stepping=stepping,
-            evaluations=evaluations,
-            checkpoint=checkpoint,
-            log=log,
         )
-        assembly.compare_ranks(
-            spec,
-            max_duration=str(max_duration),
-            batch_size=as_policy(batch_size),
-            micro_batch_size=micro_batch_size,
-            schedules=schedules,
-        )
-        find = partial(find_fitting, self.step, ranks=self._ranks)
-        measures = partial(keeps_gradients_apart, callbacks=list(map(type, callbacks)))
-        policy, self.found_maximum = with_found_maximum(
-            as_policy(batch_size),
-            spec,
-            max_duration,
-            find,
-            ranks=self._ranks,
-            measures=measures,
-            collate_fn=loading.collate_fn,
-        )
+        self._load(train_data, micro_batch_size, prepared)
+        self._build(finds_micro_batch_size=micro_batch_size == "auto")
+
+    def _load(
+        self,
+        train_data: Any,
+        micro_batch_size: int | Literal["auto"] | None,
+        prepared: Prepared | None,
+    ) -> None:
+        """Bind the run to its data."""
+        assembly = self._assembly
+        spec = assembly.spec(train_data)
+        assembly.compare_ranks(spec, micro_batch_size)
+        policy, self.found_maximum = assembly.find_maximum(spec)
         """What was found for `max_batch_size="auto"`, and how; None where it was given."""
-        self.loader = make_loader(
-            spec,
-            policy,
-            max_duration,
-            None if micro_batch_size == "auto" else micro_batch_size,
-            loading=loading,
-            ranks=self._ranks,
-        )
+        run = assembly.prepare(spec, policy, known=prepared)
+        size = None if micro_batch_size == "auto" else micro_batch_size
+        self.loader = assembly.loader(spec, run, size)
         self.hyperparameters = Hyperparameters(
-            self.optimizer, schedules, self.horizon, rule=stepping.learning_rate_rule
+            self.optimizer, run.schedules, run.horizon, rule=run.rule, bound=run.bound_schedules
         )
+        for line in growth_alone(run.policy, run.schedules, run.rule):
+            warnings.warn(line, UserWarning, stacklevel=4)
+
+    def _build(self, *, finds_micro_batch_size: bool) -> None:
+        """Make what runs, with its plan."""
         self.run = Run(
             self.model,
             self.step.optimizers,
@@ -210,31 +191,19 @@ class Trainer:
         check_states(self.callbacks)
         transforms = events.listeners("transform_batch")
         self.step.transforms = [partial(call, self.run) for call in transforms]
-        self._make_plan = partial(
-            make_plan, self.loader, self.hyperparameters, evaluations, checkpoint, log
-        )
         self.run.plan, self._refusal = self._planned()
-        given = self.hyperparameters.schedules
-        for line in growth_alone(self.loader.policy, given, self.hyperparameters.rule):
-            warnings.warn(line, UserWarning, stacklevel=2)
         self.fitting: Answer | None = None
         """How the micro-batch size was found; None where it was given."""
-        if micro_batch_size == "auto":
-            most = largest_share(self.plan, self.loader)
-            self.fitting = find(
-                loader=self.loader,
-                most=most,
-                accumulates=True,
-                measures_noise=measures(self.loader.reads),
-            )
+        if finds_micro_batch_size:
+            self.fitting = self._assembly.find_micro_batch_size(self.loader, self.plan)
             self.loader.set_micro_batch_size(self.fitting.size)
             self.run.plan, self._refusal = self._planned()
-        self._loop, self._state = assembly.loop(
+        self._loop, self._state = self._assembly.loop(
             self.run,
             events,
             self.loader,
             self.hyperparameters,
-            finds_micro_batch_size=self.fitting is not None,
+            finds_micro_batch_size=finds_micro_batch_size,
         )
         self.run.evaluate_with(self.evaluate)
 
@@ -372,7 +341,9 @@ class Trainer:
         saver = self._loop.saver
         is_own = saver.owns(found)
         self.changes = tuple(self._state.restore(open_verified(found), found, is_own=is_own))
-        self.run.plan = self._make_plan(resume_at=self.timer.timestamp)
+        self.run.plan = self._assembly.plan(
+            self.loader, self.hyperparameters, resume_at=self.timer.timestamp
+        )
         self._refusal = None
         saver.saved_at = self.timer.sample if is_own else None
         return found
@@ -383,7 +354,7 @@ class Trainer:
         A stage that so many ranks cannot share may be over in the checkpoint that is resumed next.
         """
         try:
-            return self._make_plan(), None
+            return self._assembly.plan(self.loader, self.hyperparameters), None
         except PlanError as refusal:
             if self._ranks.world_size == 1:
                 raise

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.batching import SquareRootRule
+from stretto.batching import BoundPolicy, SquareRootRule, Steps
 from stretto.config.building.finding import build_finding
 from stretto.config.building.parts import make_loggers
 from stretto.config.building.plans import build_plan
@@ -19,7 +19,7 @@ from stretto.config.reading.source import NO_SOURCE
 from stretto.config.run import RunConfig
 from stretto.errors import ConfigError, StrettoError
 from stretto.report.ledger import compare
-from stretto.timing import Time
+from stretto.timing import Horizon, Time
 from stretto.training import TensorBoardLogger, WandbLogger
 
 RUN: dict[str, Any] = {
@@ -41,6 +41,19 @@ def test_trains() -> None:
     trainer = build_trainer(config())
     trainer.fit()
     assert (trainer.timer.batch, trainer.timer.sample) == (10, 80)
+
+
+def test_what_was_checked_is_what_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[BoundPolicy] = []
+    bind = Steps.bind
+
+    def noted(self: Steps, horizon: Horizon) -> BoundPolicy:
+        bound.append(bind(self, horizon))
+        return bound[-1]
+
+    monkeypatch.setattr(Steps, "bind", noted)
+    trainer = build_trainer(config(batch_size="0ep:8 1ep:16", schedules={"lr": {"cosine": {}}}))
+    assert bound == [trainer.loader.prepared.bound_policy]
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,7 @@ class NormTest(BatchSizePolicy):
     otherwise it moves there. It shrinks as well, down to `minimum`. The batches of the papers never
     shrink; `Monotone(NormTest(8, 256))` is the same here.
 
-    >>> from stretto import Horizon, Timestamp
-    >>> from stretto.batching import Signals
+    >>> from stretto import Horizon, Signals, Timestamp
     >>> bound = NormTest(8, 256, eta=0.5, window=20).bind(Horizon("1ep"))
     >>> state = bound.start()
     >>> for batch in range(40):

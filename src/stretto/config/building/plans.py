@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import islice
-from typing import final
+from typing import Any, final
 
-from stretto.batching import BatchSizePolicy, LearningRateRule, as_policy, couplings_in
+from stretto.batching import BatchSizePolicy, Fixed, LearningRateRule, couplings_in
 from stretto.batching.adaptive.following import check_monitored, followed_metric, metrics_of
 from stretto.config.building.data import data_sizes
 from stretto.config.building.hyperparameters import base_values, check_optimizer, effective
@@ -20,15 +19,8 @@ from stretto.config.values.fields import Target
 from stretto.config.values.schedules import build_schedule
 from stretto.config.values.settings import build_rule
 from stretto.errors import ConfigError, PlanError, cannot
-from stretto.planning import (
-    Plan,
-    PlannedSizes,
-    check_length,
-    decided_between,
-    plan,
-    resolve_horizon,
-)
-from stretto.planning.sizes import stretches
+from stretto.planning import Plan, Prepared, prepare
+from stretto.planning.plan import plan_prepared
 from stretto.schedules import Schedule
 from stretto.timing import Every, Horizon, Time, Trigger
 
@@ -75,29 +67,24 @@ def build_plan(
     sizes = data_sizes(config, source=source)
     world_size = world_size or config.world_size or 1
     run = build_run(config, sizes, source=source, world_size=world_size)
-    return plan_of(config, run, source=source, world_size=world_size)
+    prepared = prepare_run(config, run, source)
+    return plan_of(config, prepared, source=source, world_size=world_size)
 
 
 def plan_of(
-    config: RunConfig, run: Run, *, source: Source = NO_SOURCE, world_size: int = 1
+    config: RunConfig, run: Prepared, *, source: Source = NO_SOURCE, world_size: int = 1
 ) -> Plan:
-    """Return the plan of a run that was built from `config`.
+    """Return the plan of a run that was prepared from `config`.
 
     Raises:
-        ConfigError: a piece does not fit the run.
-        PlanError: only the run itself can tell its batch sizes.
+        PlanError: only the run itself can tell its batch sizes, or the ranks cannot share them.
     """
-    check_run(config, run, source)
     try:
-        return plan(
-            run.horizon,
-            run.policy,
+        return plan_prepared(
+            run,
             world_size=world_size,
             micro_batch_size=planned_micro_batch_size(config),
-            schedules=effective(run.schedules, config, source),
             base=base_values(config, source=source),
-            rule=run.rule,
-            triggers=run.triggers,
         )
     except PlanError as error:
         said = in_file_words(str(error))
@@ -106,22 +93,26 @@ def plan_of(
 
 
 def ends_of(
-    config: RunConfig, run: Run, *, source: Source = NO_SOURCE, world_size: int = 1
-) -> tuple[Plan, Plan] | None:
+    config: RunConfig,
+    run: Run,
+    bounds: tuple[int, int],
+    *,
+    source: Source = NO_SOURCE,
+    world_size: int = 1,
+) -> tuple[Plan, Plan]:
     """Return the plans of a run with the smallest and with the largest size that it may decide.
-
-    None if its sizes are known before the run, or not even their bounds are.
 
     Raises:
         ConfigError: a piece does not fit the run.
         PlanError: the ranks cannot share the smallest size.
     """
-    check_run(config, run, source)
-    bounds = decided_between(run.horizon, run.policy)
-    if bounds is None:
-        return None
     smallest, largest = (
-        plan_of(config, replace(run, policy=as_policy(size)), source=source, world_size=world_size)
+        plan_of(
+            config,
+            prepare_run(config, replace(run, policy=Fixed(size)), source),
+            source=source,
+            world_size=world_size,
+        )
         for size in bounds
     )
     return smallest, largest
@@ -137,21 +128,36 @@ def _is_ada_scale(target: Target) -> bool:
     return name == "AdaScale" and module.partition(".")[0] == "stretto"
 
 
-def check_run(config: RunConfig, run: Run, source: Source) -> None:
-    """Refuse what cannot be, as far as it can be told before anything is built.
+def prepare_run(config: RunConfig, run: Run, source: Source = NO_SOURCE) -> Prepared:
+    """Bind a run, and refuse what cannot be, as far as that is known before anything is built.
 
     Raises:
         ConfigError: a piece does not fit the run, or the file contradicts itself.
     """
-    check_pieces(run, source)
+
+    def at(kind: str, name: str = "") -> Any:
+        if kind == "triggers":
+            return source.at(*run.places[name])
+        return source.at(kind, name) if name else source.at(kind)
+
+    prepared = prepare(
+        run.horizon,
+        run.policy,
+        schedules=effective(run.schedules, config, source),
+        triggers=run.triggers,
+        rule=run.rule,
+        most_stages=MAX_STAGES,
+        at=at,
+    )
     check_rates(config, run, source)
     check_optimizer(config, source)
     measured = metrics_of(config.evaluations)
     with source.at("batch_size"):
-        followed_metric(run.policy.bind(run.horizon).reads, measured)
+        followed_metric(prepared.bound_policy.reads, measured)
     if config.checkpoint is not None and config.checkpoint.monitor is not None:
         with source.at("checkpoint", "monitor"):
             check_monitored(config.checkpoint.monitor, measured)
+    return prepared
 
 
 def check_rates(config: RunConfig, run: Run, source: Source) -> None:
@@ -250,46 +256,3 @@ def _intervals(config: RunConfig) -> dict[str, tuple[Path, Time]]:
         found["checkpoint"] = (("checkpoint", "every"), config.checkpoint.every)
     found["log"] = (("log", "every"), config.log.every)
     return found
-
-
-def check_pieces(run: Run, source: Source) -> None:
-    """Bind each piece on its own, so that an error says where it comes from.
-
-    Raises:
-        ConfigError: a piece does not fit the run.
-    """
-    with source.at("batch_size"):
-        run.policy.bind(run.horizon)
-        _check_stages(run)
-        horizon = resolve_horizon(run.horizon, run.policy)
-    with source.at("max_duration"):
-        if isinstance(horizon.batch_sizes, PlannedSizes):
-            check_length(horizon.batch_sizes)
-    for name, schedule in run.schedules.items():
-        with source.at("schedules", name):
-            schedule.bind(horizon)
-    for name, trigger in run.triggers.items():
-        with source.at(*run.places[name]):
-            trigger.bind(horizon)
-
-
-def _check_stages(run: Run) -> None:
-    """Refuse sizes whose plan would never be done: it takes about 30 us for each stage.
-
-    Raises:
-        PlanError: there are too many.
-    """
-    horizon = run.horizon.with_batch_sizes(None)
-    try:
-        found = stretches(horizon, run.policy.bind(horizon))
-        is_more = next(islice(found, MAX_STAGES, None), None) is not None
-    except PlanError:
-        return  # only the run itself can tell its sizes
-    if is_more:
-        raise PlanError(
-            cannot(
-                "plan this run",
-                why=f"its batch size changes more than {MAX_STAGES:,} times",
-                instead="write a larger 'increment', or 'planned: false' beside a function",
-            )
-        )

@@ -25,7 +25,7 @@ from stretto.config.building.parts import (
     make_step,
     make_stepping,
 )
-from stretto.config.building.plans import Run, build_run, check_run
+from stretto.config.building.plans import Run, build_run, prepare_run
 from stretto.config.reading.source import NO_SOURCE, Source
 from stretto.config.run import RunConfig
 from stretto.config.values.batch_sizes import PeriodicSizes
@@ -62,7 +62,7 @@ def build_trainer(
     world_size = _world_size(config, source)
     spec = make_spec(config, source=source)
     run = build_run(config, known_sizes(spec), source=source, world_size=world_size)
-    check_run(config, with_some_maximum(run), source)
+    prepared = prepare_run(config, with_some_maximum(run), source)
     seed_everything(config.seed)
     model = make_model(config, source)
     if config.parallel == "fsdp":
@@ -85,6 +85,7 @@ def build_trainer(
         log=make_logging(config, run, source),
         callbacks=[*make_callbacks(config, source), *callbacks],
         folder=folder if folder is not None else config.folder,
+        prepared=prepared,
     )
     # From here on chance differs between ranks, as their samples do.
     torch.manual_seed(config.seed + int(os.environ.get("RANK", "0")))

@@ -42,7 +42,7 @@ from stretto.schedules import (
     Polynomial,
     Product,
     Schedule,
-    StepDecay,
+    Step,
     as_schedule,
 )
 
@@ -53,7 +53,7 @@ KINDS: Mapping[str, type[Schedule]] = {
     "cosine_restarts": CosineRestarts,
     "polynomial": Polynomial,
     "exponential": Exponential,
-    "step": StepDecay,
+    "step": Step,
     "multi_step": MultiStep,
     "inverse_sqrt": InverseSqrt,
     "wsd": WSD,

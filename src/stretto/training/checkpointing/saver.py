@@ -26,7 +26,7 @@ from stretto.checkpoint import (
     write_part,
 )
 from stretto.errors import CheckpointError, TrainingError, cannot
-from stretto.timing import BoundTrigger, Horizon, Timestamp
+from stretto.timing import BoundTrigger, Timestamp
 from stretto.training.checkpointing.resuming import FOLDER
 from stretto.training.checkpointing.state import RunState
 from stretto.training.distributed.ranks import Ranks
@@ -59,7 +59,7 @@ class Saver:
         settings: Checkpointing | None,
         folder: Path | None,
         *,
-        horizon: Horizon,
+        trigger: BoundTrigger | None,
         ranks: Ranks,
         state: RunState,
         best: Best,
@@ -74,7 +74,7 @@ class Saver:
             )
         self.folder = folder / FOLDER if folder is not None else None
         self._settings = settings
-        self._trigger: BoundTrigger | None = settings.trigger.bind(horizon) if settings else None
+        self._trigger = trigger
         self._ranks = ranks
         self._state = state
         self._best = best

@@ -18,7 +18,7 @@ from stretto.data.spec import Collate
 from stretto.errors import TrainingError, cannot
 from stretto.memory.measuring.release import attempt
 from stretto.runtime.gradients import is_fully_sharded
-from stretto.timing import BoundTrigger, Horizon
+from stretto.timing import BoundTrigger
 from stretto.training.checkpointing.randomness import random_state, restore_random_state
 from stretto.training.distributed.fully_sharded import reshard
 from stretto.training.distributed.ranks import Ranks
@@ -43,7 +43,7 @@ class Evaluator:
         batch_size: samples of one forward pass, where the evaluation does not say.
         collate_fn: makes batches of training samples, and of these where they are plain samples.
         ranks: the processes of the run.
-        horizon: the run, for when it is due.
+        is_due: when it is due.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Evaluator:
         batch_size: int,
         collate_fn: Collate | None,
         ranks: Ranks,
-        horizon: Horizon,
+        is_due: BoundTrigger,
     ) -> None:
         self.name = settings.name
-        self.is_due: BoundTrigger = settings.trigger.bind(horizon)
+        self.is_due = is_due
         self.measured_at = -1
         self._model = model
         chosen = settings.loss or loss

@@ -12,7 +12,7 @@ from stretto.batching import BatchSizePolicy, awaits_maximum, with_maximum
 from stretto.data import DataSpec, StepLoader
 from stretto.data.spec import Collate
 from stretto.errors import FitError, TrainingError, cannot
-from stretto.planning import Plan, decided_between
+from stretto.planning import Plan
 from stretto.runtime import TrainStep
 from stretto.runtime.gradients import is_fully_sharded
 from stretto.timing import TimeLike
@@ -159,7 +159,7 @@ def largest_share(plan: Plan | None, loader: StepLoader) -> int:
     """Return the most samples that a rank ever has of one batch, as far as that is known."""
     if plan is not None and plan.stages:
         return max(-(-stage.size // loader.world_size) for stage in plan.stages)
-    bounds = decided_between(loader.horizon, loader.policy)
+    bounds = loader.prepared.decided_between
     if bounds is not None:
         return -(-bounds[1] // loader.world_size)
     return max(1, (loader.horizon.dataset_num_samples or 2**20) // loader.world_size)
