@@ -26,7 +26,8 @@ import torch
 from machine import processor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from stretto import SizeFunction, StepLoader, Timestamp
+from stretto import StepLoader, Timestamp
+from stretto.batching import SizeFunction
 
 RESULTS = Path(__file__).parent / "results"
 BATCH_SIZE = 64

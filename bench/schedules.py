@@ -27,7 +27,7 @@ from stretto.schedules import (
     Periods,
     Polynomial,
     Schedule,
-    Step,
+    StepDecay,
 )
 from stretto.timing import Horizon, Timestamp
 
@@ -40,14 +40,14 @@ SCHEDULES: dict[str, Schedule] = {
     "Periods of 3": Periods(
         [("5%", Linear(0, 1)), ("rest", Cosine(1, 0.1)), ("5ep", Linear(0.1, 0))]
     ),
-    "product of Cosine with warm-up and Step": Cosine(warmup="5%") * Step("30ep"),
+    "product of Cosine with warm-up and StepDecay": Cosine(warmup="5%") * StepDecay("30ep"),
     "Constant": Constant(),
     "Linear": Linear(),
     "Cosine": Cosine(),
     "CosineRestarts": CosineRestarts("5ep", 2),
     "Polynomial": Polynomial(power=2),
     "Exponential": Exponential("1ep", 0.95),
-    "Step": Step("30ep"),
+    "StepDecay": StepDecay("30ep"),
     "MultiStep": MultiStep(["30ep", "60ep"]),
     "InverseSqrt with warm-up": InverseSqrt(warmup="5%"),
     "WSD with warm-up": WSD("20%", warmup="5%"),

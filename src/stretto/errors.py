@@ -55,7 +55,15 @@ def shown(value: object) -> str:
 
 
 class StrettoError(Exception):
-    """The root of all errors that stretto raises on purpose."""
+    """The root of all errors that stretto raises on purpose.
+
+    >>> from stretto import Time
+    >>> try:
+    ...     Time("3 weeks")
+    ... except StrettoError as error:
+    ...     type(error).__name__
+    'TimeError'
+    """
 
 
 class TimeError(StrettoError, ValueError):

@@ -27,7 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from stretto import Cosine, Hysteresis, IncreaseFunction, LinearRamp, SizeFunction
+from stretto import Cosine, LinearRamp
+from stretto.batching import Hysteresis, IncreaseFunction, SizeFunction
 from stretto.checkpoint import pack_optimizer
 from stretto.training import (
     Callback,

@@ -67,7 +67,8 @@ def test_for_a_device_that_is_not_here(wide: Path, stretto: Stretto) -> None:
 
 NOISY = """
 
-from stretto import BatchSizePolicy, BoundPolicy
+from stretto import BatchSizePolicy
+from stretto.batching import BoundPolicy
 
 
 class Noisy(BatchSizePolicy, BoundPolicy):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from stretto.batching import DoublingRamp, SizeFunction, Steps
 from stretto.planning import PlannedSizes, plan, prepare
-from stretto.schedules import Linear, Step
+from stretto.schedules import Linear, StepDecay
 from stretto.timing import Horizon
 
 RUN = Horizon("2ep", dataset_num_samples=1000)
@@ -44,7 +44,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         lambda: plan(
             Horizon("2ep", dataset_num_samples=1000, dataset_num_tokens=5000),
             8,
-            schedules={"lr": Step("900tok")},
+            schedules={"lr": StepDecay("900tok")},
             tracks_tokens=False,
         ),
     ),

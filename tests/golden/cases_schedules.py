@@ -20,7 +20,7 @@ from stretto.schedules import (
     Periods,
     Polynomial,
     Product,
-    Step,
+    StepDecay,
     as_schedule,
 )
 from stretto.timing import Horizon, Timestamp
@@ -70,7 +70,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("schedules-curve-negative", lambda: Curve(negative).bind(RUN)),
     ("schedules-custom-not-callable", lambda: Custom(wrong("cosine"))),
     ("schedules-custom-negative", lambda: Custom(negative).bind(RUN)(Timestamp())),
-    ("schedules-interval-zero", lambda: Step("0ep")),
+    ("schedules-interval-zero", lambda: StepDecay("0ep")),
     ("schedules-gamma-negative", lambda: Exponential("1ep", -0.5)),
     ("schedules-gamma-grows", lambda: Exponential("1sp", 10).bind(RUN)),
     ("schedules-gamma-grows-at-milestones", lambda: MultiStep(["1ep", "2ep"], 1e200)),

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stretto import IncreaseFunction, Trainer
+from stretto import Trainer
+from stretto.batching import IncreaseFunction
 from stretto.data import DataSpec, StepLoader
 from stretto.memory import Answer, find_batch_size
 from stretto.memory.examples import example_batches, resizable

@@ -36,7 +36,7 @@ from stretto.errors import (
     TimeError,
 )
 from stretto.planning import advance, check_least, plan, prepare, walk
-from stretto.schedules import Constant, Cosine, Linear, Periods, Step
+from stretto.schedules import Constant, Cosine, Linear, Periods, StepDecay
 from stretto.timing import At, BatchSizes, Every, Horizon, LastBatch, Time, Timestamp, TimeUnit
 
 HORIZON = Horizon("2ep", dataset_num_samples=1000)
@@ -264,7 +264,7 @@ def test_stages_that_are_over_are_not_checked_again() -> None:
     [
         (Horizon("100tok"), {}, r"run for 100tok: .*cannot count .*\(max_duration\)"),
         (HORIZON, {"policy": Steps("0tok:8 100tok:16")}, r"with the batch size.*\(batch_size\)"),
-        (HORIZON, {"schedules": {"lr": Step("9tok")}}, r"with a schedule.*\(lr\)"),
+        (HORIZON, {"schedules": {"lr": StepDecay("9tok")}}, r"with a schedule.*\(lr\)"),
         (HORIZON, {"triggers": {"evaluate": "9tok"}}, r"wait for tokens.*\(evaluate\)"),
     ],
     ids=["run", "policy", "schedule", "trigger"],
@@ -305,7 +305,7 @@ def test_what_only_the_run_knows_is_left_out_of_the_plan() -> None:
         HORIZON,
         8,
         schedules={
-            "lr": Step("900tok"),
+            "lr": StepDecay("900tok"),
             "lr@head": lambda timer: 1 / (1 + float(timer.get("sec"))),
             "weight_decay": 0.1,
         },

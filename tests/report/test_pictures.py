@@ -14,7 +14,7 @@ from stretto.planning import Plan, plan
 from stretto.report import drawing
 from stretto.report.plan_picture import POINTS, draw_plan, plan_curves
 from stretto.report.run_picture import draw_run
-from stretto.schedules import Cosine, Step
+from stretto.schedules import Cosine, StepDecay
 from stretto.timing import Horizon
 
 HORIZON = Horizon("2ep", dataset_num_samples=100, tokens_per_sample=4)
@@ -87,7 +87,7 @@ def test_a_picture_says_what_it_shows(tmp_path: Path) -> None:
         "0ep:10 1ep:20",
         micro_batch_size=4,
         world_size=2,
-        schedules={"lr": Cosine(), "weight_decay": Step("1ep"), "lr@head": 0.5},
+        schedules={"lr": Cosine(), "weight_decay": StepDecay("1ep"), "lr@head": 0.5},
     )
     # Letters as text, and not as outlines, so that they can be read here.
     with pytest.MonkeyPatch.context() as patch:

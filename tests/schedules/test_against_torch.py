@@ -18,7 +18,7 @@ from stretto.schedules import (
     Periods,
     Polynomial,
     Schedule,
-    Step,
+    StepDecay,
     as_schedule,
 )
 from stretto.testing.schedules import by_batch, values
@@ -72,8 +72,8 @@ CASES: dict[str, tuple[Schedule, Factory]] = {
     ),
     "exponential": (Exponential("1ba", 0.97), lambda o: theirs.ExponentialLR(o, 0.97)),
     "exponential-growth": (Exponential("1ba", 1.01), lambda o: theirs.ExponentialLR(o, 1.01)),
-    "step": (Step("30ba", 0.3), lambda o: theirs.StepLR(o, 30, gamma=0.3)),
-    "step-by-default": (Step("30ba"), lambda o: theirs.StepLR(o, 30)),
+    "step": (StepDecay("30ba", 0.3), lambda o: theirs.StepLR(o, 30, gamma=0.3)),
+    "step-by-default": (StepDecay("30ba"), lambda o: theirs.StepLR(o, 30)),
     "multi-step": (
         MultiStep(["20ba", "21ba", "100ba"], 0.5),
         lambda o: theirs.MultiStepLR(o, [20, 21, 100], gamma=0.5),
@@ -159,7 +159,7 @@ def test_where_torch_rises_again_after_its_end_ours_holds() -> None:
 
 def test_a_scheduler_stepped_once_an_epoch_is_a_schedule_in_epochs() -> None:
     per_epoch = rates_of(lambda o: theirs.StepLR(o, 3, gamma=0.5), 9)
-    bound = Step("3ep", 0.5).bind(Horizon("9ep", dataset_num_samples=4))
+    bound = StepDecay("3ep", 0.5).bind(Horizon("9ep", dataset_num_samples=4))
     samples = [stamp._replace(epoch=stamp.sample // 4) for stamp in by_batch(36)]
     assert [bound(stamp) for stamp in samples] == pytest.approx(
         [per_epoch[stamp.epoch] for stamp in samples]

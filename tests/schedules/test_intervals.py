@@ -1,4 +1,4 @@
-"""`Exponential`, `Step` and `MultiStep`."""
+"""`Exponential`, `StepDecay` and `MultiStep`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import ConversionError, ScheduleError
-from stretto.schedules import Exponential, MultiStep, Periods, Step
+from stretto.schedules import Exponential, MultiStep, Periods, StepDecay
 from stretto.testing.schedules import by_batch, values
 from stretto.timing import Horizon, Time, Timestamp
 
@@ -31,7 +31,7 @@ class Doubling:
 @given(st.fractions(Fraction(1, 7), 3, max_denominator=30), st.integers(0, 299))
 def test_steps_fall_exactly_on_their_intervals(every: Fraction, sample: int) -> None:
     run = Horizon("10ep", dataset_num_samples=30)
-    bound = Step(Time(every, "ep"), 0.5).bind(run)
+    bound = StepDecay(Time(every, "ep"), 0.5).bind(run)
     expected = Fraction(sample, 30) // every
     assert bound(Timestamp(sample=sample)) == 0.5**expected
 
@@ -65,7 +65,7 @@ def test_milestones_may_be_of_any_units() -> None:
 def test_an_interval_in_batches_is_even_in_batches_under_a_ramp() -> None:
     sizes = Doubling()
     run = Horizon("20ep", dataset_num_samples=12, batch_sizes=sizes)
-    step = Periods([("1ep", 1.0), ("rest", Step("3ba", 0.5))]).bind(run)
+    step = Periods([("1ep", 1.0), ("rest", StepDecay("3ba", 0.5))]).bind(run)
     smooth = Periods([("1ep", 1.0), ("rest", Exponential("3ba", 0.5))]).bind(run)
     # The first epoch ends at sample 12, where the sixth batch (number 5) begins.
     for batch in range(16):
@@ -76,13 +76,15 @@ def test_an_interval_in_batches_is_even_in_batches_under_a_ramp() -> None:
 
 def test_an_interval_that_cannot_be_counted_is_refused() -> None:
     adaptive = Horizon("20ep", dataset_num_samples=12)
-    assert values(Step("3ba", 0.5), adaptive, by_batch(4)) == [1, 1, 1, 0.5]
+    assert values(StepDecay("3ba", 0.5), adaptive, by_batch(4)) == [1, 1, 1, 0.5]
     with pytest.raises(ConversionError, match="batch size is not known in advance"):
-        Periods([("1ep", 1.0), ("rest", Step("3ba"))]).bind(adaptive)
+        Periods([("1ep", 1.0), ("rest", StepDecay("3ba"))]).bind(adaptive)
 
 
-@pytest.mark.parametrize("schedule", [Step("5ba", 0.5), MultiStep(["5ba", "10ba"], 0.5)], ids=str)
-def test_a_step_on_the_end_is_not_taken(schedule: Step) -> None:
+@pytest.mark.parametrize(
+    "schedule", [StepDecay("5ba", 0.5), MultiStep(["5ba", "10ba"], 0.5)], ids=str
+)
+def test_a_step_on_the_end_is_not_taken(schedule: StepDecay) -> None:
     assert values(schedule, Horizon("10ba"), by_batch(20))[5:] == [0.5] * 15
 
 
@@ -119,11 +121,11 @@ def test_growth_is_bounded_by_the_end() -> None:
     found = values(0.001 * Exponential("1dur", 1e6), Horizon("100ba"), by_batch(200))
     assert found[50] == pytest.approx(1.0)
     assert found[-1] == pytest.approx(1000.0)
-    assert values(Step("5ba", 2), Horizon("10ba"), by_batch(99))[-1] == 2.0
+    assert values(StepDecay("5ba", 2), Horizon("10ba"), by_batch(99))[-1] == 2.0
 
 
 def test_growth_beyond_all_floats_is_refused() -> None:
-    for schedule in (Exponential("1ba", 2), Step("1ba", 2)):
+    for schedule in (Exponential("1ba", 2), StepDecay("1ba", 2)):
         with pytest.raises(ScheduleError, match="grows beyond all floats"):
             schedule.bind(Horizon("2_000ba"))
     with pytest.raises(ScheduleError, match="grows beyond all floats"):
@@ -131,7 +133,7 @@ def test_growth_beyond_all_floats_is_refused() -> None:
 
 
 def test_a_gamma_of_nothing_turns_off() -> None:
-    assert values(Step("2ba", 0), Horizon("9ba"), by_batch(4)) == [1, 1, 0, 0]
+    assert values(StepDecay("2ba", 0), Horizon("9ba"), by_batch(4)) == [1, 1, 0, 0]
     assert values(MultiStep(["2ba"], 0), Horizon("9ba"), by_batch(4)) == [1, 1, 0, 0]
     assert values(Exponential("2ba", 0), Horizon("9ba"), by_batch(4)) == [1, 0, 0, 0]
 
@@ -143,5 +145,5 @@ def test_a_decay_goes_on_for_ever_where_there_is_no_end() -> None:
 
 def test_they_are_described_in_words() -> None:
     assert str(Exponential("1ep", 0.97)) == "exponential by 0.97 over every 1ep"
-    assert str(Step("30ep")) == "times 0.1 every 30ep"
+    assert str(StepDecay("30ep")) == "times 0.1 every 30ep"
     assert str(MultiStep(["50%", "30ep"], 0.2)) == "times 0.2 at 0.5dur, 30ep"

@@ -20,7 +20,7 @@ from stretto.schedules import (
     Periods,
     Rest,
     Schedule,
-    Step,
+    StepDecay,
 )
 from stretto.testing.schedules import by_batch, values
 from stretto.timing import Horizon, Time, Timestamp
@@ -162,7 +162,7 @@ def test_after_the_last_period_its_last_value_is_held() -> None:
     assert values(schedule, Horizon("20ba"), by_batch(30))[6:] == [0.25] * 24
     decay = Periods([("2ba", 1.0), ("4ba", Exponential("2ba", 0.5))])
     assert values(decay, Horizon("20ba"), by_batch(30))[6:] == [0.25] * 24
-    stairs = Periods([("2ba", 1.0), ("4ba", Step("2ba", 0.5))])
+    stairs = Periods([("2ba", 1.0), ("4ba", StepDecay("2ba", 0.5))])
     assert values(stairs, Horizon("20ba"), by_batch(30))[6:] == [0.5] * 24
 
 
@@ -175,7 +175,7 @@ def test_all_kinds_fit_a_period_of_no_length() -> None:
     for schedule in (
         Linear(warmup="5%"),
         MultiStep(["0.5dur", "0.75dur"]),
-        Step("0.5dur"),
+        StepDecay("0.5dur"),
         Exponential("0.5dur", 0.5),
     ):
         bound = Periods([("rest", 1.0), ("0%", schedule)]).bind(Horizon("4ba"))
@@ -185,7 +185,7 @@ def test_all_kinds_fit_a_period_of_no_length() -> None:
 
 def test_only_units_that_are_used_need_their_facts() -> None:
     unknown = Horizon("1h")
-    schedule = Periods([("5ba", Linear(0, 1)), ("rest", Step("3ba", 0.5))])
+    schedule = Periods([("5ba", Linear(0, 1)), ("rest", StepDecay("3ba", 0.5))])
     bound = schedule.bind(unknown)
     assert [bound(Timestamp(batch=batch)) for batch in (0, 4, 5, 8, 11)] == [0, 0.8, 1, 0.5, 0.25]
     with pytest.raises(ConversionError, match="max_duration is in seconds"):

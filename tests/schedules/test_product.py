@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import ConversionError, ScheduleError
-from stretto.schedules import Cosine, Linear, MultiStep, Periods, Product, Schedule, Step
+from stretto.schedules import Cosine, Linear, MultiStep, Periods, Product, Schedule, StepDecay
 from stretto.testing.schedules import RUN, by_batch, leaves, samples_of_run, values
 from stretto.timing import Horizon, Timestamp
 
@@ -22,14 +22,14 @@ def test_it_is_the_product_of_the_factors(parts: list[Schedule], timestamp: Time
 
 def test_each_part_is_on_a_counter_of_its_own() -> None:
     # Epochs, batches and seconds can't be brought to one unit here, and needn't be.
-    schedule = Step("1ep", 0.5) * Linear(0, 1, over="4ba") * MultiStep(["1m"], 0.1)
+    schedule = StepDecay("1ep", 0.5) * Linear(0, 1, over="4ba") * MultiStep(["1m"], 0.1)
     bound = schedule.bind(Horizon("9ep"))
     assert bound(Timestamp(epoch=1, batch=2, run_nanoseconds=10**9)) == 0.25
     assert bound(Timestamp(epoch=1, batch=2, run_nanoseconds=10**11)) == pytest.approx(0.025)
 
 
 def test_in_a_period_the_parts_share_its_counter() -> None:
-    product = Step("1ep", 0.5) * MultiStep(["1m"], 0.1)
+    product = StepDecay("1ep", 0.5) * MultiStep(["1m"], 0.1)
     with pytest.raises(ConversionError, match="how long a batch will take"):
         Periods([("1ep", 1.0), ("rest", product)]).bind(Horizon("9ep", dataset_num_samples=3))
 
@@ -40,8 +40,8 @@ def test_a_warm_up_that_leaves_milestones_where_they_are() -> None:
 
 
 def test_it_is_compared_by_its_parts() -> None:
-    assert Cosine() * Step("1ep") == Product(Cosine(), Step("1ep"))
-    assert Cosine() * Step("1ep") != Product(Step("1ep"), Cosine())
+    assert Cosine() * StepDecay("1ep") == Product(Cosine(), StepDecay("1ep"))
+    assert Cosine() * StepDecay("1ep") != Product(StepDecay("1ep"), Cosine())
 
 
 def test_a_product_of_nothing_is_refused() -> None:

@@ -31,7 +31,7 @@ from stretto.schedules import (
     Product,
     Rest,
     Schedule,
-    Step,
+    StepDecay,
     as_schedule,
 )
 from stretto.testing.schedules import RUN, by_batch, leaves, samples_of_run, schedules, values
@@ -145,9 +145,9 @@ def test_scaling_by_one_changes_nothing(schedule: Schedule) -> None:
 
 
 def test_scaling_reads_a_float_as_the_decimal_it_prints_as() -> None:
-    schedule = Periods([("100ep", Step("30ep", warmup="5%")), ("rest", Cosine(over="10ba"))])
+    schedule = Periods([("100ep", StepDecay("30ep", warmup="5%")), ("rest", Cosine(over="10ba"))])
     assert schedule.scaled(0.29) == Periods(
-        [("29ep", Step("8.7ep", warmup="5%")), ("rest", Cosine(over="3ba"))]
+        [("29ep", StepDecay("8.7ep", warmup="5%")), ("rest", Cosine(over="3ba"))]
     )
 
 
@@ -255,7 +255,7 @@ def test_what_needs_no_size_of_an_epoch_works_without_it() -> None:
         (Linear(1, 0, over="10ba"), (0.7, 0.1)),
         (Cosine(1, 0, over="90sp"), (0.75, 0.0)),
         (Constant(warmup="10ba"), (0.3, 0.9)),
-        (Step("1ep", 0.5), (1.0, 0.25)),
+        (StepDecay("1ep", 0.5), (1.0, 0.25)),
         (MultiStep(["50%"]), (1.0, 0.1)),
         (Periods([("2ep", 1.0), ("rest", 0.1)]), (1.0, 0.1)),
         (as_schedule(lambda timer: 0.5**timer.epoch), (1.0, 0.25)),
@@ -266,7 +266,7 @@ def test_what_needs_no_size_of_an_epoch_works_without_it() -> None:
 
 @pytest.mark.parametrize(
     "schedule",
-    [Constant(warmup="5ba"), MultiStep(["5ep"]), Step("5ep"), InverseSqrt(warmup="5ba")],
+    [Constant(warmup="5ba"), MultiStep(["5ep"]), StepDecay("5ep"), InverseSqrt(warmup="5ba")],
     ids=str,
 )
 def test_a_schedule_that_needs_no_end_runs_without_one(schedule: Schedule) -> None:

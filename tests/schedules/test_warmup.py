@@ -19,7 +19,7 @@ from stretto.schedules import (
     Periods,
     Polynomial,
     Schedule,
-    Step,
+    StepDecay,
 )
 from stretto.schedules.schedule import fill
 from stretto.schedules.warmup import WarmedUp
@@ -59,7 +59,7 @@ def test_it_rises_to_the_first_value(schedule: Schedule) -> None:
     "schedule",
     [
         Exponential("1ba", 0.5, warmup="2ba", warmup_start=0.5),
-        Step("1ba", 0.5, warmup="2ba", warmup_start=0.5),
+        StepDecay("1ba", 0.5, warmup="2ba", warmup_start=0.5),
         MultiStep(["1ba", "2ba", "3ba"], 0.5, warmup="2ba", warmup_start=0.5),
     ],
     ids=lambda schedule: type(schedule).__name__,

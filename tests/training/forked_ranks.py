@@ -18,7 +18,6 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.fsdp import fully_shard  # noqa: F401  the same
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from stretto import shard_blocks
 from stretto.schedules import Linear
 from stretto.training import (
     Callback,
@@ -29,6 +28,7 @@ from stretto.training import (
     Run,
     Stepping,
     Trainer,
+    shard_blocks,
 )
 
 LIMIT_SECONDS = 60

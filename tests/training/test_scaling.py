@@ -9,7 +9,7 @@ import pytest
 
 from stretto.batching import DoublingRamp, Fixed, Seesaw
 from stretto.errors import TrainingError
-from stretto.schedules import Cosine, Step
+from stretto.schedules import Cosine, StepDecay
 from stretto.timing import At, Every, Time
 from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run
 from stretto.training.algorithms import LayerFreezing
@@ -35,7 +35,7 @@ def test_one_switch_scales_every_time_of_a_run(problem: Make, tmp_path: Any) -> 
     trainer = run.trainer(
         max_duration="4ep",
         batch_size="0ep:10 2ep:20",
-        schedules={"lr": [Step("2ep", 0.1), 0.5], "momentum": Cosine(warmup="1ep")},
+        schedules={"lr": [StepDecay("2ep", 0.1), 0.5], "momentum": Cosine(warmup="1ep")},
         evaluate=Evaluation(run.data, every=Every("2ep") | At("60sp")),
         checkpoint=Checkpointing("2ep"),
         log=Logging("8ba", flush="1m"),
@@ -72,13 +72,13 @@ def test_a_callback_of_yours_is_scaled_by_its_times_triggers_and_schedules() -> 
             self.start = Time("3ep")
             self.share = Time("30%")
             self.when = Every("10ba")
-            self.factor = Step("2ep")
+            self.factor = StepDecay("2ep")
             self.count = 7
 
     mine = Mine()
     half = mine.scaled(0.5)
     assert (half.start, half.share) == (Time("1.5ep"), Time("30%"))
-    assert (half.when, half.factor, half.count) == (Every("5ba"), Step("1ep"), 7)
+    assert (half.when, half.factor, half.count) == (Every("5ba"), StepDecay("1ep"), 7)
     assert mine.start == Time("3ep")
     timeless = Callback()
     assert timeless.scaled(0.5) is timeless

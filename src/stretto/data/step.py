@@ -56,6 +56,10 @@ class Step:
     """One optimizer step on this rank; iterates over its micro-batches.
 
     All ranks have the same number of micro-batches.
+
+    >>> step = Step(Timestamp(), 3, 4, [MicroBatch([7, 8, 9], 3, 0, 1.0)])
+    >>> [micro.num_samples for micro in step]
+    [3]
     """
 
     timestamp: Timestamp

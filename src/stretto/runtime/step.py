@@ -188,7 +188,9 @@ class SupervisedStep(TrainStep):
             TrainingError: the loss is no scalar.
         """
         with _PLAIN if self._dtype is None else self.autocast():
-            loss = scalar(self.loss(self.forward_model, batch))
+            loss = self.loss(self.forward_model, batch)
+        if type(loss) is not Tensor or loss.dim():  # a subclass, or an error
+            loss = scalar(loss)
         # A weight of exactly 1 leaves the loss alone: to the last bit a plain loop's.
         scaled = loss if weight == 1.0 else self._weighted(loss, weight)
         if scaled is not None:

@@ -3,7 +3,7 @@
 from stretto.schedules.constant import Constant
 from stretto.schedules.curves import Cosine, Curve, Linear, Polynomial
 from stretto.schedules.custom import Custom, as_schedule
-from stretto.schedules.intervals import Exponential, MultiStep, Step
+from stretto.schedules.intervals import Exponential, MultiStep, StepDecay
 from stretto.schedules.inverse_sqrt import InverseSqrt
 from stretto.schedules.periods import Periods, Rest
 from stretto.schedules.product import Product
@@ -33,7 +33,7 @@ __all__ = [
     "ScheduleLike",
     "Scope",
     "Span",
-    "Step",
+    "StepDecay",
     "WSD",
     "as_schedule",
 ]

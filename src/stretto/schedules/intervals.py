@@ -1,7 +1,7 @@
-"""Schedules that go by an interval or by milestones: `Exponential`, `Step`, `MultiStep`.
+"""Schedules that go by an interval or by milestones: `Exponential`, `StepDecay`, `MultiStep`.
 
-An interval is counted on its own counter from where the schedule begins, so `Step("1000ba")` is
-every thousandth batch also where the batch size moves and the schedule begins at an epoch.
+An interval is counted on its own counter from where the schedule begins. So `StepDecay("1000ba")`
+is every thousandth batch, also where the batch size changes and the schedule begins at an epoch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Exponential(WarmedUp):
     Formula: `gamma ** (t / every)`, where `t` has passed since the warm-up. Source:
     `torch.optim.lr_scheduler.ExponentialLR`, which it meets at whole intervals; with a gamma above
     1, the learning rate range test of Smith 2017 (arXiv 1506.01186), section 3.3. For a decay that
-    moves only once an interval, write `Step`.
+    moves only once an interval, write `StepDecay`.
 
     >>> from stretto.timing import Horizon, Timestamp
     >>> factor = Exponential("2ba", 0.25).bind(Horizon("10ba"))
@@ -95,14 +95,14 @@ class Exponential(WarmedUp):
 
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Step(WarmedUp):
+class StepDecay(WarmedUp):
     """A stair: times `gamma` each time another interval has passed.
 
     Formula: `gamma ** floor(t / every)`, where `t` has passed since the warm-up. Source:
     `torch.optim.lr_scheduler.StepLR`.
 
     >>> from stretto.timing import Horizon, Timestamp
-    >>> factor = Step("30ep", 0.1).bind(Horizon("90ep"))
+    >>> factor = StepDecay("30ep", 0.1).bind(Horizon("90ep"))
     >>> [round(factor(Timestamp(epoch=epoch)), 4) for epoch in (0, 29, 30, 59, 60)]
     [1.0, 1.0, 0.1, 0.1, 0.01]
 

@@ -20,9 +20,9 @@ class Product(Schedule):
 
     Formula: the product of the factors.
 
-    >>> from stretto.schedules import Linear, Step
+    >>> from stretto.schedules import Linear, StepDecay
     >>> from stretto.timing import Horizon, Timestamp
-    >>> factor = (Linear(0, 1, over="4ba") * Step("1ep", 0.5)).bind(Horizon("4ep"))
+    >>> factor = (Linear(0, 1, over="4ba") * StepDecay("1ep", 0.5)).bind(Horizon("4ep"))
     >>> [factor(Timestamp(batch=batch, epoch=batch // 6)) for batch in (0, 2, 4, 6, 12)]
     [0.0, 0.5, 1.0, 0.5, 0.25]
 
@@ -41,7 +41,7 @@ class Product(Schedule):
                 cannot(
                     "multiply no schedules",
                     why="a product has at least one factor",
-                    instead="write Product(Cosine(), Step('1ep'))",
+                    instead="write Product(Cosine(), StepDecay('1ep'))",
                 )
             )
         fill(self, schedules=tuple(as_schedule(schedule) for schedule in schedules))

@@ -28,7 +28,7 @@ from stretto.schedules import (
     Product,
     Rest,
     Schedule,
-    Step,
+    StepDecay,
 )
 from stretto.timing import Horizon, Time, Timer, Timestamp
 
@@ -130,14 +130,14 @@ def leaves(draw: st.DrawFn, *, with_functions: bool = True) -> Schedule:
 @st.composite
 def _by_interval(draw: st.DrawFn, warmup: Warmup) -> Schedule:
     every, gamma = draw(intervals()), draw(st.floats(0, 1))
-    kind = draw(st.sampled_from([Exponential, Step, InverseSqrt, CosineRestarts]))
+    kind = draw(st.sampled_from([Exponential, StepDecay, InverseSqrt, CosineRestarts]))
     if kind is InverseSqrt:
         end, floor = draw(st.floats(0, 1)), draw(st.floats(0, 1))
         return InverseSqrt(every, end=end, floor=floor, **warmup)
     if kind is CosineRestarts:
         start, end = draw(factors()), draw(factors())
         return CosineRestarts(every, draw(st.integers(1, 3)), start=start, end=end, **warmup)
-    return (Step if kind is Step else Exponential)(every, gamma, **warmup)
+    return (StepDecay if kind is StepDecay else Exponential)(every, gamma, **warmup)
 
 
 def periods(inner: st.SearchStrategy[Schedule]) -> st.SearchStrategy[Schedule]:

@@ -42,7 +42,12 @@ class BoundTrigger:
 
 
 class Trigger(ABC):
-    """When something happens: `Every`, `At`, or several joined by `|`."""
+    """When something happens: `Every`, `At`, or several joined by `|`.
+
+    >>> fires = (Every("10ba") | At("50%")).bind(Horizon("30ba"))
+    >>> [b + 1 for b in range(30) if fires(Timestamp(batch=b), Timestamp(batch=b + 1))]
+    [10, 15, 20, 30]
+    """
 
     __slots__ = ()
 

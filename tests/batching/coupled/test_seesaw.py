@@ -44,7 +44,7 @@ from stretto.schedules import (
     Periods,
     Polynomial,
     Schedule,
-    Step,
+    StepDecay,
 )
 from stretto.timing import Horizon, Time, Timestamp
 
@@ -58,7 +58,7 @@ decays = st.sampled_from(
         Polynomial(power=2.0, warmup="0.1ep"),
         WSD("40%", warmup="5%"),
         MultiStep(["30%", "60%", "80%"]),
-        Step("0.5ep", 0.5),
+        StepDecay("0.5ep", 0.5),
         Exponential("0.3ep", 0.5),
         InverseSqrt(warmup="60sp"),
         Periods([("10%", Linear(0, 1)), ("rest", Cosine())]),

@@ -27,7 +27,7 @@ from stretto.schedules import (
     Polynomial,
     Product,
     Schedule,
-    Step,
+    StepDecay,
 )
 from stretto.timing import Horizon, Timestamp
 
@@ -54,7 +54,7 @@ def schedule(value: Any) -> Schedule:
         ),
         ({"polynomial": {"power": 2, "over": "1ep"}}, Polynomial(power=2, over="1ep")),
         ({"exponential": {"every": "1ep", "gamma": 0.9}}, Exponential("1ep", 0.9)),
-        ({"step": {"every": "30ep"}}, Step("30ep")),
+        ({"step": {"every": "30ep"}}, StepDecay("30ep")),
         ({"multi_step": {"milestones": ["50%", "75%"]}}, MultiStep(["50%", "75%"])),
         ({"inverse_sqrt": {"warmup": "100ba"}}, InverseSqrt(warmup="100ba")),
         ({"wsd": {"decay": "20%", "shape": "1-sqrt"}}, WSD("20%", shape="1-sqrt")),

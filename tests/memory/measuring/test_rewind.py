@@ -107,14 +107,20 @@ def test_large_buffers_are_put_back_when_they_were_written_to() -> None:
     assert model.mask[:3].tolist() == [False, True, True]
 
 
-def test_the_state_of_numpy_is_read_again_only_after_a_draw() -> None:
+def test_a_state_is_read_again_only_after_a_draw() -> None:
+    random.seed(1)
     np.random.seed(1)  # noqa: NPY002
     first = RandomState.now()
     second = RandomState.now(first)
     assert second.numpy_state is first.numpy_state
+    assert second.python_state is first.python_state
     np.random.rand()  # noqa: NPY002
     third = RandomState.now(second)
     assert third.numpy_state["state"]["pos"] != first.numpy_state["state"]["pos"]
+    assert third.python_state is first.python_state
+    random.random()
+    fourth = RandomState.now(third)
+    assert fourth.python_state == random.getstate() != first.python_state
 
 
 def test_normal_numbers_that_come_in_pairs_are_put_back() -> None:

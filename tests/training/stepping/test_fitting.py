@@ -43,7 +43,7 @@ leave(needed // 3 + 5 * sum(p.nbytes for p in model.parameters()))
 size = sys.argv[1]
 settings = {"batch_size": share, "micro_batch_size": "auto"}
 if size == "largest":
-    grow = stretto.IncreaseFunction(lambda epoch, size: 64, 64, "auto")
+    grow = stretto.batching.IncreaseFunction(lambda epoch, size: 64, 64, "auto")
     settings = {"batch_size": grow}
 trainer = stretto.Trainer(
     model, data, optimizer=optimizer, loss=loss, max_duration="2ep", **settings

@@ -287,7 +287,7 @@ def test_its_state_goes_on(problem: Make) -> None:
     spec = run.trainer().loader.spec
     net = SafetyNet(run.model, spec, ranks, size=64, is_found=True)
     net.size, net._quiet, net._patience, net.splits = 16, 7, 400, 2
-    net._is_on_trial = True
+    net.is_on_trial = True
     other = SafetyNet(run.model, spec, ranks, size=8, is_found=True)
     other.load_state_dict(net.state_dict())
     assert other.state_dict() == net.state_dict()

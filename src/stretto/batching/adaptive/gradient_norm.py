@@ -29,7 +29,8 @@ class NormTest(BatchSizePolicy):
     otherwise it moves there. It shrinks as well, down to `minimum`. The batches of the papers never
     shrink; `Monotone(NormTest(8, 256))` is the same here.
 
-    >>> from stretto import Horizon, Signals, Timestamp
+    >>> from stretto import Horizon, Timestamp
+    >>> from stretto.batching import Signals
     >>> bound = NormTest(8, 256, eta=0.5, window=20).bind(Horizon("1ep"))
     >>> state = bound.start()
     >>> for batch in range(40):

@@ -41,7 +41,8 @@ class NoiseScale(BatchSizePolicy):
     step costs as much as `c ** 2` samples: the same progress takes `1 + B_noise / B` steps and
     `B + B_noise` samples, and `c ** 2 * steps + samples` is least at `B = c * sqrt(B_noise)`.
 
-    >>> from stretto import Horizon, Signals, Timestamp
+    >>> from stretto import Horizon, Timestamp
+    >>> from stretto.batching import Signals
     >>> bound = NoiseScale(8, 256, c=0.5, window=20).bind(Horizon("1ep"))
     >>> state = bound.start()
     >>> for batch in range(40):

@@ -26,7 +26,8 @@ class Plateau(BatchSizePolicy):
     instead (Smith et al. 2018, arXiv 1711.00489: to increase the batch is to decay the learning
     rate). A metric that is nan has not improved.
 
-    >>> from stretto import Horizon, Signals, Timestamp
+    >>> from stretto import Horizon, Timestamp
+    >>> from stretto.batching import Signals
     >>> bound = Plateau("validation/loss", start=16, maximum=64, patience=2).bind(Horizon("9ep"))
     >>> state, sizes = bound.start(), []
     >>> for epoch, loss in enumerate([2.0, 1.5, 1.5, 1.6, 1.4]):

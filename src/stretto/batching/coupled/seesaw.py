@@ -70,7 +70,9 @@ class IncreaseInsteadOfDecay(Coupling):
     Formula: `rate(t) = base(t) * size(t) / reference`, with sizes as for `Seesaw`. Source: Smith et
     al. 2018, "Don't Decay the Learning Rate, Increase the Batch Size" (arXiv 1711.00489).
 
-    >>> from stretto import Horizon, IncreaseInsteadOfDecay, MultiStep, plan
+    >>> from stretto import Horizon, plan
+    >>> from stretto.batching import IncreaseInsteadOfDecay
+    >>> from stretto.schedules import MultiStep
     >>> pair = IncreaseInsteadOfDecay(MultiStep(["30%", "60%"], 0.2), 32, factor=5, maximum=200)
     >>> run = plan(Horizon("9600sp"), pair.policy, schedules={"lr": pair.schedule})
     >>> [(stage.size, stage.batches, round(stage.values["lr"].last, 3)) for stage in run.stages]

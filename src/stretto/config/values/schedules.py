@@ -42,7 +42,7 @@ from stretto.schedules import (
     Polynomial,
     Product,
     Schedule,
-    Step,
+    StepDecay,
     as_schedule,
 )
 
@@ -53,7 +53,7 @@ KINDS: Mapping[str, type[Schedule]] = {
     "cosine_restarts": CosineRestarts,
     "polynomial": Polynomial,
     "exponential": Exponential,
-    "step": Step,
+    "step": StepDecay,
     "multi_step": MultiStep,
     "inverse_sqrt": InverseSqrt,
     "wsd": WSD,

@@ -99,6 +99,15 @@ class Answer:
     """The largest micro-batch that fits, how sure that is, and what it cost to know.
 
     `str(answer)` says all of it.
+
+    >>> import torch
+    >>> from stretto import SupervisedStep, find_batch_size
+    >>> model = torch.nn.Linear(64, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters())
+    >>> step = SupervisedStep(model, optimizer, lambda m, x: m(x).mean())
+    >>> answer = find_batch_size(step, torch.ones(2, 64), maximum=8)
+    >>> answer.size, answer.too_large is None
+    (8, True)
     """
 
     size: int

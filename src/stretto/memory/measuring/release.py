@@ -45,18 +45,25 @@ def attempt(work: Callable[[], T], *, in_finder: bool = False) -> Attempt[T]:
     >>> attempt(lambda: torch.empty(2**58)).out_of_memory[:24]
     '[enforce fail at alloc_c'
     """
-    # The error must be gone before anything is released: while it is being handled, it is held by
-    # the interpreter, and through its traceback it holds every frame and every tensor in them.
-    said: str
     try:
         return Attempt(work(), None)
-    except Exception as error:
-        if not is_out_of_memory(error, in_finder=in_finder):
-            raise
-        said = _said(error)
-        _let_go(error)
+    except Exception as error:  # noqa: BLE001  others are raised again
+        said = out_of_memory_text(error, in_finder=in_finder)
     release_memory()
     return Attempt(None, said)
+
+
+def out_of_memory_text(error: Exception, *, in_finder: bool = False) -> str:
+    """Return what an out-of-memory error says, and free what its frames hold; raise any other.
+
+    Leave the `except` block before you release memory: while an error is handled, the interpreter
+    holds it, and through its traceback every frame and every tensor in them.
+    """
+    if not is_out_of_memory(error, in_finder=in_finder):
+        raise error
+    said = _said(error)
+    _let_go(error)
+    return said
 
 
 def _said(error: Exception) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from math import isfinite
+from operator import attrgetter
 from typing import final
 
 import torch
@@ -53,22 +54,24 @@ class FiniteCheck:
             losses: scalars.
             is_gradient_known: whether the gradient is known to be finite, and need not be read.
         """
-        flags = [] if is_gradient_known else [self._flag(*group) for group in self._groups]
-        # Read only now: reading waits for the device.
-        return all(isfinite(loss.item()) for loss in losses) and not any(
-            flag.item() for flag in flags
-        )
-
-    def _flag(self, parameters: Sequence[nn.Parameter], flag: Tensor, one: Tensor) -> Tensor:
-        """Set `flag` to 1 if a gradient is not finite."""
-        flag.zero_()
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if gradients:
-            if not self._is_plain or any(gradient.is_sparse for gradient in gradients):
+        groups = () if is_gradient_known else self._groups
+        for parameters, flag, one in groups:
+            gradients = [grad for p in parameters if (grad := p.grad) is not None]
+            if not gradients:
+                continue
+            if not self._is_plain or any(map(_IS_SPARSE, gradients)):
                 gradients = [_local(gradient) for gradient in gradients]
             # What loss scaling asks for every step, in one kernel; 1 leaves the gradient alone.
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, one)
-        return flag
+        # Read only now: reading waits for the device.
+        are_finite = True
+        for loss in losses:
+            are_finite &= isfinite(loss.item())
+        for _, flag, _ in groups:
+            if flag.item():
+                flag.zero_()
+                are_finite = False
+        return are_finite
 
 
 @final
@@ -128,6 +131,9 @@ def spoiled(at: Timestamp) -> TrainingError:
             "non_finite='skip' to leave such steps out",
         )
     )
+
+
+_IS_SPARSE = attrgetter("is_sparse")
 
 
 def _local(gradient: Tensor) -> Tensor:

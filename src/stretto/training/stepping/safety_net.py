@@ -69,7 +69,8 @@ class SafetyNet:
         size: int | None,
         is_found: bool = False,
     ) -> None:
-        self._rewind = Rewind(model)
+        self.rewind = Rewind(model)
+        """Goes back to before a step."""
         self._spec = spec
         self._ranks = ranks
         self._has_others = ranks.world_size > 1
@@ -80,7 +81,8 @@ class SafetyNet:
         """Whether `largest` was found."""
         self._quiet = 0
         self._patience = QUIET_STEPS
-        self._is_on_trial = False
+        self.is_on_trial = False
+        """Whether a larger size is being tried."""
         self._careful = _CAREFUL_STEPS
         self._seen = Demand(0, accumulates=False)
         self.size = size
@@ -116,7 +118,7 @@ class SafetyNet:
                 self._calm(step)
                 return result
             prepare()
-        self._rewind.take()
+        self.rewind.take()
         while True:
             pieces = self._pieces(step)
 
@@ -131,10 +133,16 @@ class SafetyNet:
                 return cast(T, done.result)
             most = _most(pieces)
             del pieces, work
-            clear()
-            release_memory()
-            self._rewind.restore()
-            self._shrink(most, step.timestamp, done.out_of_memory)
+            self.fall_back(step, most, done.out_of_memory, clear=clear)
+
+    def fall_back(
+        self, step: Step, most: int, said: str | None, *, clear: Callable[[], None]
+    ) -> None:
+        """Go back to before the step, and to a smaller size than the `most` that did not fit."""
+        clear()
+        release_memory()
+        self.rewind.restore()
+        self._shrink(most, step.timestamp, said)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size in force, and what decides when it grows again."""
@@ -144,7 +152,7 @@ class SafetyNet:
             "size": self.size,
             "quiet": self._quiet,
             "patience": self._patience,
-            "is_on_trial": self._is_on_trial,
+            "is_on_trial": self.is_on_trial,
             "splits": self.splits,
         }
 
@@ -156,7 +164,7 @@ class SafetyNet:
         if self.largest == state["largest"]:
             self.size = None if state["size"] is None else count(state, "size", least=1)
             self._quiet, self._patience = count(state, "quiet"), count(state, "patience")
-            self._is_on_trial = bool(state.get("is_on_trial", False))
+            self.is_on_trial = bool(state.get("is_on_trial", False))
         self.splits = count(state, "splits")
         self._careful, self._seen = _CAREFUL_STEPS, Demand(0, accumulates=False)
 
@@ -230,14 +238,14 @@ class SafetyNet:
                 max(self._seen.size, demand.size), self._seen.accumulates or demand.accumulates
             )
             self._careful = max(0, self._careful - 1)
-        if self.size == self.largest and not self._is_on_trial:
+        if self.size == self.largest and not self.is_on_trial:
             return
         self._quiet += 1
         if self._quiet >= self._patience:
-            self._quiet, self._is_on_trial = 0, False
+            self._quiet, self.is_on_trial = 0, False
             if self.size is not None and self.size != self.largest:
                 self.size = self._larger(self.size, step)
-                self._is_on_trial, self._careful = True, _CAREFUL_STEPS
+                self.is_on_trial, self._careful = True, _CAREFUL_STEPS
 
     def _larger(self, size: int, step: Step) -> int | None:
         if self.largest is not None:
@@ -257,9 +265,9 @@ class SafetyNet:
             )
         self.splits += 1
         self.size = (most + 1) // 2
-        if self._is_on_trial:  # it had grown too early, so the next try comes later
+        if self.is_on_trial:  # it had grown too early, so the next try comes later
             self._patience = min(2 * self._patience, _MOST_QUIET_STEPS)
-        self._quiet, self._is_on_trial = 0, False
+        self._quiet, self.is_on_trial = 0, False
         self._careful, self._seen = _CAREFUL_STEPS, Demand(0, accumulates=False)
         if self._ranks.is_first:
             warnings.warn(

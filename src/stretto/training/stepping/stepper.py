@@ -22,6 +22,7 @@ from torch import Tensor
 
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
 from stretto.memory.measuring.recognise import is_out_of_memory
+from stretto.memory.measuring.release import out_of_memory_text
 from stretto.noise import NoiseSums
 from stretto.runtime import TrainStep
 from stretto.runtime.gradients import is_fully_sharded, scalar, sparse_tables
@@ -123,9 +124,19 @@ class Stepper:
         """
         if not self._is_settled:
             self._settle()
-        if self.net is None:
+        net = self.net
+        if net is None:
             return self._gradient(step, step.micro_batches, averages=True)
-        return self.net.take(
+        # Most steps: nothing is cut, and nobody else takes part.
+        if net.size is None and not net.is_on_trial and self._ranks.world_size == 1:
+            net.rewind.take()
+            try:
+                return self._gradient(step, step.micro_batches, averages=True)
+            except Exception as error:  # noqa: BLE001  others are raised again
+                said = out_of_memory_text(error)
+            most = max(micro.num_samples for micro in step.micro_batches)
+            net.fall_back(step, most, said, clear=self.clear)
+        return net.take(
             step,
             compute=lambda pieces, averages: self._gradient(step, pieces, averages=averages),
             clear=self.clear,
@@ -158,20 +169,24 @@ class Stepper:
     def _gradient(
         self, step: Step, micro_batches: Sequence[MicroBatch], *, averages: bool
     ) -> Gradient:
-        num_micro_batches = len(micro_batches)
-        if self.meter is not None:
-            self.meter.has_finite_gradient = False  # a step that failed may have left it
-        meter = self.meter if self.meter is not None and self.meter.is_due(step) else None
+        num_micro_batches, meter = len(micro_batches), self.meter
+        if meter is not None:
+            meter.has_finite_gradient = False  # a step that failed may have left it
+            meter = meter if meter.is_due(step) else None
         if meter is not None:
             micro_batches = meter.begin(micro_batches)
         if self._step.transforms:
             micro_batches = [self._transformed(micro) for micro in micro_batches]
-        counts = self._counts(micro_batches)
-        whole = self._whole(step, counts)
+        counts = None if self.count is None else self._counts(micro_batches, self.count)
+        whole = step.size if counts is None else self._whole(step, counts)
         if not whole:
             raise nothing_to_learn(step)
         losses = []
-        for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
+        for index, micro in enumerate(micro_batches):
+            if counts is not None:
+                units = counts[index]
+            else:
+                units = micro.num_samples if micro.weight else 0
             if self._is_alone and meter is None:
                 loss = self._pass(micro, units, whole)
             else:
@@ -184,16 +199,15 @@ class Stepper:
             if loss is not None:
                 factor = 1.0 if self._is_sum else float(units)
                 losses.append(MicroLoss(loss, factor, float(units)))
-        if averages and not self._averages_itself:
+        if averages and not (self._averages_itself or self._is_alone):
             self._ranks.average(self._model)
-        own_units = sum(counts) if self._divides_late else 0
-        return Gradient(losses, own_units, self._tokens(micro_batches), num_micro_batches)
+        own_units = sum(counts) if self._divides_late and counts is not None else 0
+        tokens = self._tokens(micro_batches) if self._step.transforms else None
+        return Gradient(losses, own_units, tokens, num_micro_batches)
 
     def _whole(self, step: Step, counts: Sequence[int]) -> float:
         """What the weights of all micro-batches are parts of."""
-        if self.count is None or self._divides_late:
-            return step.size
-        return self._ranks.agree((sum(counts),))[0]
+        return step.size if self._divides_late else self._ranks.agree((sum(counts),))[0]
 
     def _pass(self, micro: MicroBatch, units: int, whole: float) -> Tensor | None:
         """Run the step on one micro-batch, and return its loss; None: nothing is learned from."""
@@ -204,7 +218,10 @@ class Stepper:
         weight = (1 if self._is_sum else units) * self._ranks.world_size / whole
         # One micro-batch at a time, so that no more of them lie on the device than are used.
         batch = self._moved(micro.batch) if self._moves else micro.batch
-        return scalar(self._step.forward_backward(batch, weight)).detach()
+        loss = self._step.forward_backward(batch, weight)
+        if type(loss) is not Tensor or loss.dim():  # a subclass, or an error
+            loss = scalar(loss)
+        return loss.detach()
 
     def is_finite(self, gradient: Gradient) -> bool:
         """Return whether losses and gradient are finite on this rank; true where nobody looks.
@@ -214,7 +231,7 @@ class Stepper:
         if self._check is None:
             return True
         is_known = self.meter is not None and self.meter.has_finite_gradient
-        losses = (micro.loss for micro in gradient.losses)
+        losses = [micro.loss for micro in gradient.losses]
         return self._check.passes(losses, is_gradient_known=is_known)
 
     def measure_noise(self, spec: DataSpec, *, every: int) -> None:
@@ -293,7 +310,9 @@ class Stepper:
                 "optimizer that keeps less state, or a smaller micro_batch_size",
             ) from error
         self.resumed_from = None
-        self.clear()
+        self._step.clear()
+        if self.meter is not None:
+            self.meter.forget()
         if info is not TrainStep.SKIPPED:
             return info
         return None if self._check is not None else {}
@@ -305,16 +324,16 @@ class Stepper:
             self.meter.forget()
 
     def _tokens(self, micro_batches: Sequence[MicroBatch]) -> int | None:
-        if not self._step.transforms or self._count_tokens is None:
+        if self._count_tokens is None:
             return None
         counts = [self._count_tokens(micro.batch) for micro in micro_batches if micro.weight]
         known = [count for count in counts if count is not None]
         return sum(known) if known else None
 
-    def _counts(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
-        if self.count is None:
-            return [micro.num_samples if micro.weight else 0 for micro in micro_batches]
-        return [self.count(micro.batch) if micro.weight else 0 for micro in micro_batches]
+    def _counts(
+        self, micro_batches: Sequence[MicroBatch], count: Callable[[Any], int]
+    ) -> list[int]:
+        return [count(micro.batch) if micro.weight else 0 for micro in micro_batches]
 
     def _transformed(self, micro: MicroBatch) -> MicroBatch:
         batch = self._moved(micro.batch)
