@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import ast
+import pickle
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+import stretto
 from stretto import errors
-from stretto.errors import StrettoError, cannot, shown
+from stretto.cli.converting import as_option
+from stretto.config.reading.source import as_key
+from stretto.errors import (
+    Argument,
+    ConfigError,
+    ConversionError,
+    Place,
+    StrettoError,
+    cannot,
+    nearest,
+    shown,
+)
+
+SOURCE = Path(stretto.__file__).parent
 
 LEAVES = [
     value
@@ -28,10 +46,89 @@ def test_nothing_else_is_drawn() -> None:
     assert drawn == [error.__name__ for error in LEAVES]
 
 
-def test_a_message_has_one_form() -> None:
-    said = cannot("read 'x'", why="it is odd", instead="write 'y'")
-    assert said == "cannot read 'x': it is odd; write 'y'"
-    assert cannot("read 'x'", why="a", instead="b", where="run.yaml").endswith("; b (run.yaml)")
+PLACE = Place("batch_size", file="run.yaml", line=3)
+BOUND = Argument("at_most", 8, python="AtMost(policy, 8)")
+ERROR = ConversionError(
+    cannot(
+        "read 'end=5'",
+        why="it is odd",
+        instead=("set ", Argument("dataset_num_samples"), " or write ", BOUND),
+        where="here",
+    )
+)
+
+
+def test_an_error_has_the_fields_of_its_message() -> None:
+    assert ERROR.message.what == "read 'end=5'"
+    assert ERROR.message.why == "it is odd"
+    assert BOUND in ERROR.message.instead
+    assert ERROR.recast(ConfigError, where=PLACE).message.where == (Place("here"), PLACE)
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        (None, "set dataset_num_samples or write AtMost(policy, 8)"),
+        (as_key, "set data.num_samples or write at_most: 8"),
+        (as_option, "set --samples or write AtMost(policy, 8)"),
+    ],
+    ids=["python", "run file", "command line"],
+)
+def test_each_face_has_its_words_for_arguments(
+    word: Callable[[Argument], str] | None, instead: str
+) -> None:
+    error = ERROR.recast(ConfigError, where=PLACE, word=word)
+    places = "(here) (batch_size in run.yaml, line 3)"
+    assert str(error) == f"cannot read 'end=5': it is odd; {instead} {places}"
+
+
+def test_an_error_with_several_messages_shows_each_in_a_line() -> None:
+    message = ERROR.message
+    assert str(ConfigError(message, message)) == f"{message}\n{message}"
+
+
+@pytest.mark.parametrize("error", LEAVES)
+def test_errors_can_be_sent_to_other_processes(error: type[StrettoError]) -> None:
+    sent = pickle.loads(pickle.dumps(error(ERROR.message)))
+    assert type(sent) is error
+    assert sent.message == ERROR.message
+
+
+READERS = {"startswith", "endswith", "removeprefix", "replace", "partition", "split", "splitlines"}
+PATTERNS = {"sub", "search", "match", "fullmatch", "findall", "finditer", "split"}
+
+
+def reads_a_message(call: ast.Call, names: set[str]) -> bool:
+    """Return whether a call takes the text of one of the caught errors `names` apart."""
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    of_re = isinstance(call.func.value, ast.Name) and call.func.value.id == "re"
+    read = call.args if of_re and call.func.attr in PATTERNS else [call.func.value]
+    if not of_re and call.func.attr not in READERS:
+        return False
+    texts = [
+        one.args[0]
+        for node in read
+        for one in ast.walk(node)
+        if isinstance(one, ast.Call) and isinstance(one.func, ast.Name) and one.func.id == "str"
+    ]
+    return any(isinstance(text, ast.Name) and text.id in names for text in texts)
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: path.stem)
+def test_no_code_reads_the_message_of_an_error_of_ours(path: Path) -> None:
+    ours = {error.__name__ for error in [*LEAVES, StrettoError]}
+    for handler in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(handler, ast.ExceptHandler) and handler.name and handler.type:
+            kinds = {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)}
+            if kinds & ours:
+                calls = (node for node in ast.walk(handler) if isinstance(node, ast.Call))
+                assert not [ast.unparse(c) for c in calls if reads_a_message(c, {handler.name})]
+
+
+def test_guesses_what_was_meant() -> None:
+    assert nearest("micro-batch-size", ["batch_size", "micro_batch_size"]) == "micro_batch_size"
+    assert nearest("xyz", ["batch_size"]) is None
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,102 @@ StrettoError
 ```
 
 Each leaf is also the builtin that a caller would expect, so `except ValueError` keeps working.
-Messages have one form, made by `cannot`:
+An error carries its message as fields (`what`, `why`, `instead`, `where`), made by `cannot`.
+As text they have one form:
 **cannot <do what> <the value as given>: <why>; <what to write instead> (<where>)**.
+A run file and the command line show the same fields in words of their own (`StrettoError.recast`).
 """
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeVar, final
 
-def cannot(what: str, *, why: str, instead: str, where: str | None = None) -> str:
-    """Return an error message in the one form that all of ours have.
+
+@final
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A Python argument that a message names; a run file has a key for it.
+
+    >>> str(Argument("maximum", 8)), str(Argument("at_most", 8, python="AtMost(policy, 8)"))
+    ('maximum=8', 'AtMost(policy, 8)')
+    """
+
+    name: str
+    """The argument's name."""
+    value: object = None
+    """What to give it; None if the message only names it."""
+    python: str | None = None
+    """How it is written in Python, if not as `name=value`."""
+
+    def __str__(self) -> str:
+        given = self.name if self.value is None else f"{self.name}={self.value!r}"
+        return self.python or given
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value was written.
+
+    >>> str(Place("seed", file="run.yaml", line=3))
+    'seed in run.yaml, line 3'
+    """
+
+    key: str
+    """The key, argument or option; the file itself if the place is all of it."""
+    file: str | None = None
+    """The file's name, without its folder."""
+    line: int | None = None
+    """The line, from 1."""
+
+    def __str__(self) -> str:
+        line = "" if self.line is None else f", line {self.line}"
+        return self.key if self.file is None else f"{self.key} in {self.file}{line}"
+
+
+Text: TypeAlias = str | tuple[str | Argument, ...]
+"""A part of a message, in which arguments stand apart from the text around them."""
+Error = TypeVar("Error", bound="StrettoError")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What an error says, in parts."""
+
+    what: Text
+    """What was attempted, with the value as given."""
+    why: Text
+    """The reason it cannot be done."""
+    instead: Text
+    """What to write instead."""
+    where: tuple[Place, ...] = ()
+    """The places that the value came from, the innermost one first."""
+
+    def __str__(self) -> str:
+        places = "".join(f" ({place})" for place in self.where)
+        what, why, instead = (_joined(text, str) for text in (self.what, self.why, self.instead))
+        return f"cannot {what}: {why}; {instead}{places}"
+
+    def recast(self, where: Place | None, word: Callable[[Argument], str] | None) -> Message:
+        """Return the message with one more place, and arguments in other words."""
+        places = self.where if where is None else (*self.where, where)
+        if word is None:
+            return replace(self, where=places)
+        what, why, instead = (_joined(text, word) for text in (self.what, self.why, self.instead))
+        return Message(what, why, instead, places)
+
+
+def _joined(text: Text, word: Callable[[Argument], str]) -> str:
+    parts = (text,) if isinstance(text, str) else text
+    return "".join(part if isinstance(part, str) else word(part) for part in parts)
+
+
+def cannot(what: Text, *, why: Text, instead: Text, where: Place | str | None = None) -> Message:
+    """Return the message of an error, in the one form that all of ours have.
 
     Args:
         what: what was attempted, with the value as given.
@@ -33,11 +120,22 @@ def cannot(what: str, *, why: str, instead: str, where: str | None = None) -> st
         instead: what to write instead.
         where: the argument, key or file it came from.
 
-    >>> cannot("read '3epoch' as a time", why="unknown unit 'epoch'", instead="write '3ep'")
-    "cannot read '3epoch' as a time: unknown unit 'epoch'; write '3ep'"
+    >>> print(cannot("read '3epoch' as a time", why="unknown unit 'epoch'", instead="write '3ep'"))
+    cannot read '3epoch' as a time: unknown unit 'epoch'; write '3ep'
     """
-    place = f" ({where})" if where else ""
-    return f"cannot {what}: {why}; {instead}{place}"
+    place = Place(where) if isinstance(where, str) else where
+    return Message(what, why, instead, () if place is None else (place,))
+
+
+def nearest(word: object, known: Iterable[str]) -> str | None:
+    """Return the known word that was probably meant, if any.
+
+    >>> nearest("max-Duratoin", ["max_duration", "model"])
+    'max_duration'
+    """
+    folded = {candidate.lower().replace("-", "_"): candidate for candidate in known}
+    close = difflib.get_close_matches(str(word).lower().replace("-", "_"), folded, n=1)
+    return folded[close[0]] if close else None
 
 
 def shown(value: object) -> str:
@@ -61,9 +159,48 @@ class StrettoError(Exception):
     >>> try:
     ...     Time("3 weeks")
     ... except StrettoError as error:
-    ...     type(error).__name__
-    'TimeError'
+    ...     type(error).__name__, error.message.why
+    ('TimeError', 'there is a space inside')
     """
+
+    def __init__(self, *messages: Message) -> None:
+        super().__init__(*messages)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.messages))
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """All that is wrong: one message, or one for each mistake of a run file."""
+        return self.args
+
+    @property
+    def message(self) -> Message:
+        """The first of the messages."""
+        return self.messages[0]
+
+    def recast(
+        self,
+        kind: type[Error],
+        *,
+        where: Place | str | None = None,
+        word: Callable[[Argument], str] | None = None,
+    ) -> Error:
+        """Return the same as an error of another kind, or with other words.
+
+        Args:
+            kind: the class of the new error.
+            where: one more place, around those that are known.
+            word: how a face writes an argument; by default as Python does.
+        """
+        place = Place(where) if isinstance(where, str) else where
+        # The error of somebody's callback may have been made of a text.
+        return kind(
+            *(
+                message.recast(place, word) if isinstance(message, Message) else message
+                for message in self.messages
+            )
+        )
 
 
 class TimeError(StrettoError, ValueError):
@@ -112,3 +249,7 @@ class TrainingError(StrettoError, RuntimeError):
 
 class MissingPackageError(StrettoError, ImportError):
     """An optional package that is not installed."""
+
+    def __init__(self, *messages: Message, name: str | None = None) -> None:
+        super().__init__(*messages)
+        self.name = name

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stretto.config.files import read_run_file
-from stretto.errors import CheckpointError
+from stretto.errors import CheckpointError, cannot
 
 Stretto = Callable[..., Any]
 pytestmark = pytest.mark.usefixtures("project")
@@ -92,7 +92,7 @@ def test_a_run_on_data_of_unknown_length_is_planned_as_a_bound(stretto: Stretto)
     assert json.loads(stretto("plan", *run, "--json").out)["is_exact"] is False
     refused = stretto("plan", *run, "--batches")
     assert (refused.code, refused.out) == (2, "")
-    assert "state data.num_samples, or write last_batch: carry" in refused.err
+    assert "set data.num_samples, or write last_batch: carry" in refused.err
     mixed = stretto("plan", *run, "schedules.lr={cosine: {warmup: 2ba}}")
     assert "cannot tell batches from samples before the run" in mixed.err
     said = stretto("train", *run, "--folder", "a")
@@ -239,10 +239,10 @@ def test_a_run_whose_last_checkpoint_is_missing_does_not_end_well(
     stretto: Stretto, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
-        raise CheckpointError("cannot write it: no space left")
+        raise CheckpointError(cannot("write it", why="no space left", instead="make room"))
 
     monkeypatch.setattr("stretto.training.checkpointing.saver.write_part", full)
-    with pytest.warns(RuntimeWarning, match="no space left; training goes on"):
+    with pytest.warns(RuntimeWarning, match="no space left; make room; training goes on"):
         said = stretto("train", "run.yaml", "max_duration=1ep")
     assert said.code == 1
     assert "NOT SAVED: the last checkpoint could not be written: cannot write it" in said.out

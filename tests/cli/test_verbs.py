@@ -67,11 +67,11 @@ def test_convert(arguments: str, answer: str, stretto: Stretto) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("0.1dur --to ba --max-duration 90ep --batch-size 8", "pass --samples"),
-        ("0.1dur --to ba", "pass --max-duration"),
-        ("1ep --to ba --samples 100", "pass --batch-size"),
-        ("1ep --to tok --samples 100", "pass --tokens"),
-        ("1ep --to ba --samples 100 --batch-size 0", "cannot use --batch-size=0"),
+        ("0.1dur --to ba --max-duration 90ep --batch-size 8", "set --samples"),
+        ("0.1dur --to ba", "set --max-duration"),
+        ("1ep --to ba --samples 100", "set --batch-size"),
+        ("1ep --to tok --samples 100", "set --tokens"),
+        ("1ep --to ba --samples 100 --batch-size 0", "cannot use --batch-size: it is not an integer"),
         ("1epoch --to ba", "write '1ep'"),
         ("1ep --to epoch", "there is no such unit"),
         ("1ep", "Missing option '--to'"),

@@ -54,8 +54,8 @@ def test_reads_a_file_with_overrides(tmp_path: Path) -> None:
     )
     assert config.optimizer is not None
     assert config.optimizer.arguments == {"lr": 1e-4}
-    assert source.where(("batch_size", "end")) == "batch_size.end in run.yaml, line 12"
-    assert source.where(("optimizer", "lr")) == "optimizer.lr on the command line"
+    assert str(source.where(("batch_size", "end"))) == "batch_size.end in run.yaml, line 12"
+    assert str(source.where(("optimizer", "lr"))) == "optimizer.lr on the command line"
 
 
 @given(strategies.CONFIGS)

@@ -219,7 +219,7 @@ def test_wall_clock_is_a_unit_like_the_others() -> None:
 def test_an_epoch_of_unknown_size_is_fine_until_a_part_of_it_is_needed() -> None:
     assert MultiStep(["30ep"]).bind(Horizon("90ep"))(Timestamp(epoch=30)) == 0.1
     for schedule in (MultiStep(["0.5ep"]), Cosine(warmup="5%"), Constant(warmup="4.5ep")):
-        with pytest.raises(ConversionError, match="pass dataset_num_samples"):
+        with pytest.raises(ConversionError, match="set dataset_num_samples"):
             schedule.bind(Horizon("90ep"))
 
 
@@ -241,7 +241,7 @@ SMOOTH = [
 @pytest.mark.parametrize("schedule", SMOOTH, ids=str)
 def test_a_curve_over_epochs_of_unknown_size_is_refused(schedule: Schedule) -> None:
     """It would stand still through each epoch: through the whole run of one epoch."""
-    with pytest.raises(ConversionError, match=r"of an epoch has passed.*pass dataset_num_samples"):
+    with pytest.raises(ConversionError, match=r"of an epoch has passed.*set dataset_num_samples"):
         schedule.bind(Horizon("4ep"))
     schedule.bind(Horizon("4ep", dataset_num_samples=10))
 

@@ -25,10 +25,10 @@ FACTS: dict[str, Any] = {
     "run": {"max_training_duration": "20ep"},
 }
 WHY = {
-    "samples": "the number of samples in the data set is not known; pass dataset_num_samples, or ",
-    "tokens": "the number of tokens in the data set is not known; pass dataset_num_tokens, or ",
-    "batch": "the batch size is not known in advance; pass batch_size, or ",
-    "run": "the length of the run is not known; pass max_training_duration, or ",
+    "samples": "the number of samples in the data set is not known; set dataset_num_samples, or ",
+    "tokens": "the number of tokens in the data set is not known; set dataset_num_tokens, or ",
+    "batch": "the batch size is not known in advance; set batch_size, or ",
+    "run": "the length of the run is not known; set max_training_duration, or ",
     "clock": "how long a batch will take is not known before the run; ",
 }
 SAME = {"ep": "2ep", "ba": "20ba", "sp": "2000sp", "tok": "16000tok", "dur": "0.1dur"}

@@ -15,7 +15,7 @@ from torch import nn
 
 from stretto.batching import Seesaw
 from stretto.data import DataSpec
-from stretto.errors import CheckpointError, ConversionError, StrettoError
+from stretto.errors import CheckpointError, ConversionError, StrettoError, cannot
 from stretto.ordering import SampleOrder
 from stretto.planning import plan
 from stretto.schedules import Cosine, Linear
@@ -446,7 +446,7 @@ def test_a_curve_over_an_epoch_of_unknown_size_is_refused_and_one_in_batches_is_
         "batch_size": 4,
     }
     stream = DataSpec(_Endless(batches))
-    with pytest.raises(ConversionError, match="pass dataset_num_samples"):
+    with pytest.raises(ConversionError, match="set dataset_num_samples"):
         Trainer(run.model, stream, schedules={"lr": Cosine()}, **settings)
     trainer = Trainer(run.model, stream, schedules={"lr": Cosine(over="6ba")}, **settings)
     trainer.fit()
@@ -506,7 +506,7 @@ def test_what_ranks_do_together_comes_before_what_may_fail_on_one(
 
     def record(_: Recorder) -> Any:
         done.append("record")
-        raise CheckpointError("the ledger is gone")
+        raise CheckpointError(cannot("save", why="the ledger is gone", instead="look for it"))
 
     monkeypatch.setattr("stretto.training.checkpointing.state.to_shard", shard)
     monkeypatch.setattr(Recorder, "state_dict", record)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn, TypeAlias
 
@@ -16,7 +15,7 @@ from stretto.batching.scheduled.functions import SizeCallable, SizeFunction
 from stretto.batching.scheduled.periods import PeriodSizes
 from stretto.batching.scheduled.ramps import DoublingRamp, LinearRamp, StagedRamp
 from stretto.batching.wrappers import AtLeast, AtMost, Monotone, MultipleOf, PowerOfTwo
-from stretto.errors import BatchSizeError, TimeError, cannot, shown
+from stretto.errors import BatchSizeError, TimeError, cannot, nearest, shown
 from stretto.timing import Time
 
 PolicyLike: TypeAlias = (
@@ -194,8 +193,8 @@ def _check_words(mapping: Mapping[object, object], known: Iterable[str]) -> None
 
 
 def _nearest(word: object, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(word), list(known), n=1)
-    return f"{near[0]!r}, or " if near else ""
+    close = nearest(word, known)
+    return f"{close!r}, or " if close else ""
 
 
 def _listed(words: Iterable[str]) -> str:

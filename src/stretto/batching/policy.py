@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, cast, final
 
-from stretto.errors import BatchSizeError, cannot, shown
+from stretto.errors import BatchSizeError, Text, cannot, shown
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.conversion import rounded
 from stretto.timing.number import exact, whole
@@ -292,7 +292,7 @@ def checked_size(
     value: object,
     what: str = "a batch size",
     *,
-    instead: str = "write a number of samples such as 128",
+    instead: Text = "write a number of samples such as 128",
 ) -> int:
     """Return `value` as an int, if it is a whole number of samples of at least 1.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from stretto.batching.policy import checked_size, checked_world_size
-from stretto.errors import BatchSizeError, cannot, shown
+from stretto.errors import Argument, BatchSizeError, Text, cannot, shown
 from stretto.timing.number import whole
 
 
@@ -117,14 +117,16 @@ def not_even(
     """Return the error for a size, of a policy that may be coupled, that cannot be split evenly."""
     unit = even_unit(world_size, micro_batch_size)
     lower = max(unit, size - size % unit)
-    multiples = f"write a multiple such as {lower} or {lower + unit}, MultipleOf(policy, {unit})"
+    multiple = Argument("multiple_of", unit, python=f"MultipleOf(policy, {unit})")
+    instead: Text = (f"write a multiple such as {lower} or {lower + unit}, ", multiple)
     if is_coupled:
-        multiples = f"write multiple_of={unit} and begin with at least {unit} samples"
+        multiple = Argument("multiple_of", unit)
+        instead = ("write ", multiple, f" and begin with at least {unit} samples")
     micro = "" if micro_batch_size is None else f" with micro-batches of {micro_batch_size}"
     return BatchSizeError(
         cannot(
             f"split {size} samples evenly over {world_size} ranks{micro}",
             why=f"it is not a multiple of {unit}",
-            instead=f"{multiples}, or even=False",
+            instead=(*instead, ", or ", Argument("even", value=False)),
         )
     )

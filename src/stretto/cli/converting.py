@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import typer
 
-from stretto.errors import ConversionError
+from stretto.errors import Argument, ConversionError
 from stretto.timing import convert as convert_time
 
 _OPTIONS = {
@@ -16,6 +14,11 @@ _OPTIONS = {
     "batch_size": "--batch-size",
 }
 """What the arguments of `stretto.convert` are called on the command line."""
+
+
+def as_option(argument: Argument) -> str:
+    """Return the option of an argument that a message names."""
+    return _OPTIONS.get(argument.name, str(argument))
 
 
 def convert(
@@ -40,7 +43,5 @@ def convert(
             drop_last=drop_last,
         )
     except ConversionError as error:
-        names = "|".join(_OPTIONS)
-        said = re.sub(rf"\b({names})\b", lambda name: _OPTIONS[name[0]], str(error))
-        raise ConversionError(said) from error
+        raise error.recast(ConversionError, word=as_option) from error
     typer.echo(str(found))

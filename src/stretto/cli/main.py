@@ -32,8 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except StrettoError as error:
         if shows_traceback:
             raise
-        said = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        typer.secho(f"Error: {said}", err=True, fg=typer.colors.RED)
+        from stretto.config.reading.source import as_key
+
+        in_keys = error.recast(type(error), word=as_key)
+        text = "\n".join([str(in_keys), *getattr(error, "__notes__", ())])
+        typer.secho(f"Error: {text}", err=True, fg=typer.colors.RED)
         raise SystemExit(MISUSE) from None
 
 

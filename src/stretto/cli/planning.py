@@ -72,7 +72,7 @@ def plan(
         _refuse(
             {"--against": against, "--batches": batches},
             why="the number of samples in its data is not known, so any batch may be cut short",
-            instead="state data.num_samples, or write last_batch: carry",
+            instead="set data.num_samples, or write last_batch: carry",
         )
     if plot is not None:
         from stretto.report.plan_picture import draw_plan

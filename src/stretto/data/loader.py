@@ -179,13 +179,12 @@ class StepLoader(Iterator[Step]):
             return int(run.amount)
         count = sizes.num_batches if isinstance(sizes, PlannedSizes) else None
         if count is None:
-            raise TypeError(
-                cannot(
-                    f"tell how many steps a run of {run} has",
-                    why="only the run itself can tell, with these batch sizes and data",
-                    instead="write max_duration in 'ba', or count what loader.timer.batch says",
-                )
+            message = cannot(
+                f"tell how many steps a run of {run} has",
+                why="only the run itself can tell, with these batch sizes and data",
+                instead="write max_duration in 'ba', or count what loader.timer.batch says",
             )
+            raise TypeError(str(message))
         return count
 
     def __bool__(self) -> bool:

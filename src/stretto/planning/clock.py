@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from stretto.batching.policy import NO_SIGNALS, BoundPolicy, PolicyState, Signals
 from stretto.batching.scheduled.equal import is_countable, next_epoch, outgrows_epoch
-from stretto.errors import BatchSizeError, PlanError, cannot
+from stretto.errors import Argument, BatchSizeError, PlanError, Text, cannot
 from stretto.planning.watch import unknown_read
 from stretto.timing import Horizon, Timer, Timestamp, TimeUnit
 
@@ -220,14 +220,16 @@ def cut(horizon: Horizon, timestamp: Timestamp, size: int) -> int:
 def larger_than_epoch(horizon: Horizon, size: int, *, is_coupled: bool) -> BatchSizeError:
     """Return the error for a batch, of a policy that may be coupled, that no epoch can hold."""
     num_samples = horizon.dataset_num_samples
-    bound = f"AtMost(policy, {num_samples})"
+    bound = Argument("at_most", num_samples, python=f"AtMost(policy, {num_samples})")
+    also = ""
     if is_coupled:
-        bound = f"maximum={num_samples}, with no more samples than that to begin with,"
+        bound = Argument("maximum", num_samples)
+        also = ", with no more samples than that to begin with,"
     return BatchSizeError(
         cannot(
-            f"take a batch of {size} samples with last_batch='drop'",
+            (f"take a batch of {size} samples with ", Argument("last_batch", "drop")),
             why=f"an epoch has only {num_samples}, so each would be dropped",
-            instead=f"write {bound} or last_batch='carry'",
+            instead=("write ", bound, f"{also} or ", Argument("last_batch", "carry")),
         )
     )
 
@@ -282,7 +284,7 @@ def check_plannable(horizon: Horizon, policy: BoundPolicy) -> None:
         raise PlanError(cannot("know the batch sizes before the run", why=why, instead=instead))
 
 
-def unplannable(horizon: Horizon, policy: BoundPolicy) -> tuple[str, str] | None:
+def unplannable(horizon: Horizon, policy: BoundPolicy) -> tuple[str, Text] | None:
     """Return why the sizes are not known before the run and what to write instead, or None."""
     for unit in sorted(policy.units):
         if not is_countable(horizon, unit):
@@ -300,14 +302,18 @@ def unplannable(horizon: Horizon, policy: BoundPolicy) -> tuple[str, str] | None
 
 
 _COUNTS = {TimeUnit.EPOCH: "epochs", TimeUnit.TOKEN: "tokens", TimeUnit.SECOND: "the wall clock"}
-_UNKNOWN = {
+_UNKNOWN: dict[str, tuple[str, Text]] = {
     "epochs": (
         "they follow epochs, and the number of samples in the data set is not known",
-        "pass dataset_num_samples, or write the times in 'sp' or 'ba'",
+        ("set ", Argument("dataset_num_samples"), ", or write the times in 'sp' or 'ba'"),
     ),
     "tokens": (
         "they follow tokens, and how many a sample has is not known",
-        "pass tokens_per_sample if all have equally many, or write the times in 'sp', 'ep' or 'ba'",
+        (
+            "set ",
+            Argument("tokens_per_sample"),
+            " if all have equally many, or write the times in 'sp', 'ep' or 'ba'",
+        ),
     ),
     "the wall clock": (
         "they follow the wall clock",

@@ -9,7 +9,7 @@ from typing import NoReturn, final
 
 from stretto.batching import BatchSizePolicy, BoundPolicy, Hold, PolicyLike, as_policy
 from stretto.batching.scheduled.equal import EqualBatches, end_tick
-from stretto.errors import BatchSizeError, ConversionError, PlanError, cannot
+from stretto.errors import Argument, BatchSizeError, ConversionError, PlanError, Text, cannot
 from stretto.planning.clock import advance, check_plannable, cut, next_step
 from stretto.timing import Horizon, Timestamp
 
@@ -283,7 +283,7 @@ write the time in 'sp', 'ep' or 'dur' like those it goes with
     """
 
     why: str
-    instead: str = "write the time in 'sp', 'ep' or 'dur' like those it goes with"
+    instead: Text = "write the time in 'sp', 'ep' or 'dur' like those it goes with"
 
     def sample_at_batch(self, batch: int, /) -> int:
         """Refuse."""
@@ -311,8 +311,12 @@ def horizon_of(sizes: PlannedSizes) -> Horizon:
         return sizes.horizon.with_batch_sizes(sizes)
     unknown = UnknownSizes(
         "an epoch of unknown length may end inside one of them",
-        "write the time in the unit of those it goes with, pass dataset_num_samples, or write "
-        "last_batch='carry'",
+        (
+            "write the time in the unit of those it goes with, set ",
+            Argument("dataset_num_samples"),
+            ", or write ",
+            Argument("last_batch", "carry"),
+        ),
     )
     return sizes.horizon.with_batch_sizes(unknown)
 

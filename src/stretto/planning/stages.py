@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias, final
 from stretto.batching import BoundPolicy, LearningRateRule
 from stretto.batching.rules import is_learning_rate
 from stretto.batching.split import even_unit, not_even, split
-from stretto.errors import PlanError, cannot
+from stretto.errors import Argument, PlanError, cannot
 from stretto.planning.sizes import PlannedSizes, Stretch
 from stretto.planning.watch import unknown_read
 from stretto.schedules import BoundSchedule
@@ -133,7 +133,7 @@ def check_stage(
         raise _below(stage.size, world_size, is_coupled=is_coupled, where=_where(stage))
     if even and stage.size % even_unit(world_size, micro_batch_size):
         error = not_even(stage.size, world_size, micro_batch_size, is_coupled=is_coupled)
-        raise PlanError(f"{error} ({_where(stage)})")
+        raise error.recast(PlanError, where=_where(stage))
 
 
 def check_least(policy: BoundPolicy, *, world_size: int, size: int | None = None) -> None:
@@ -158,14 +158,15 @@ def check_least(policy: BoundPolicy, *, world_size: int, size: int | None = None
 
 
 def _below(size: int, world_size: int, *, is_coupled: bool, where: str | None = None) -> PlanError:
-    bound = f"write sizes of at least {world_size}, AtLeast(policy, {world_size}),"
+    least = Argument("at_least", world_size, python=f"AtLeast(policy, {world_size})")
+    bound: tuple[str | Argument, ...] = (f"write sizes of at least {world_size}, ", least)
     if is_coupled:
-        bound = f"begin with at least {world_size} samples, once rounded to multiple_of,"
+        bound = (f"begin with at least {world_size} samples, once rounded to multiple_of",)
     return PlanError(
         cannot(
             f"run batches of {size} on {world_size} ranks",
             why="each rank needs at least one sample",
-            instead=f"{bound} or start {size} ranks",
+            instead=(*bound, f", or start {size} ranks"),
             where=where,
         )
     )

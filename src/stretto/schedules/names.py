@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsFloat, final
 
-from stretto.errors import ScheduleError, cannot
+from stretto.errors import ScheduleError, cannot, nearest
 
 _FORM = re.compile(r"([^\W\d]\w*)(?:\.([0-9]{1,4}))?(?:@(.+))?", re.DOTALL)
 
@@ -71,13 +70,13 @@ def find_name(text: str, settings: Mapping[str, Any]) -> Name:
     name = parse_name(text).of(settings)
     keys = [key for key, value in settings.items() if _is_numeric(value)]
     if name.key not in keys:
-        close = difflib.get_close_matches(name.key, keys, 1, 0.4)
-        close = ["lr"] if name.key.lower() in ("learning_rate", "learningrate") else close
+        is_rate = name.key.lower() in ("learning_rate", "learningrate")
+        close = "lr" if is_rate else nearest(name.key, keys)
         raise ScheduleError(
             cannot(
                 f"schedule {text!r}",
                 why=f"the optimizer has no such number (it has {', '.join(keys)})",
-                instead=f"write {close[0]!r}" if close else "write one of those",
+                instead=f"write {close!r}" if close else "write one of those",
             )
         )
     check_index(text, name, settings[name.key])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
 
-from stretto.errors import BatchSizeError, cannot, shown
+from stretto.errors import Argument, BatchSizeError, cannot, shown
 from stretto.timing.number import whole
 
 LastBatch: TypeAlias = Literal["keep", "drop", "carry"]
@@ -68,9 +68,9 @@ class ConstantBatchSize:
         if self.last_batch == "drop" and self.num_samples and size > self.num_samples:
             raise BatchSizeError(
                 cannot(
-                    f"use a batch size of {size} with last_batch='drop'",
+                    (f"use a batch size of {size} with ", Argument("last_batch", "drop")),
                     why=f"an epoch has only {self.num_samples} samples, so each would be dropped",
-                    instead="write a smaller batch size or last_batch='carry'",
+                    instead=("write a smaller batch size or ", Argument("last_batch", "carry")),
                 )
             )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import cast, final
 
-from stretto.errors import ConversionError, cannot, shown
+from stretto.errors import Argument, ConversionError, Text, cannot, shown
 from stretto.timing.batch_sizes import BatchSizes, ConstantBatchSize, LastBatch
 from stretto.timing.number import whole
 from stretto.timing.time import Time, TimeLike
@@ -105,8 +105,10 @@ class Facts:
         why = missing.why
         if self.max_duration is not None and _DUR in units:
             why = f"max_duration is in {NAMES[self.max_duration.unit]} and {why}"
-        fact = f"pass {missing.fact}, or " if missing.fact else ""
-        return ConversionError(cannot(what, why=why, instead=fact + otherwise))
+        instead: Text = otherwise
+        if missing.fact:
+            instead = ("set ", Argument(missing.fact), f", or {otherwise}")
+        return ConversionError(cannot(what, why=why, instead=instead))
 
     def _amount(self, amount: Fraction, unit: TimeUnit, target: TimeUnit) -> Fraction:
         if unit is target:
@@ -240,7 +242,7 @@ def checked_count(name: str, count: object) -> int | None:
     if count is not None and (found is None or found < 1):
         raise ConversionError(
             cannot(
-                f"use {name}={shown(count)}",
+                ("use ", Argument(name, python=f"{name}={shown(count)}")),
                 why="it is not an integer of at least 1",
                 instead="leave it out where it is not known",
             )

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any, NoReturn, cast, final
 
-from stretto.errors import ConversionError, cannot, shown
+from stretto.errors import Argument, ConversionError, cannot, shown
 from stretto.timing.axis import Axis, axes
 from stretto.timing.batch_sizes import BatchSizes, ConstantBatchSize, LastBatch
 from stretto.timing.conversion import Facts, check_run, checked_count, rounded
@@ -161,7 +161,11 @@ class Horizon:
                     f"tell when {time} has passed",
                     why="part of an epoch needs the number of samples in the data set, "
                     "which is not known",
-                    instead="pass dataset_num_samples, or write it in 'sp', 'ba' or whole epochs",
+                    instead=(
+                        "set ",
+                        Argument("dataset_num_samples"),
+                        ", or write it in 'sp', 'ba' or whole epochs",
+                    ),
                 )
             )
         return ticks
@@ -180,8 +184,13 @@ class Horizon:
                 cannot(
                     "tell how much of an epoch has passed",
                     why="the number of samples in the data set is not known",
-                    instead="pass dataset_num_samples, write max_duration and the times in 'sp', "
-                    "'ba' or 'tok', or choose what changes at whole epochs, such as Step('1ep')",
+                    instead=(
+                        "set ",
+                        Argument("dataset_num_samples"),
+                        ", write max_duration and the times in 'sp', 'ba' or 'tok', ",
+                        "or choose what changes at whole epochs, such as ",
+                        Argument("step", "{every: 1ep}", python="Step('1ep')"),
+                    ),
                 )
             )
 
@@ -301,9 +310,14 @@ def _tokens(num_samples: int | None, num_tokens: int | None, each: int | None) -
     if num_tokens is not None and num_tokens != num_samples * each:
         raise ConversionError(
             cannot(
-                f"use dataset_num_tokens={num_tokens}",
+                ("use ", Argument("dataset_num_tokens", num_tokens)),
                 why=f"{num_samples} samples of {each} tokens are {num_samples * each}",
-                instead="leave out dataset_num_tokens or tokens_per_sample",
+                instead=(
+                    "leave out ",
+                    Argument("dataset_num_tokens"),
+                    " or ",
+                    Argument("tokens_per_sample"),
+                ),
             )
         )
     return num_samples * each

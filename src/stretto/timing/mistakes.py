@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection
 
-from stretto.errors import shown
-from stretto.timing.unit import TimeUnit
+from stretto.errors import nearest, shown
 
 HOW = "write a number with a unit such as '90ep', '500ba', '1_000sp', '2Btok', '10%' or '1h30m'"
 """What to write, where nothing nearer can be said."""
@@ -69,8 +67,5 @@ def _nearest(unit: str, known: Collection[str]) -> str | None:
         return _MEANT[lower]
     if len(unit) > _LONGEST_GUESS:
         return None
-    for name in known:
-        if name.lower() == lower:
-            return name
-    close = difflib.get_close_matches(lower, [*TimeUnit, *_MEANT], 1, 0.6)
-    return _MEANT.get(close[0], close[0]) if close else None
+    close = nearest(lower, [*known, *_MEANT])
+    return None if close is None else _MEANT.get(close, close)

@@ -118,7 +118,7 @@ def test_functions_of_yours(project: str) -> None:
         ),
         (
             "schedules: {momentum: {cosine: {warmup: 3tok}}}\n",
-            r"state data.num_tokens, .* \(schedules.momentum in run.yaml, line 4\)",
+            r"set data.num_tokens, .* \(schedules.momentum in run.yaml, line 4\)",
         ),
         (
             "last_batch: drop\nbatch_size: 101\n",
@@ -139,7 +139,7 @@ def test_the_batch_size_says_where_it_stands() -> None:
         "max_duration: 2ep\ndata: {target: 'a:b', num_samples: 100}\nbatch_size: 0ep:8 3Mtok:16\n"
     )
     run_file = parse_run_file(text)
-    with pytest.raises(PlanError, match=r"state data.tokens_per_sample if all have equally many"):
+    with pytest.raises(PlanError, match=r"set data.tokens_per_sample if all have equally many"):
         build_plan(run_file.config, source=run_file.source)
 
 

@@ -65,16 +65,16 @@ def test_the_last_one_counts() -> None:
 def test_says_where_a_value_came_from() -> None:
     lines: dict[Path, int] = {("optimizer",): 3, ("optimizer", "lr"): 3, ("batch_size",): 5}
     _, source = apply_overrides(VALUES, Source("run.yaml", lines), ["optimizer.lr=2"])
-    assert source.where(("optimizer", "lr")) == "optimizer.lr on the command line"
-    assert source.where(("batch_size", "x")) == "batch_size.x in run.yaml, line 5"
-    assert source.where(("seed",)) == "seed in run.yaml"
-    assert source.where(()) == "run.yaml"
+    assert str(source.where(("optimizer", "lr"))) == "optimizer.lr on the command line"
+    assert str(source.where(("batch_size", "x"))) == "batch_size.x in run.yaml, line 5"
+    assert str(source.where(("seed",))) == "seed in run.yaml"
+    assert str(source.where(())) == "run.yaml"
 
 
 def test_a_replaced_mapping_forgets_its_lines() -> None:
     lines: dict[Path, int] = {("optimizer",): 3, ("optimizer", "lr"): 4}
     _, source = apply_overrides(VALUES, Source("run.yaml", lines), ["optimizer={target: c:d}"])
-    assert source.where(("optimizer", "lr")) == "optimizer.lr on the command line"
+    assert str(source.where(("optimizer", "lr"))) == "optimizer.lr on the command line"
 
 
 @pytest.mark.parametrize(

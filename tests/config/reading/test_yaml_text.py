@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.config.reading.source import in_file_words
 from stretto.config.reading.yaml_text import MAX_BYTES, Document, parse_scalar, parse_yaml
 from stretto.errors import ConfigError
 
@@ -144,8 +143,3 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     except ConfigError as error:
         said = str(error)
     assert said.startswith("cannot read f: ")
-
-
-def test_what_was_written_stands_in_a_message_as_it_was_written() -> None:
-    said = in_file_words("cannot read 'end=5' as a time: it has no unit; write maximum=8")
-    assert said == "cannot read 'end=5' as a time: it has no unit; write maximum: 8"

@@ -13,7 +13,6 @@ from stretto.config.values.targets import (
     bound_target,
     call_target,
     import_target,
-    nearest_to,
 )
 from stretto.errors import ConfigError
 
@@ -97,8 +96,3 @@ def test_what_cannot_be_bound(arguments: dict[str, Any], message: str) -> None:
 def test_signatures_written_in_c_are_not_checked() -> None:
     assert call_target(target("builtins:dict", a=1)) == {"a": 1}
     assert not accepts(dict, "split")
-
-
-def test_nearest_name() -> None:
-    assert nearest_to("micro-batch-size", ["batch_size", "micro_batch_size"]) == "micro_batch_size"
-    assert nearest_to("xyz", ["batch_size"]) is None

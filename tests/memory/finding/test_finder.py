@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.errors import ConfigError, FitError
+from stretto.errors import ConfigError, FitError, cannot
 from stretto.memory.finding.finder import find_batch_size
 from stretto.memory.finding.ladder import Ladder
 from stretto.memory.finding.question import Question
@@ -58,7 +58,7 @@ class FakeOracle:
 
 
 def cannot_tell(*_: Any, **__: Any) -> Any:
-    raise FitError("cannot follow the model: it is too strange; probe")
+    raise FitError(cannot("follow the model", why="it is too strange", instead="probe"))
 
 
 class Capacity(nn.Module):

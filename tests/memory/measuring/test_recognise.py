@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.errors import FitError, TrainingError
+from stretto.errors import FitError, TrainingError, cannot
 from stretto.memory import is_out_of_memory
 from stretto.memory.measuring.release import attempt
 
@@ -120,8 +120,10 @@ def test_where_not_even_the_text_can_be_read_memory_is_out() -> None:
 
 
 def test_errors_of_our_own_are_decisions() -> None:
-    assert not is_out_of_memory(FitError("cannot fit 1 sample: out of memory"))
-    error = TrainingError("cannot go on")
+    assert not is_out_of_memory(
+        FitError(cannot("fit 1 sample", why="out of memory", instead="wait"))
+    )
+    error = TrainingError(cannot("go on", why="it is late", instead="wait"))
     error.__cause__ = torch.OutOfMemoryError()
     assert not is_out_of_memory(error)
     outer = RuntimeError("a step failed")

@@ -222,6 +222,6 @@ def test_settings_that_cannot_be_are_refused(make: Callable[[], Any]) -> None:
 
 def test_a_stretch_of_epochs_of_unknown_size_is_refused() -> None:
     """Within them it would stand still: in a run of one epoch, no layer would ever freeze."""
-    with pytest.raises(ConversionError, match="pass dataset_num_samples"):
+    with pytest.raises(ConversionError, match="set dataset_num_samples"):
         progress(Horizon("1ep"), Time("0ep"), Time("1ep"))
     assert progress(Horizon("1ep"), Time("0ba"), Time("4ba"))(Timestamp(batch=1)) == 0.25

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast, final
 
 from stretto.batching.policy import BoundPolicy, checked_size
-from stretto.errors import BatchSizeError, TrainingError, cannot, shown
+from stretto.errors import Argument, BatchSizeError, TrainingError, cannot, shown
 from stretto.timing import TimeUnit
 
 LOSS, NOISE = "loss", "noise"
@@ -73,7 +73,11 @@ def checked_bounds(
             cannot(
                 f"follow the noise of the gradient from a batch size of {least}",
                 why="noise is what samples of a batch differ by, and there is one",
-                instead=f"write {'start' if minimum is None else 'minimum'}=2 or more",
+                instead=(
+                    "write ",
+                    Argument("start" if minimum is None else "minimum", 2),
+                    " or more",
+                ),
             )
         )
     return least, first, most
@@ -202,11 +206,11 @@ def _check_measured(what: str, name: str, measured: Sequence[str]) -> None:
 
 
 def _unmeasured(what: str, measured: Sequence[str]) -> TrainingError:
-    write = f"write one of {', '.join(map(repr, measured))}"
+    evaluate = ("set ", Argument("evaluate", "{every: 10%}", python="evaluate=..."))
     return TrainingError(
         cannot(
             what,
             why="no evaluation measures it",
-            instead=write if measured else "pass evaluate=...",
+            instead=f"write one of {', '.join(map(repr, measured))}" if measured else evaluate,
         )
     )

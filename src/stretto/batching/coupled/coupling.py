@@ -15,7 +15,7 @@ from stretto.batching.coupled.decay import Decay, cannot_grow
 from stretto.batching.parse import PolicyLike
 from stretto.batching.policy import BatchSizePolicy, BoundPolicy, TimedPolicy, checked_size
 from stretto.batching.wrappers import checked_policy
-from stretto.errors import BatchSizeError, ScheduleError, TimeError, cannot, shown
+from stretto.errors import Argument, BatchSizeError, ScheduleError, TimeError, cannot, shown
 from stretto.schedules import (
     BoundSchedule,
     RunScope,
@@ -174,11 +174,13 @@ class Coupling(ABC):
         largest = last if sizes.bounds is None else sizes.bounds[1]
         if largest > max(self.reference or last, last):
             why = f"the batch's warm-up has {largest} and ends with {last}, which lifts the rate"
-            instead = f"write none above {last}, or reference={largest} if the rate is for that"
+            reference = Argument("reference", largest)
+            instead = (f"write none above {last}, or ", reference, " if the rate is for that")
             raise cannot_grow(self.decay, why, instead)
         if largest > maximum:
             why = f"it has {largest} samples before, which is beyond the maximum of {maximum}"
-            raise cannot_grow(self.decay, why, f"write maximum={largest} or more")
+            bound = Argument("maximum", largest)
+            raise cannot_grow(self.decay, why, ("write ", bound, " or more"))
         if (self.reference or last) < self.multiple_of:
             multiple = self.multiple_of
             why = f"it has {last} samples before, and no multiple of {multiple} is that few"

@@ -16,7 +16,7 @@ from stretto.batching.policy import (
     checked_size,
     stretched,
 )
-from stretto.errors import BatchSizeError, cannot, shown
+from stretto.errors import Argument, BatchSizeError, cannot, shown
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
 from stretto.timing.time import Number
 
@@ -200,7 +200,10 @@ def asked(function: SizeCallable, timestamp: Timestamp, state: PolicyState) -> i
     return checked_size(
         size,
         f"the batch size that {name_of(function)} returned",
-        instead=f"return a size such as 128; if it returns increments, write {_increase(function)}",
+        instead=(
+            "return a size such as 128; if it returns increments, write ",
+            _increase(function),
+        ),
     )
 
 
@@ -216,13 +219,17 @@ def _check_no_increments(function: SizeCallable) -> None:
                 f"ask {name_of(function)}({', '.join(names)}) for a batch size",
                 why="a function that begins with 'epoch' returns an increment; one that returns "
                 "a size takes (timestamp, current)",
-                instead=f"write {_increase(function)}",
+                instead=("write ", _increase(function)),
             )
         )
 
 
-def _increase(function: SizeCallable) -> str:
-    return f"IncreaseFunction({name_of(function)}, start=32, max_batch_size=256)"
+def _increase(function: SizeCallable) -> Argument:
+    return Argument(
+        "increase",
+        "{target: ...} with start: 32 and max_batch_size: 256",
+        python=f"IncreaseFunction({name_of(function)}, start=32, max_batch_size=256)",
+    )
 
 
 def check_callable(function: object, form: str) -> None:

@@ -17,7 +17,7 @@ from stretto.batching.policy import (
 )
 from stretto.batching.scheduled.bound_ramps import Equal, bound_line, bound_stairs
 from stretto.batching.scheduled.fixed import Fixed
-from stretto.errors import BatchSizeError, cannot, shown
+from stretto.errors import Argument, BatchSizeError, cannot, shown
 from stretto.timing import Horizon, Time, TimeLike
 from stretto.timing.time import Number
 
@@ -305,11 +305,19 @@ def _length(over: Time) -> Time:
 
 
 def _rising(start: int, end: int) -> None:
+    steps = f"0ep:{start} 1ep:{end}"
     if end < start:
         raise BatchSizeError(
             cannot(
                 f"ramp the batch size from {start} to {end}",
                 why="a ramp does not shrink",
-                instead=f"write start={end}, end={start}, or Steps('0ep:{start} 1ep:{end}')",
+                instead=(
+                    "write ",
+                    Argument("start", end),
+                    ", ",
+                    Argument("end", start),
+                    ", or ",
+                    Argument("steps", f"'{steps}'", python=f"Steps('{steps}')"),
+                ),
             )
         )

@@ -11,7 +11,7 @@ from stretto.config.reading.source import NO_SOURCE, Path, Source
 from stretto.config.run import RunConfig
 from stretto.config.values.settings import Optimizer
 from stretto.config.values.targets import import_target
-from stretto.errors import ConfigError, cannot, shown
+from stretto.errors import ConfigError, Place, cannot, shown
 from stretto.schedules import Constant, Product, Schedule
 from stretto.schedules.names import Name, check_index, find_name, parse_name
 
@@ -103,7 +103,7 @@ def check_optimizer(config: RunConfig, source: Source = NO_SOURCE) -> None:
             _check_number(optimizer, (*path, key), settings[key], source)
 
 
-def _check_group(optimizer: Optimizer, text: str, name: Name, where: str) -> None:
+def _check_group(optimizer: Optimizer, text: str, name: Name, where: Place) -> None:
     known = [*optimizer.groups, "rest"] if optimizer.groups else ["0"]
     is_known = bool(optimizer.groups) or _is_torchs(optimizer)
     if is_known and name.group is not None and name.group not in known:

@@ -11,7 +11,7 @@ from stretto.batching import BatchSizePolicy, Fixed, LearningRateRule, couplings
 from stretto.batching.adaptive.following import check_monitored, followed_metric, metrics_of
 from stretto.config.building.data import data_sizes
 from stretto.config.building.hyperparameters import base_values, check_optimizer, effective
-from stretto.config.reading.source import NO_SOURCE, Path, Source, in_file_words
+from stretto.config.reading.source import NO_SOURCE, Path, Source, as_key
 from stretto.config.run import RunConfig
 from stretto.config.values.batch_sizes import build_sizes
 from stretto.config.values.context import Building
@@ -87,9 +87,7 @@ def plan_of(
             base=base_values(config, source=source),
         )
     except PlanError as error:
-        said = in_file_words(str(error))
-        place = "" if said.endswith(")") else f" ({source.where(('batch_size',))})"
-        raise PlanError(f"{said}{place}") from error
+        raise error.recast(PlanError, where=source.where(("batch_size",)), word=as_key) from error
 
 
 def ends_of(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TypeAlias, final
 
-from stretto.errors import ConfigError, StrettoError
+from stretto.errors import Argument, ConfigError, Place, StrettoError
 
 Path: TypeAlias = tuple[str | int, ...]
 """The keys and list indices that lead to a value."""
@@ -31,8 +30,8 @@ def show_path(path: Path) -> str:
 class Source:
     """What a run file is called, and the line on which each of its values stands.
 
-    >>> Source("run.yaml", {("seed",): 3}).where(("seed",))
-    'seed in run.yaml, line 3'
+    >>> print(Source("run.yaml", {("seed",): 3}).where(("seed",)))
+    seed in run.yaml, line 3
     """
 
     name: str = "the run file"
@@ -42,16 +41,16 @@ class Source:
     overridden: frozenset[Path] = frozenset()
     """The paths that the command line has set."""
 
-    def where(self, path: Path) -> str:
+    def where(self, path: Path) -> Place:
         """Return where the value at `path` comes from, or where it should be."""
         if not path:
-            return self.name
+            return Place(self.name)
         for end in range(len(path), 0, -1):
             if path[:end] in self.overridden:
-                return f"{show_path(path)} on the command line"
+                return Place(f"{show_path(path)} on the command line")
             if path[:end] in self.lines:
-                return f"{show_path(path)} in {self.name}, line {self.lines[path[:end]]}"
-        return f"{show_path(path)} in {self.name}"
+                return Place(show_path(path), self.name, self.lines[path[:end]])
+        return Place(show_path(path), self.name)
 
     @contextmanager
     def at(self, *path: str | int) -> Iterator[None]:
@@ -65,42 +64,30 @@ class Source:
         except ConfigError:
             raise
         except StrettoError as error:
-            raise ConfigError(f"{in_file_words(str(error))} ({self.where(path)})") from error
+            raise error.recast(ConfigError, where=self.where(path), word=as_key) from error
 
 
 NO_SOURCE = Source()
 """A run file that was not read from anywhere."""
 
 
-_WORDS = (
-    (r"\bdataset_(num_samples|num_tokens)\b", r"data.\1"),
-    (r"\bpass tokens_per_sample\b", "pass data.tokens_per_sample"),
-    (r"\bpass (?=data\.)", "state "),
-    (
-        r"\bIncreaseFunction\(.*?, start=(\d+), max_batch_size=(\d+)\)",
-        r"increase: {target: ...} with start: \1 and max_batch_size: \2",
-    ),
-    (r"\bAtMost\(policy, (\d+)\)", r"at_most: \1"),
-    (r"\bAtLeast\(policy, (\d+)\)", r"at_least: \1"),
-    (r"\bMultipleOf\(policy, (\d+)\)", r"multiple_of: \1"),
-    # Behind a quote is what was written in the file.
-    (r"(?<!')\b(maximum|minimum|start|end|multiple_of|reference)=(\d+)", r"\1: \2"),
-    (r"\blast_batch='(\w+)'", r"last_batch: \1"),
-    (r"\bSteps\('([^']*)'\)", r"'\1'"),
-    (r"\bStep\('1ep'\)", "step: {every: 1ep}"),
-    (r"\bpass evaluate=\.\.\.", "write evaluate: {every: 10%}"),
-)
+_KEYS = {
+    "dataset_num_samples": "data.num_samples",
+    "dataset_num_tokens": "data.num_tokens",
+    "tokens_per_sample": "data.tokens_per_sample",
+    "max_training_duration": "max_duration",
+}
+"""The keys that have another name than the arguments of Python."""
 
 
-def in_file_words(message: str) -> str:
-    """Return a message of a lower floor, which speaks of Python, in the words of a run file.
+def as_key(argument: Argument) -> str:
+    """Return how a run file writes an argument that a message names.
 
-    >>> in_file_words("pass dataset_num_tokens, or write AtMost(policy, 100)")
-    'state data.num_tokens, or write at_most: 100'
+    >>> as_key(Argument("dataset_num_tokens")), as_key(Argument("at_most", 100))
+    ('data.num_tokens', 'at_most: 100')
     """
-    for pattern, word in _WORDS:
-        message = re.sub(pattern, word, message)
-    return message
+    key = _KEYS.get(argument.name, argument.name)
+    return key if argument.value is None else f"{key}: {argument.value}"
 
 
 def source_name(path: object) -> str:

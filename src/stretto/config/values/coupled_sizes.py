@@ -14,7 +14,7 @@ from stretto.config.values.context import CHECKING, Building
 from stretto.config.values.fields import Count, Number, Section, shape_of
 from stretto.config.values.ramp_sizes import DoublingSizes, LinearSizes, StagedSizes
 from stretto.config.values.sizes import WAYS, Sizes, SteppedSizes, StepsMapping, StepsText
-from stretto.config.values.targets import nearest_to
+from stretto.errors import nearest
 from stretto.schedules import Cosine, Schedule
 
 _RAMPS: Mapping[str, type[Section]] = {
@@ -38,11 +38,11 @@ def shape_among(keys: Mapping[str, type[Section]], value: object) -> str | None:
     found = next((key for key in names if key in value), None)
     # What another way calls its own is no slip of the pen: 'start' is near to 'target'.
     own = {key for section in (*keys.values(), *_RAMPS.values()) for key in section.model_fields}
-    slips = (nearest_to(str(key), names) for key in value if key not in own)
+    slips = (nearest(str(key), names) for key in value if key not in own)
     found = found or next(filter(None, slips), None)
     if found != "ramp":
         return f"<{keys[found].__name__}>" if found else None
-    kind = nearest_to(str(value.get("ramp")), _RAMPS)
+    kind = nearest(str(value.get("ramp")), _RAMPS)
     return f"<{_RAMPS[kind or 'double'].__name__}>"
 
 

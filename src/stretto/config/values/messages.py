@@ -9,17 +9,16 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from stretto.config.reading.source import Path, Source, in_file_words, show_path
+from stretto.config.reading.source import Path, Source, as_key, show_path
 from stretto.config.values.fields import Section, shown
-from stretto.config.values.targets import nearest_to
-from stretto.errors import ConfigError, cannot
+from stretto.errors import ConfigError, Message, StrettoError, cannot, nearest
 
 MAX_ERRORS = 20
 """Most errors that one message lists."""
 
 
 def explain(error: ValidationError, root: type[BaseModel], source: Source) -> ConfigError:
-    """Return all that pydantic found, one line each, in the order of the file.
+    """Return all that pydantic found, one message each, in the order of the file.
 
     Args:
         error: what validating a run file raised.
@@ -28,24 +27,26 @@ def explain(error: ValidationError, root: type[BaseModel], source: Source) -> Co
     """
     found = error.errors(include_url=False)
     meant = {(details["loc"][:-1], _meant(details, root)) for details in found}
-    lines = [
-        _line(details, root, source)
+    messages = [
+        _message(details, root, source)
         for details in found
         if not (details["type"] == "missing" and (details["loc"][:-1], details["loc"][-1]) in meant)
     ]
-    distinct = list(dict.fromkeys(lines))
+    distinct = list(dict.fromkeys(messages))
     more = len(distinct) - MAX_ERRORS
+    explained = ConfigError(*distinct[:MAX_ERRORS])
     if more > 0:
-        distinct[MAX_ERRORS:] = [f"and {more} more"]
-    return ConfigError("\n".join(distinct))
+        explained.add_note(f"and {more} more")
+    return explained
 
 
-def _line(details: ErrorDetails, root: type[BaseModel], source: Source) -> str:
+def _message(details: ErrorDetails, root: type[BaseModel], source: Source) -> Message:
     loc, kind, context = details["loc"], details["type"], details.get("ctx", {})
     path = _path(loc)
     where = source.where(path)
     if kind == "value_error":
-        return f"{in_file_words(str(context['error']))} ({where})"
+        error: StrettoError = context["error"]
+        return error.message.recast(where, as_key)
     if kind == "missing":
         return _missing(loc, root, source)
     if kind == "extra_forbidden":
@@ -61,7 +62,7 @@ def _line(details: ErrorDetails, root: type[BaseModel], source: Source) -> str:
     return cannot(f"use {shown(details['input'])} as {name}", why=why, instead=instead, where=where)
 
 
-def _unknown(path: Path, section: type[BaseModel] | None, nearest: str | None) -> tuple[str, str]:
+def _unknown(path: Path, section: type[BaseModel] | None, meant: str | None) -> tuple[str, str]:
     """Why a key cannot stand where it is, and what to write."""
     inside = f" in {show_path(path[:-1])}" if len(path) > 1 else ""
     keys = {} if section is None else section.model_fields
@@ -69,8 +70,8 @@ def _unknown(path: Path, section: type[BaseModel] | None, nearest: str | None) -
     if path[-1] in ways:
         taken = next(way for way in ways if way in keys)
         return f"{taken!r} says what it is already", f"write {taken!r} or {path[-1]!r}"
-    if nearest:
-        return f"there is no such key{inside}", f"did you mean '{nearest}'?"
+    if meant:
+        return f"there is no such key{inside}", f"did you mean '{meant}'?"
     here = [key for key in keys if key != "duration" or "periods" in path]
     return f"there is no such key{inside}", f"the keys here are {', '.join(here)}"
 
@@ -90,10 +91,10 @@ def _reason(kind: str, context: Mapping[str, Any], value: object) -> tuple[str, 
     """Why pydantic refused a value, and what to write."""
     if kind == "literal_error":
         choices = str(context["expected"])
-        nearest = nearest_to(str(value), choices.replace("'", "").replace(" or ", ", ").split(", "))
+        meant = nearest(str(value), choices.replace("'", "").replace(" or ", ", ").split(", "))
         return (
             "there is no such choice",
-            f"did you mean '{nearest}'?" if nearest else f"write {choices}",
+            f"did you mean '{meant}'?" if meant else f"write {choices}",
         )
     if kind == "greater_than_equal":
         return f"it is less than {context['ge']:g}", f"write a number of at least {context['ge']:g}"
@@ -127,7 +128,7 @@ _REASONS = {
 _EXAMPLES: dict[object, str] = {int: "64", float: "0.1"}
 
 
-def _missing(loc: tuple[str | int, ...], root: type[BaseModel], source: Source) -> str:
+def _missing(loc: tuple[str | int, ...], root: type[BaseModel], source: Source) -> Message:
     path, name = _path(loc), str(loc[-1])
     section = _section_at(root, loc[:-1])
     field = section.model_fields.get(name) if section else None
@@ -163,7 +164,7 @@ def _meant(details: ErrorDetails, root: type[BaseModel]) -> str | None:
         return None
     section = _section_at(root, details["loc"][:-1])
     written = details["loc"][-1]
-    return nearest_to(str(written), section.model_fields) if section else None
+    return nearest(str(written), section.model_fields) if section else None
 
 
 def _path(loc: tuple[str | int, ...]) -> Path:

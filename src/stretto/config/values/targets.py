@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -11,10 +10,10 @@ from typing import Any
 
 from stretto.config.reading.source import NO_SOURCE, Path, Source
 from stretto.config.values.fields import Target
-from stretto.errors import ConfigError, StrettoError, cannot
+from stretto.errors import ConfigError, Message, Place, StrettoError, cannot, nearest
 
 
-def import_target(target: str, *, where: str | None = None) -> Any:
+def import_target(target: str, *, where: Place | None = None) -> Any:
     """Return the object that `package.module:attribute` names.
 
     >>> import_target("fractions:Fraction")(1, 3)
@@ -43,13 +42,13 @@ def import_target(target: str, *, where: str | None = None) -> Any:
         try:
             found = getattr(found, part)
         except AttributeError:
-            nearest = nearest_to(part, dir(found))
+            close = nearest(part, dir(found))
             raise ConfigError(
                 cannot(
                     f"import {target}",
                     why=f"{getattr(found, '__name__', found)} has no {part!r}",
-                    instead=f"did you mean '{target[: -len(part)]}{nearest}'?"
-                    if nearest and target.endswith(part)
+                    instead=f"did you mean '{target[: -len(part)]}{close}'?"
+                    if close and target.endswith(part)
                     else f"write a name that {name} has",
                     where=where,
                 )
@@ -78,11 +77,9 @@ def call_target(
     check_arguments(function, section.target, positional, arguments, where=where)
     try:
         return function(*positional, **arguments)
-    except ConfigError as error:
-        raise ConfigError(f"{error} ({where})") from error
+    except StrettoError as error:
+        raise error.recast(ConfigError, where=where) from error
     except Exception as error:  # the user's own code runs here and may raise anything
-        if isinstance(error, StrettoError):
-            raise ConfigError(f"{error} ({where})") from error
         raise ConfigError(
             cannot(
                 f"build {section.target}",
@@ -129,7 +126,7 @@ def check_arguments(
     positional: tuple[Any, ...],
     arguments: dict[str, Any],
     *,
-    where: str,
+    where: Place,
 ) -> None:
     """Refuse arguments that the signature of `function` does not have, before it is called.
 
@@ -169,17 +166,6 @@ def accepts(function: Any, name: str) -> bool:
         return False
 
 
-def nearest_to(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that was probably meant, if any.
-
-    >>> nearest_to("max_duratoin", ["max_duration", "model"])
-    'max_duration'
-    """
-    folded = {candidate.lower().replace("-", "_"): candidate for candidate in known}
-    close = difflib.get_close_matches(name.lower().replace("-", "_"), folded, 1, 0.6)
-    return folded[close[0]] if close else None
-
-
 def _parameters(function: Any) -> tuple[str, ...] | None:
     """The names that `function` takes as keywords; None where it takes any."""
     try:
@@ -195,13 +181,13 @@ def _parameters(function: Any) -> tuple[str, ...] | None:
     )
 
 
-def _unknown_argument(target: str, name: str, known: Iterable[str], where: str) -> ConfigError:
-    nearest = nearest_to(name, known)
+def _unknown_argument(target: str, name: str, known: Iterable[str], where: Place) -> ConfigError:
+    close = nearest(name, known)
     return ConfigError(
         cannot(
             f"call {target}",
             why=f"it takes no {name!r}",
-            instead=f"did you mean '{nearest}'?" if nearest else f"it takes {_listed(known)}",
+            instead=f"did you mean '{close}'?" if close else f"it takes {_listed(known)}",
             where=where,
         )
     )
@@ -211,7 +197,7 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "nothing"
 
 
-def _no_module(target: str, name: str, error: ModuleNotFoundError, where: str | None) -> str:
+def _no_module(target: str, name: str, error: ModuleNotFoundError, where: Place | None) -> Message:
     missing = error.name or name
     if name == missing or name.startswith(f"{missing}."):
         why = f"there is no module {missing!r}"

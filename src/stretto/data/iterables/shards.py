@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
@@ -97,11 +98,11 @@ def record_of_all(part: Part, record: Callable[[], dict[str, Any]]) -> dict[str,
     try:
         own = record()
     except DataError as error:
-        own = {_FAILED: str(error)}
+        own = {_FAILED: pickle.dumps(error).hex()}
     everybody = [json.loads(text) for text in gathered_texts(part, json.dumps(own))]
     for one in everybody:
         if _FAILED in one:
-            raise DataError(one[_FAILED])
+            raise pickle.loads(bytes.fromhex(one[_FAILED]))  # noqa: S301  of a rank of this run
     return {"ranks": everybody}
 
 

@@ -17,7 +17,7 @@ from typing import final
 
 from stretto.errors import FitError, cannot
 from stretto.memory.amounts import show_bytes
-from stretto.memory.finding.oracles import NoOracleError, Oracles, needs
+from stretto.memory.finding.oracles import NoOracleError, Oracles, needs, no_oracle
 from stretto.memory.finding.question import Question
 from stretto.memory.finding.ranks import Together
 from stretto.memory.finding.result import Answer, Cost, Oracle, RealOracle, peaks_around
@@ -82,7 +82,7 @@ class Ladder:
             try:
                 return ask()
             except NoOracleError as error:
-                self._notes.append(f"not {name}: {error}")
+                self._notes.append(f"not {name}: {error.message.why}")
         return self._tried("bisect")
 
     # Oracles
@@ -112,7 +112,7 @@ class Ladder:
         oracle = self._oracles.make(self._predicting)
         best = oracle.certainty_if_verified
         if self._question.is_here and best != "exact":
-            raise NoOracleError(f"it would only be an {best}: {oracle.reason}")
+            raise no_oracle(f"it would only be an {best}: {oracle.reason}")
         return self._foretold(oracle)
 
     def _probed(self) -> Answer:
@@ -250,7 +250,8 @@ class Ladder:
                 lambda size: self._fits(tried, size), question.sizes, method=method, guess=guess
             )
         except FitError as error:
-            raise FitError(f"{error}\n{tried.last_error}") from None
+            error.add_note(str(tried.last_error))
+            raise
         return self._answer(found, "tried", None)
 
     def _fits(self, tried: Trials, size: int) -> bool:

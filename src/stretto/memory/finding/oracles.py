@@ -27,6 +27,13 @@ class NoOracleError(FitError):
     """An oracle cannot tell, and another way may."""
 
 
+def no_oracle(why: str) -> NoOracleError:
+    """Return the error for an oracle that cannot tell."""
+    return NoOracleError(
+        cannot("find a batch size by this method", why=why, instead="write method='auto'")
+    )
+
+
 class NothingFitsError(FitError):
     """Not even the smallest size that is wanted fits."""
 
@@ -96,7 +103,7 @@ class Oracles:
             ends = [size, found.too_large] if is_end else [size]
             if self._is_confirmed(oracle, ends, tolerated):
                 return found
-        raise NoOracleError(f"after {MOST_MENDS} steps, its curve is wrong about the next one too")
+        raise no_oracle(f"after {MOST_MENDS} steps, its curve is wrong about the next one too")
 
     def take(self, oracle: RealOracle, found: Found, limit: Room, reserve: int) -> Found | None:
         """Take a step of an answer, and of a better one if it does not fit.
@@ -152,17 +159,18 @@ class Oracles:
                 said.append(error)
                 return 0
             if done.result is None:
-                said.append(FitError(f"memory ran out in a small step: {done.out_of_memory}"))
+                said.append(no_oracle(f"memory ran out in a small step: {done.out_of_memory}"))
             return done.result or 0
 
         least = self._together.least(carefully)
         if least:
             return least
         if not said:
-            raise NoOracleError("another rank could not")
+            raise no_oracle("another rank could not")
         (error,) = said
-        name = "" if isinstance(error, FitError) else f"{type(error).__name__}: "
-        raise NoOracleError(f"{name}{error}") from error
+        if isinstance(error, FitError):
+            raise error.recast(NoOracleError) from error
+        raise no_oracle(f"{type(error).__name__}: {error}") from error
 
 
 def needs(oracle: Oracle, overhead: Overhead | None, size: int) -> int:

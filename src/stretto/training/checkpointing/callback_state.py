@@ -29,7 +29,7 @@ def check_states(callbacks: Iterable[Callback]) -> None:
             try:
                 check_tensor(name, tensor)
             except CheckpointError as error:
-                raise TrainingError(f"{error} (state of {_kind(callback)})") from None
+                raise error.recast(TrainingError, where=f"state of {_kind(callback)}") from None
 
 
 def pack_states(callbacks: Iterable[Callback]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:

@@ -25,8 +25,7 @@ def section(path: Path, name: str) -> Iterator[None]:
     try:
         yield
     except StrettoError as error:
-        said = str(error) if str(path) in str(error) else f"{error} ({name!r} in {path})"
-        raise type(error)(said) from error
+        raise error.recast(type(error), where=f"{name!r} in {path}") from error
     except UNFIT as error:
         raise CheckpointError(
             cannot(

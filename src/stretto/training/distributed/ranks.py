@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, cast, final
@@ -13,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto import errors
 from stretto.checkpoint.sharding import is_spread
 from stretto.errors import StrettoError, TrainingError, cannot
 from stretto.runtime.gradients import is_fully_sharded, touching_all
@@ -144,15 +144,15 @@ class Ranks:
         """
         if self.world_size == 1:
             return work()
-        kind, answer = "", ""
+        failed, answer = "", ""
         if self.is_first:
             try:
                 answer = work()
             except StrettoError as error:
-                kind, answer = type(error).__name__, str(error)
-        kind, answer = json.loads(self.gather(json.dumps([kind, answer]), call=call)[0])
-        if kind:
-            raise getattr(errors, kind)(answer)
+                failed = pickle.dumps(error).hex()
+        failed, answer = json.loads(self.gather(json.dumps([failed, answer]), call=call)[0])
+        if failed:
+            raise pickle.loads(bytes.fromhex(failed))  # noqa: S301  of a rank of this run
         return str(answer)
 
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
