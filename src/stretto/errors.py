@@ -198,7 +198,7 @@ class StrettoError(Exception):
         return kind(
             *(
                 message.recast(place, word) if isinstance(message, Message) else message
-                for message in self.messages
+                for message in self.args
             )
         )
 

@@ -237,7 +237,7 @@ def test_a_run_by_the_wall_clock_has_an_open_end() -> None:
             {},
             "know the batch sizes before the run: they follow what the run measures",
         ),
-        (Steps("0tok:8 100tok:16"), {}, "how many a sample has is not known; pass tokens_per_sam"),
+        (Steps("0tok:8 100tok:16"), {}, "how many a sample has is not known; set tokens_per_sam"),
         (8, {"base": {"lr": 0.1}}, "the base value of 'lr': no schedule has that name"),
     ],
     ids=["ranks", "even", "measured", "tokens", "base"],

@@ -242,7 +242,7 @@ def checked_count(name: str, count: object) -> int | None:
     if count is not None and (found is None or found < 1):
         raise ConversionError(
             cannot(
-                ("use ", Argument(name, python=f"{name}={shown(count)}")),
+                ("use ", Argument(name), f"={shown(count)}"),
                 why="it is not an integer of at least 1",
                 instead="leave it out where it is not known",
             )
