@@ -33,21 +33,13 @@ def test_a_line_is_that_of_exact_arithmetic(
     assert bound(Timestamp(batch=batch)) == pytest.approx(float(exact), rel=1e-14, abs=1e-14)
 
 
-@given(FACTORS, FACTORS, st.integers(0, 100))
-def test_a_line_is_a_glide_on_what_is_left(start: float, end: float, batch: int) -> None:
-    span, stamp = span_of(Fraction(0), Fraction(100)), Timestamp(batch=batch)
-    straight = line(span, Fraction(90), start, end)(stamp)
-    glided = glide(span, Fraction(90), start, end, left=lambda passed: 1 - passed)(stamp)
-    assert straight == pytest.approx(glided, rel=1e-13, abs=1e-13)
-
-
 @given(FACTORS, FACTORS, st.integers(0, 10**6))
 def test_rounding_steps_over_no_end(start: float, end: float, batch: int) -> None:
     span = RunScope(Horizon("1_000_003ba")).span([Time("1dur")])
     assert span.end is not None
     low, high = min(start, end), max(start, end)
     assert low <= line(span, span.end, start, end)(Timestamp(batch=batch)) <= high
-    bound = glide(span, span.end, start, end, left=cosine_left)
+    bound = glide(span, span.end, start, end, lambda x: end + (start - end) * cosine_left(x))
     assert low <= bound(Timestamp(batch=batch)) <= high
 
 

@@ -3,22 +3,65 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
 from stretto.errors import ScheduleError, cannot, shown
 from stretto.schedules.arguments import checked_factor, factor, length, positive
-from stretto.schedules.glide import cosine_left, glide, line, way
+from stretto.schedules.glide import cosine_left, glide, way
 from stretto.schedules.schedule import BoundSchedule, fill
 from stretto.schedules.scope import END, Span
 from stretto.schedules.warmup import WarmedUp, set_warmup, warmup_text
 from stretto.timing import Time, TimeLike, Timestamp
 
 
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class _Glide(WarmedUp):
+    """A way from `start` to `end`, in the shape that `at` gives."""
+
+    start: float
+    end: float
+    over: Time
+
+    def __init__(
+        self,
+        start: float = 1.0,
+        end: float = 0.0,
+        *,
+        over: TimeLike = END,
+        warmup: TimeLike | None = None,
+        warmup_start: float = 0.0,
+    ) -> None:
+        fill(self, start=factor(start, "start"), end=factor(end, "end"), over=length(over, "over"))
+        set_warmup(self, warmup, warmup_start)
+
+    @abstractmethod
+    def at(self, passed: float) -> float:
+        """Return the factor after a part of the way, from 0 to 1."""
+
+    def own_times(self) -> tuple[Time, ...]:
+        """Return how long the way is."""
+        return (self.over,)
+
+    def first_factor(self) -> float:
+        """Return where the way starts."""
+        return self.start
+
+    def over_rest(self, span: Span) -> BoundSchedule:
+        """Return the way from the start of `span` on."""
+        return glide(span, span.after(self.over), self.start, self.end, self.at)
+
+    def _text(self, shape: str) -> str:
+        over = "" if self.over == END else f" over {self.over}"
+        warmup = warmup_text(self.warmup, self.warmup_start)
+        return f"{shape} from {self.start:g} to {self.end:g}{over}{warmup}"
+
+
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Linear(WarmedUp):
+class Linear(_Glide):
     """A straight line from `start` to `end`.
 
     Formula: `start + (end - start) * x`, where `x` in [0, 1] is the part of `over` that has passed.
@@ -42,42 +85,17 @@ class Linear(WarmedUp):
         TimeError: a text is not a time.
     """
 
-    start: float
-    end: float
-    over: Time
-
-    def __init__(
-        self,
-        start: float = 1.0,
-        end: float = 0.0,
-        *,
-        over: TimeLike = END,
-        warmup: TimeLike | None = None,
-        warmup_start: float = 0.0,
-    ) -> None:
-        fill(self, start=factor(start, "start"), end=factor(end, "end"), over=length(over, "over"))
-        set_warmup(self, warmup, warmup_start)
-
-    def own_times(self) -> tuple[Time, ...]:
-        """Return how long the way is."""
-        return (self.over,)
-
-    def first_factor(self) -> float:
-        """Return where the line starts."""
-        return self.start
-
-    def over_rest(self, span: Span) -> BoundSchedule:
-        """Return the line from the start of `span` on."""
-        return line(span, span.after(self.over), self.start, self.end)
+    def at(self, passed: float) -> float:
+        """Return the point of the line."""
+        return self.start + (self.end - self.start) * passed
 
     def __str__(self) -> str:
-        warmup = warmup_text(self.warmup, self.warmup_start)
-        return f"linear {way_text(self.start, self.end, self.over)}{warmup}"
+        return self._text("linear")
 
 
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Cosine(WarmedUp):
+class Cosine(_Glide):
     """Half a cosine wave from `start` to `end`.
 
     Formula: `end + (start - end) * (1 + cos(pi * x)) / 2`, where `x` in [0, 1] is the part of
@@ -101,42 +119,17 @@ class Cosine(WarmedUp):
         TimeError: a text is not a time.
     """
 
-    start: float
-    end: float
-    over: Time
-
-    def __init__(
-        self,
-        start: float = 1.0,
-        end: float = 0.0,
-        *,
-        over: TimeLike = END,
-        warmup: TimeLike | None = None,
-        warmup_start: float = 0.0,
-    ) -> None:
-        fill(self, start=factor(start, "start"), end=factor(end, "end"), over=length(over, "over"))
-        set_warmup(self, warmup, warmup_start)
-
-    def own_times(self) -> tuple[Time, ...]:
-        """Return how long the way is."""
-        return (self.over,)
-
-    def first_factor(self) -> float:
-        """Return where the wave starts."""
-        return self.start
-
-    def over_rest(self, span: Span) -> BoundSchedule:
-        """Return the wave from the start of `span` on."""
-        return glide(span, span.after(self.over), self.start, self.end, left=cosine_left)
+    def at(self, passed: float) -> float:
+        """Return the point of the wave."""
+        return self.end + (self.start - self.end) * cosine_left(passed)
 
     def __str__(self) -> str:
-        warmup = warmup_text(self.warmup, self.warmup_start)
-        return f"cosine {way_text(self.start, self.end, self.over)}{warmup}"
+        return self._text("cosine")
 
 
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Polynomial(WarmedUp):
+class Polynomial(_Glide):
     """A power of the time that is left, from `start` to `end`.
 
     Formula: `end + (start - end) * (1 - x) ** power`, where `x` in [0, 1] is the part of `over`
@@ -162,10 +155,7 @@ class Polynomial(WarmedUp):
         TimeError: a text is not a time.
     """
 
-    start: float
-    end: float
     power: float
-    over: Time
 
     def __init__(
         self,
@@ -177,31 +167,15 @@ class Polynomial(WarmedUp):
         warmup: TimeLike | None = None,
         warmup_start: float = 0.0,
     ) -> None:
-        fill(self, start=factor(start, "start"), end=factor(end, "end"), over=length(over, "over"))
+        _Glide.__init__(self, start, end, over=over, warmup=warmup, warmup_start=warmup_start)
         fill(self, power=positive(power, "power"))
-        set_warmup(self, warmup, warmup_start)
 
-    def own_times(self) -> tuple[Time, ...]:
-        """Return how long the way is."""
-        return (self.over,)
-
-    def first_factor(self) -> float:
-        """Return where the curve starts."""
-        return self.start
-
-    def over_rest(self, span: Span) -> BoundSchedule:
-        """Return the curve from the start of `span` on."""
-        power = self.power
-
-        def left(passed: float) -> float:
-            return math.pow(1.0 - passed, power)
-
-        return glide(span, span.after(self.over), self.start, self.end, left=left)
+    def at(self, passed: float) -> float:
+        """Return the point of the curve."""
+        return self.end + (self.start - self.end) * math.pow(1.0 - passed, self.power)
 
     def __str__(self) -> str:
-        warmup = warmup_text(self.warmup, self.warmup_start)
-        way = way_text(self.start, self.end, self.over)
-        return f"polynomial of power {self.power:g} {way}{warmup}"
+        return self._text(f"polynomial of power {self.power:g}")
 
 
 @final
@@ -266,15 +240,15 @@ class Curve(WarmedUp):
         """Return the curve from the start of `span` on."""
         function, read = self.function, span.smooth().axis.read
         scale, first, total, stop = way(span, span.after(self.over))
-        held = checked_factor(function(stop / total if total else 1.0), function)
-        start = self.first_factor() if total else held
+        last = checked_factor(function(stop / total if total else 1.0), function)
+        start = self.first_factor() if total else last
 
         def value(timestamp: Timestamp) -> float:
             passed = read(timestamp) * scale - first
             if passed <= 0:
                 return start
             if passed >= stop:
-                return held
+                return last
             return checked_factor(function(passed / total), function)
 
         return value
@@ -283,8 +257,3 @@ class Curve(WarmedUp):
         name = getattr(self.function, "__name__", type(self.function).__name__)
         over = "" if self.over == END else f" over {self.over}"
         return f"curve {name}{over}{warmup_text(self.warmup, self.warmup_start)}"
-
-
-def way_text(start: float, end: float, over: Time) -> str:
-    """Return the words for a way between two factors."""
-    return f"from {start:g} to {end:g}" + ("" if over == END else f" over {over}")

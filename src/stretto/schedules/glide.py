@@ -12,57 +12,35 @@ from stretto.timing import Timestamp
 
 
 def line(span: Span, to: Fraction, start: float, end: float) -> BoundSchedule:
-    """Return the straight line from `start` to `end` that begins with `span` and ends at `to`.
-
-    The factor is held before and after, and after the end of the span.
-    """
-    read = span.axis.read
-    scale, first, total, stop = way(span, to)
-    start = start if total else end  # a way of no length is at its end from the beginning
-    if start != end:
-        span.smooth()
-    rise, low, high = end - start, min(start, end), max(start, end)
-    held = end if stop == total else min(max(start + rise * (stop / total), low), high)
-
-    def value(timestamp: Timestamp) -> float:
-        passed = read(timestamp) * scale - first
-        if passed <= 0:
-            return start
-        if passed >= stop:
-            return held
-        result = start + rise * (passed / total)
-        # Rounding may step over an end by one unit in the last place.
-        if result > high:
-            return high
-        return result if result > low else low
-
-    return value
+    """Return the straight line from `start` to `end` that begins with `span` and ends at `to`."""
+    rise = end - start
+    return glide(span, to, start, end, lambda passed: start + rise * passed)
 
 
 def glide(
-    span: Span, to: Fraction, start: float, end: float, *, left: Callable[[float], float]
+    span: Span, to: Fraction, start: float, end: float, at: Callable[[float], float]
 ) -> BoundSchedule:
-    """Return `end + (start - end) * left(x)`, where `x` is the part of the way that has passed.
+    """Return the way from `start` to `end` that begins with `span` and ends at `to`.
 
-    The way begins with `span` and ends at `to`; `left` falls from 1 at 0 to 0 at 1. The factor is
-    held before and after, and after the end of the span.
+    `at` gives the factor after a part of the way, between 0 and 1. The factor is constant before
+    and after, and after the end of the span.
     """
     read = span.axis.read
     scale, first, total, stop = way(span, to)
     start = start if total else end  # a way of no length is at its end from the beginning
     if start != end:
         span.smooth()
-    fall, low, high = start - end, min(start, end), max(start, end)
-    held = end if stop == total else min(max(end + fall * left(stop / total), low), high)
+    low, high = min(start, end), max(start, end)
+    last = end if stop == total else min(max(at(stop / total), low), high)
 
     def value(timestamp: Timestamp) -> float:
         passed = read(timestamp) * scale - first
         if passed <= 0:
             return start
         if passed >= stop:
-            return held
-        result = end + fall * left(passed / total)
-        # Rounding may step over an end by one unit in the last place.
+            return last
+        result = at(passed / total)
+        # Rounding may exceed an end by one unit in the last place.
         if result > high:
             return high
         return result if result > low else low
