@@ -54,9 +54,20 @@ class NoRule(LearningRateRule):
         return 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Referenced(LearningRateRule):
+    """A rule that compares the size with the one for which the learning rate was chosen."""
+
+    reference: int
+
+    def __post_init__(self) -> None:
+        reference = checked_size(self.reference, "the reference of a learning rate rule")
+        object.__setattr__(self, "reference", reference)
+
+
 @final
 @dataclass(frozen=True, slots=True)
-class LinearRule(LearningRateRule):
+class LinearRule(_Referenced):
     """`size / reference`: usual with SGD (Goyal et al. 2017, arXiv 1706.02677, section 2.1).
 
     >>> LinearRule(256)(1024)
@@ -69,12 +80,6 @@ class LinearRule(LearningRateRule):
         BatchSizeError: the reference is not an integer of at least 1.
     """
 
-    reference: int
-
-    def __post_init__(self) -> None:
-        reference = checked_size(self.reference, "the reference of a learning rate rule")
-        object.__setattr__(self, "reference", reference)
-
     def __call__(self, size: int, /) -> float:
         """Return `size / reference`."""
         return size / self.reference
@@ -82,7 +87,7 @@ class LinearRule(LearningRateRule):
 
 @final
 @dataclass(frozen=True, slots=True)
-class SquareRootRule(LearningRateRule):
+class SquareRootRule(_Referenced):
     """`sqrt(size / reference)`: usual with Adam (Malladi et al. 2022, arXiv 2205.10287).
 
     >>> SquareRootRule(256)(1024)
@@ -94,12 +99,6 @@ class SquareRootRule(LearningRateRule):
     Raises:
         BatchSizeError: the reference is not an integer of at least 1.
     """
-
-    reference: int
-
-    def __post_init__(self) -> None:
-        reference = checked_size(self.reference, "the reference of a learning rate rule")
-        object.__setattr__(self, "reference", reference)
 
     def __call__(self, size: int, /) -> float:
         """Return `sqrt(size / reference)`."""

@@ -24,9 +24,31 @@ BEYOND = 2**128
 """More ticks than any counter reaches: nanoseconds since the Big Bang are 2^88."""
 
 
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class _ByInterval(WarmedUp):
+    """Times `gamma` for each interval, from a factor of 1."""
+
+    every: Time
+    gamma: float
+
+    def own_times(self) -> tuple[Time, ...]:
+        """Return the interval, and the end where growth must be bounded by it."""
+        return (self.every, END) if self.gamma > 1 else (self.every,)
+
+    def first_factor(self) -> float:
+        """Return 1."""
+        return 1.0
+
+    def _set(
+        self, every: TimeLike, gamma: float, warmup: TimeLike | None, warmup_start: float
+    ) -> None:
+        fill(self, every=interval(every, "every"), gamma=factor(gamma, "gamma"))
+        set_warmup(self, warmup, warmup_start)
+
+
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Exponential(WarmedUp):
+class Exponential(_ByInterval):
     """Smooth exponential decay (or growth): times `gamma` over each interval.
 
     Formula: `gamma ** (t / every)`, where `t` has passed since the warm-up. Source:
@@ -51,9 +73,6 @@ class Exponential(WarmedUp):
         TimeError: a text is not a time.
     """
 
-    every: Time
-    gamma: float
-
     def __init__(
         self,
         every: TimeLike,
@@ -62,16 +81,7 @@ class Exponential(WarmedUp):
         warmup: TimeLike | None = None,
         warmup_start: float = 0.0,
     ) -> None:
-        fill(self, every=interval(every, "every"), gamma=factor(gamma, "gamma"))
-        set_warmup(self, warmup, warmup_start)
-
-    def own_times(self) -> tuple[Time, ...]:
-        """Return the interval, and the end where growth must be bounded by it."""
-        return (self.every, END) if self.gamma > 1 else (self.every,)
-
-    def first_factor(self) -> float:
-        """Return 1."""
-        return 1.0
+        self._set(every, gamma, warmup, warmup_start)
 
     def over_rest(self, span: Span) -> BoundSchedule:
         """Return the decay from the start of `span` on."""
@@ -95,7 +105,7 @@ class Exponential(WarmedUp):
 
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class StepDecay(WarmedUp):
+class StepDecay(_ByInterval):
     """A stair: times `gamma` each time another interval has passed.
 
     Formula: `gamma ** floor(t / every)`, where `t` has passed since the warm-up. Source:
@@ -118,9 +128,6 @@ class StepDecay(WarmedUp):
         TimeError: a text is not a time.
     """
 
-    every: Time
-    gamma: float
-
     def __init__(
         self,
         every: TimeLike,
@@ -129,16 +136,7 @@ class StepDecay(WarmedUp):
         warmup: TimeLike | None = None,
         warmup_start: float = 0.0,
     ) -> None:
-        fill(self, every=interval(every, "every"), gamma=factor(gamma, "gamma"))
-        set_warmup(self, warmup, warmup_start)
-
-    def own_times(self) -> tuple[Time, ...]:
-        """Return the interval, and the end where growth must be bounded by it."""
-        return (self.every, END) if self.gamma > 1 else (self.every,)
-
-    def first_factor(self) -> float:
-        """Return 1."""
-        return 1.0
+        self._set(every, gamma, warmup, warmup_start)
 
     def over_rest(self, span: Span) -> BoundSchedule:
         """Return the stair from the start of `span` on."""
