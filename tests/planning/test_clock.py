@@ -21,8 +21,8 @@ from stretto.batching import (
     Steps,
 )
 from stretto.errors import BatchSizeError, PlanError
-from stretto.planning import advance, next_step, tick, walk
-from stretto.timing import Horizon, LastBatch, Time, Timer, Timestamp
+from stretto.planning import next_step, walk
+from stretto.timing import Horizon, LastBatch, Time, Timer, Timestamp, advance, tick
 
 MODES: tuple[LastBatch, ...] = get_args(LastBatch)
 
@@ -270,21 +270,6 @@ def test_the_size_after_passing_over_is_that_of_the_new_epoch() -> None:
     horizon = Horizon("2ep", dataset_num_samples=20, last_batch="drop")
     policy = Steps("0sp:6 18sp:9 1ep:3").bind(horizon)
     assert [s.size for s in walk(horizon, policy)] == [6, 6, 6, 3, 3, 3, 3, 3, 3]
-
-
-def test_unsized_data_end_their_epochs_themselves() -> None:
-    horizon = Horizon("2ep")
-    after = advance(horizon, Timestamp(batch=3, batch_in_epoch=3), 5, tokens=7, ends_epoch=True)
-    assert after == Timestamp(epoch=1, batch=4, sample=5, token=7)
-    timer = Timer(horizon, clock=lambda: 0)
-    tick(timer, horizon, 5, tokens=7, ends_epoch=True)
-    assert timer.timestamp == Timestamp(epoch=1, batch=1, sample=5, token=7)
-
-
-def test_tokens_of_a_carried_batch_are_shared_between_its_epochs() -> None:
-    horizon = Horizon("4ep", dataset_num_samples=10, last_batch="carry")
-    after = advance(horizon, Timestamp(sample=5, sample_in_epoch=5), 8, tokens=80)
-    assert (after.token, after.token_in_epoch, after.sample_in_epoch) == (80, 30, 3)
 
 
 def test_after_the_run_there_is_no_step() -> None:

@@ -35,9 +35,19 @@ from stretto.errors import (
     ScheduleError,
     TimeError,
 )
-from stretto.planning import advance, check_least, plan, prepare, walk
+from stretto.planning import check_least, plan, prepare, walk
 from stretto.schedules import Constant, Cosine, Linear, Periods, StepDecay
-from stretto.timing import At, BatchSizes, Every, Horizon, LastBatch, Time, Timestamp, TimeUnit
+from stretto.timing import (
+    At,
+    BatchSizes,
+    Every,
+    Horizon,
+    LastBatch,
+    Time,
+    Timestamp,
+    TimeUnit,
+    advance,
+)
 
 HORIZON = Horizon("2ep", dataset_num_samples=1000)
 

@@ -9,9 +9,9 @@ from operator import attrgetter
 from typing import final
 
 from stretto.batching import NO_SIGNALS, BoundPolicy, PolicyState, Signals
-from stretto.batching.scheduled.equal import end_tick
 from stretto.planning import StepPlan, next_step, walk
 from stretto.timing import Horizon, Timer, Timestamp
+from stretto.timing.epochs import end_tick, repeats_before
 
 _UNMEASURED_STEPS = 20
 """After so many steps that bring none, missing signals are told."""
@@ -131,13 +131,7 @@ class Decisions:
         if hold is None or size != decided or ends_epochs:
             return
         limits = [self._run_limit, *((axis.read, tick) for axis, tick in hold.limits)]
-        horizon, last_sample = self._horizon, []
-        if horizon.dataset_num_samples is not None:
-            epoch_end = timestamp.sample - timestamp.sample_in_epoch + horizon.dataset_num_samples
-            # Under `drop` the epoch also ends where no second batch would fit.
-            last_sample.append(epoch_end - (2 if horizon.last_batch == "drop" else 1) * decided - 1)
-        if horizon.end_sample is not None and horizon.last_batch != "drop":
-            last_sample.append(horizon.end_sample - decided)
-        if last_sample:
-            limits.insert(0, (attrgetter("sample"), min(last_sample) + 1))
+        sample = repeats_before(self._horizon, timestamp, decided)
+        if sample is not None:
+            limits.insert(0, (attrgetter("sample"), sample))
         self._last, self._limits = plan, tuple(limits)

@@ -19,8 +19,8 @@ from stretto.data.spec import Collate, DataSpec
 from stretto.data.step import Step, weighed
 from stretto.data.token_counter import TokenCounter
 from stretto.errors import DataError, cannot
-from stretto.planning import PlannedSizes, Prepared, StepPlan, prepare, tick
-from stretto.timing import Horizon, LastBatch, TimeLike, Timer, Timestamp, TimeUnit
+from stretto.planning import PlannedSizes, Prepared, StepPlan, prepare
+from stretto.timing import Horizon, LastBatch, TimeLike, Timer, Timestamp, TimeUnit, tick
 
 
 @final

@@ -3,10 +3,8 @@
 from stretto.planning.cautions import bound_of
 from stretto.planning.clock import (
     StepPlan,
-    advance,
     check_plannable,
     next_step,
-    tick,
     unplannable,
     walk,
 )
@@ -27,7 +25,6 @@ __all__ = [
     "Stage",
     "StepPlan",
     "UnknownSizes",
-    "advance",
     "bound_of",
     "check_least",
     "check_length",
@@ -35,7 +32,6 @@ __all__ = [
     "next_step",
     "plan",
     "prepare",
-    "tick",
     "unplannable",
     "walk",
 ]

@@ -5,14 +5,14 @@ A plan, the data loader and the trainer all take their batches from here, so the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import NamedTuple
 
 from stretto.batching.policy import NO_SIGNALS, BoundPolicy, PolicyState, Signals
-from stretto.batching.scheduled.equal import is_countable, next_epoch, outgrows_epoch
 from stretto.errors import Argument, BatchSizeError, PlanError, Text, cannot
 from stretto.planning.watch import unknown_read
-from stretto.timing import Horizon, Timer, Timestamp, TimeUnit
+from stretto.timing import Horizon, Timestamp, TimeUnit, advance
+from stretto.timing.epochs import cut, is_countable, next_epoch, outgrows_epoch, rollover
 
 
 class StepPlan(NamedTuple):
@@ -32,131 +32,6 @@ class StepPlan(NamedTuple):
     """How many epochs end inside it or at its end."""
     state: PolicyState
     """The policy's state after deciding."""
-
-
-class Rollover(NamedTuple):
-    """What happens to the epoch at the end of a batch."""
-
-    epochs: int
-    """How many epochs have ended."""
-    sample_in_epoch: int
-    """Samples passed in the epoch that has begun, or goes on."""
-    passed_over: int
-    """Samples left out because they are fewer than a batch (`last_batch="drop"`)."""
-
-
-def rollover(horizon: Horizon, sample_in_epoch: int, size: int) -> Rollover:
-    """Return what happens to the epoch when a batch of `size` has brought it to `sample_in_epoch`.
-
-    Under `drop` the epoch ends when fewer samples are left than that batch had.
-
-    >>> rollover(Horizon("2ep", dataset_num_samples=20, last_batch="drop"), 16, 8)
-    Rollover(epochs=1, sample_in_epoch=0, passed_over=4)
-    """
-    num_samples = horizon.dataset_num_samples
-    if num_samples is None:
-        return Rollover(0, sample_in_epoch, 0)
-    if horizon.last_batch == "drop":
-        left = num_samples - sample_in_epoch
-        return Rollover(1, 0, left) if left < size else Rollover(0, sample_in_epoch, 0)
-    epochs, within = divmod(sample_in_epoch, num_samples)
-    return Rollover(epochs, within, 0)
-
-
-def advance(
-    horizon: Horizon,
-    timestamp: Timestamp,
-    size: int,
-    *,
-    tokens: int | None = None,
-    nanoseconds: int = 0,
-    ends_epoch: bool = False,
-) -> Timestamp:
-    """Return the clock after a batch of `size` samples that started at `timestamp`.
-
-    >>> horizon = Horizon("2ep", dataset_num_samples=20, last_batch="carry")
-    >>> after = advance(horizon, Timestamp(batch=2, sample=16, sample_in_epoch=16), 8)
-    >>> after.epoch, after.batch, after.sample, after.sample_in_epoch
-    (1, 3, 24, 4)
-
-    Args:
-        horizon: what an epoch is and what happens at its end.
-        timestamp: the clock at the start of the batch.
-        size: the batch's samples, over all ranks.
-        tokens: the batch's tokens, over all ranks; left out, those of `tokens_per_sample`, or 0.
-        nanoseconds: the wall time that the batch took.
-        ends_epoch: whether data without a known size have just ended.
-    """
-    each = horizon.tokens_per_sample or 0
-    if tokens is None:
-        tokens = size * each
-    epoch, batch, sample, token, batch_, sample_, token_, run, job, epoch_ns, _ = timestamp
-    roll = rollover(horizon, sample_ + size, size)
-    if roll.epochs:
-        batch_, token_ = 0, tokens_carried(roll.sample_in_epoch, size, tokens)
-        epoch_ns = -nanoseconds
-    elif ends_epoch:
-        roll, batch_, token_, epoch_ns = Rollover(1, 0, 0), 0, 0, -nanoseconds
-    else:
-        batch_, token_ = batch_ + 1, token_ + tokens
-    return tuple.__new__(
-        Timestamp,
-        (
-            epoch + roll.epochs, batch + 1, sample + size + roll.passed_over,
-            token + tokens + roll.passed_over * each,
-            batch_, roll.sample_in_epoch, token_,
-            run + nanoseconds, job + nanoseconds, epoch_ns + nanoseconds, nanoseconds,
-        ),
-    )  # fmt: skip
-
-
-def tokens_carried(samples: int, size: int, tokens: int) -> int:
-    """Return how many of a batch's `tokens` count for its last `samples` of `size` samples.
-
-    Exact where all samples have equally many; else their share, rounded down, as what each single
-    sample has is not counted.
-    """
-    return tokens * samples // size
-
-
-def tick(
-    timer: Timer,
-    horizon: Horizon,
-    size: int,
-    *,
-    tokens: int | None = None,
-    seconds: float | None = None,
-    ends_epoch: bool = False,
-    tokens_of_last: Callable[[int], int] | None = None,
-) -> None:
-    """Move `timer` over a batch of `size` samples, exactly as `advance` moves a timestamp.
-
-    Where a step says that samples were `skipped` before it, call `timer.end_epoch()` first.
-    Where a batch is carried into the next epoch, `tokens_of_last(samples)` counts the tokens of
-    its last samples; left out, they are their share of all.
-
-    >>> horizon = Horizon("2ep", dataset_num_samples=20)
-    >>> timer = Timer(horizon)
-    >>> tick(timer, horizon, 16), tick(timer, horizon, 4)
-    (None, None)
-    >>> timer.epoch, timer.batch, timer.sample
-    (1, 2, 20)
-    """
-    each = horizon.tokens_per_sample or 0
-    if tokens is None:
-        tokens = size * each
-    timer.update(samples=size, tokens=tokens, seconds=seconds)
-    roll = rollover(horizon, timer.sample_in_epoch, size)
-    if roll.epochs:
-        num_samples = horizon.dataset_num_samples or 0
-        for epoch in range(roll.epochs, 0, -1):
-            carried = (epoch - 1) * num_samples + roll.sample_in_epoch
-            if carried and tokens_of_last is not None:
-                timer.end_epoch(samples=carried, tokens=tokens_of_last(carried))
-            else:
-                timer.end_epoch(samples=carried, tokens=tokens_carried(carried, size, tokens))
-    elif ends_epoch:
-        timer.end_epoch()
 
 
 def next_step(
@@ -204,17 +79,6 @@ def next_step(
     ends = rollover(horizon, timestamp.sample_in_epoch + size, decided).epochs
     skipped = timestamp.sample - before
     return timestamp, StepPlan(timestamp, size, decided, skipped, ends, decided_state)
-
-
-def cut(horizon: Horizon, timestamp: Timestamp, size: int) -> int:
-    """Return how many samples of a batch of `size` the epoch and the run have left for it."""
-    mode = horizon.last_batch
-    if mode == "drop":
-        return size
-    if mode == "keep" and horizon.dataset_num_samples is not None:
-        size = min(size, horizon.dataset_num_samples - timestamp.sample_in_epoch)
-    end = horizon.end_sample
-    return size if end is None else min(size, end - timestamp.sample)
 
 
 def larger_than_epoch(horizon: Horizon, size: int, *, is_coupled: bool) -> BatchSizeError:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import NoReturn, final
 
 from stretto.batching import BatchSizePolicy, BoundPolicy, Hold, PolicyLike, as_policy
-from stretto.batching.scheduled.equal import EqualBatches, end_tick
 from stretto.errors import Argument, BatchSizeError, ConversionError, PlanError, Text, cannot
-from stretto.planning.clock import advance, check_plannable, cut, next_step
-from stretto.timing import Horizon, Timestamp
+from stretto.planning.clock import check_plannable, next_step
+from stretto.timing import Horizon, Timestamp, advance
+from stretto.timing.batch_sizes import EqualBatches
+from stretto.timing.epochs import cut, end_tick, equal_batches
 
 _MOST_DECISIONS = 4096  # 0.1 s; where the end is not known, a policy without a last size has none
 
@@ -51,7 +52,7 @@ def stretches(horizon: Horizon, policy: BoundPolicy) -> Generator[Stretch, None,
                 yield open_stretch
             return now
         state = step.state
-        batches = EqualBatches.on(horizon, now, step.decided)
+        batches = equal_batches(horizon, now, step.decided)
         until_end, decisions = batches.count_until(run_axis, run_end), decisions + 1
         if until_end is None and decisions > _MOST_DECISIONS:
             raise _endless(horizon)
@@ -245,8 +246,8 @@ def _check_number(batch: int) -> None:
 def _beyond(horizon: Horizon, last: Stretch, end: Timestamp) -> EqualBatches:
     """The batches that no run has, as if the last ones went on; a batch cut there counts whole."""
     if last.end == end and last.count is not None:
-        return EqualBatches.on(horizon, last.batches.timestamp(last.count), last.batches.size)
-    return EqualBatches.on(horizon, end, last.batches.size)
+        return equal_batches(horizon, last.batches.timestamp(last.count), last.batches.size)
+    return equal_batches(horizon, end, last.batches.size)
 
 
 def _yield_into(

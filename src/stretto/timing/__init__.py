@@ -3,6 +3,7 @@
 from stretto.timing.axis import Axis
 from stretto.timing.batch_sizes import BatchSizes, LastBatch
 from stretto.timing.conversion import convert
+from stretto.timing.epochs import advance, tick
 from stretto.timing.horizon import Horizon
 from stretto.timing.time import Time, TimeLike, read_wall_clock
 from stretto.timing.timer import Timer
@@ -25,7 +26,9 @@ __all__ = [
     "Timer",
     "Timestamp",
     "Trigger",
+    "advance",
     "convert",
     "parse_trigger",
     "read_wall_clock",
+    "tick",
 ]

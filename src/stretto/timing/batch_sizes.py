@@ -1,4 +1,4 @@
-"""Where batches begin: the one fact that couples batches to samples."""
+"""Where batches begin, in closed form: the one fact that couples batches to samples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
 
 from stretto.errors import Argument, BatchSizeError, cannot, shown
+from stretto.timing.axis import Axis
 from stretto.timing.number import whole
+from stretto.timing.timestamp import Timestamp
+from stretto.timing.unit import TimeUnit
 
 LastBatch: TypeAlias = Literal["keep", "drop", "carry"]
 """What happens where an epoch ends inside a batch.
@@ -27,6 +30,103 @@ class BatchSizes(Protocol):
     def batch_at_sample(self, sample: int, /) -> int:
         """Return the number of batches after which position `sample` has been reached."""
         ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EqualBatches:
+    """The batches of one size from a timestamp on, as if they went on for ever.
+
+    Number 0 starts at `first`. Under `keep` and `drop` every epoch begins with a fresh batch;
+    under `keep` its last one may be smaller, under `drop` what is less than a batch is passed
+    over. Under `carry`, and where an epoch has no known end, they lie end to end.
+
+    Under `drop` the rest of the epoch must hold one batch: pass over it first.
+
+    >>> batches = EqualBatches(Timestamp(), 32, num_samples=100)
+    >>> [batches.position(number) for number in range(6)]
+    [0, 32, 64, 96, 100, 132]
+    >>> batches.count_before(100)
+    4
+    """
+
+    first: Timestamp
+    size: int
+    num_samples: int | None = None
+    last_batch: LastBatch = "keep"
+    tokens_per_sample: int | None = None
+
+    def position(self, number: int) -> int:
+        """Return the sample at which batch `number` (from 0) starts."""
+        num_samples = self._epoch
+        if num_samples is None:
+            return self.first.sample + number * self.size
+        here = self._per(num_samples - self.first.sample_in_epoch)
+        if number < here:
+            return self.first.sample + number * self.size
+        epochs, within = divmod(number - here, self._per(num_samples))
+        return (self.first.epoch + 1 + epochs) * num_samples + within * self.size
+
+    def count_before(self, sample: int) -> int:
+        """Return how many batches start before `sample`."""
+        passed, num_samples = sample - self.first.sample, self._epoch
+        if passed <= 0:
+            return 0
+        if num_samples is None:
+            return -(-passed // self.size)
+        rest = num_samples - self.first.sample_in_epoch
+        if passed <= rest:
+            return min(self._per(rest), -(-passed // self.size))
+        epochs, within = divmod(passed - rest, num_samples)
+        per_epoch = self._per(num_samples)
+        return self._per(rest) + epochs * per_epoch + min(per_epoch, -(-within // self.size))
+
+    def count_until(self, axis: Axis, tick: int) -> int | None:
+        """Return how many batches start before `tick` of `axis`; None if only the run can tell."""
+        if axis.unit is TimeUnit.BATCH:
+            return max(0, tick - self.first.batch)
+        if axis.unit is TimeUnit.SAMPLE or (axis.unit is TimeUnit.EPOCH and self.num_samples):
+            return self.count_before(tick)
+        if axis.unit is TimeUnit.TOKEN and self.tokens_per_sample:
+            return self.count_before(-(-tick // self.tokens_per_sample))
+        return None
+
+    def size_of(self, number: int) -> int:
+        """Return the samples in batch `number`: fewer where `keep` cuts it at the epoch's end."""
+        if self._epoch is None or self.last_batch == "drop":
+            return self.size
+        return min(self.size, self._epoch - self.position(number) % self._epoch)
+
+    def timestamp(self, number: int) -> Timestamp:
+        """Return the clock at the start of batch `number`; wall time stands still."""
+        if number == 0:
+            return self.first
+        position, num_samples = self.position(number), self.num_samples
+        each = self.tokens_per_sample or 0
+        epoch, batch, sample, token, batch_, sample_, token_, run, job, epoch_ns, _ = self.first
+        passed = position - sample
+        if num_samples is None or position < (epoch + 1) * num_samples:
+            batch_, sample_, token_ = batch_ + number, sample_ + passed, token_ + passed * each
+        else:
+            epoch, sample_ = divmod(position, num_samples)
+            batch_ = number - self.count_before(epoch * num_samples)
+            token_, epoch_ns = sample_ * each, 0
+        return Timestamp(
+            epoch, batch + number, position, token + passed * each,
+            batch_, sample_, token_,
+            run, job, epoch_ns, 0,
+        )  # fmt: skip
+
+    @property
+    def _epoch(self) -> int | None:
+        """The samples after which a fresh batch begins, or None where none does."""
+        return None if self.last_batch == "carry" else self.num_samples
+
+    def _per(self, samples: int) -> int:
+        """How many batches `samples` up to the end of an epoch give."""
+        if self.last_batch == "drop":
+            return samples // self.size
+        return -(-samples // self.size)
 
 
 @final
@@ -76,33 +176,21 @@ class ConstantBatchSize:
 
     def sample_at_batch(self, batch: int, /) -> int:
         """Return the position at which batch number `batch` (from 0) begins."""
-        sample = self._uncut_sample(batch)
-        return sample if self.end_sample is None or batch != self._last else self.end_sample
+        end = self.end_sample
+        return self._uncut.position(batch) if end is None or batch != self._last else end
 
     def batch_at_sample(self, sample: int, /) -> int:
         """Return the number of batches after which position `sample` has been reached."""
-        batch = self._uncut_batch(sample)
+        batch = self._uncut.count_before(sample)
         is_cut_off = self.end_sample is not None and sample > self.end_sample
         return batch + 1 if is_cut_off and batch == self._last else batch
 
     @property
     def _last(self) -> int | None:
         """After how many batches the run ends, where it ends at a position."""
-        return None if self.end_sample is None else self._uncut_batch(self.end_sample)
+        return None if self.end_sample is None else self._uncut.count_before(self.end_sample)
 
-    def _uncut_sample(self, batch: int) -> int:
-        if self.num_samples is None or self.last_batch == "carry":
-            return batch * self.size
-        epochs, within = divmod(batch, self._batches_per_epoch(self.num_samples))
-        return epochs * self.num_samples + within * self.size
-
-    def _uncut_batch(self, sample: int) -> int:
-        if self.num_samples is None or self.last_batch == "carry":
-            return -(-sample // self.size)
-        epochs, within = divmod(sample, self.num_samples)
-        per_epoch = self._batches_per_epoch(self.num_samples)
-        return epochs * per_epoch + min(-(-within // self.size), per_epoch)
-
-    def _batches_per_epoch(self, num_samples: int) -> int:
-        whole_batches, rest = divmod(num_samples, self.size)
-        return whole_batches + (1 if rest and self.last_batch == "keep" else 0)
+    @property
+    def _uncut(self) -> EqualBatches:
+        """The same batches in a run without end."""
+        return EqualBatches(Timestamp(), self.size, self.num_samples, self.last_batch)

@@ -19,8 +19,8 @@ from stretto.batching import (
     Steps,
 )
 from stretto.errors import BatchSizeError, ConversionError, TimeError
-from stretto.planning import advance, walk
-from stretto.timing import Horizon, Time, Timestamp
+from stretto.planning import walk
+from stretto.timing import Horizon, Time, Timestamp, advance
 
 
 def decided(policy: BatchSizePolicy, horizon: Horizon) -> list[tuple[int, int]]:

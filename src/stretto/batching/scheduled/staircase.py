@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import final
 
 from stretto.batching.policy import BoundPolicy, Hold, TimedPolicy
-from stretto.batching.scheduled.equal import EqualBatches, next_epoch, outgrows_epoch
 from stretto.errors import BatchSizeError, ConversionError, cannot
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
+from stretto.timing.epochs import equal_batches, next_epoch, outgrows_epoch
 
 
 @final
@@ -142,7 +142,7 @@ def _in_order(
         for (edge, at), size in zip(marks[:number], sizes, strict=False):
             if outgrows_epoch(horizon, now, size):
                 now = next_epoch(horizon, now)
-            batches = EqualBatches.on(horizon, now, size)
+            batches = equal_batches(horizon, now, size)
             count = batches.count_until(edge, at)
             if count is None or outgrows_epoch(horizon, now, size):
                 return True
