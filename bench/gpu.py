@@ -1,4 +1,4 @@
-"""Memory that was foretold for CUDA, against what its allocator says; and what noise costs there.
+"""Memory that was predicted for CUDA, against what its allocator says; and what noise costs there.
 
 Run `python bench/gpu.py` on a machine with an accelerator; the result is saved in
 `bench/results/gpu.json` and `.txt`. Three questions: are predictions, made on fake tensors of the
@@ -30,7 +30,7 @@ from stretto.examples.text import next_byte_loss
 from stretto.examples.tiny_gpt import TinyGPT
 from stretto.memory import find_batch_size, predict, probe
 from stretto.memory.finding.finder import FindMethod
-from stretto.memory.limits import held_bytes
+from stretto.memory.limits import allocated_bytes
 from stretto.memory.measuring.real import record_step
 from stretto.memory.prediction.trace import state_tensors
 from stretto.runtime import SupervisedStep
@@ -70,7 +70,7 @@ def real_peak(family: Family, size: int) -> dict[str, int]:
     gc.collect()
     torch.cuda.empty_cache()
     kept = [*family.step.model.parameters(), *family.step.model.buffers()]
-    own = held_bytes([*kept, *state_tensors(family.step)], device)
+    own = allocated_bytes([*kept, *state_tensors(family.step)], device)
     # The workspaces of cuBLAS are the allocator's too, and no part of the step.
     workspaces = torch.cuda.memory_allocated(device) - own
     torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""Memory that was foretold, against what the real allocator says; and what a prediction costs.
+"""Memory that was predicted, against what the real allocator says; and what a prediction costs.
 
 Run `python bench/memory.py`; the last result lies in `bench/results/memory.json` and `.txt`. The
 families that need transformers are taken in a process of that environment (`bench/.venvs`, see
@@ -147,9 +147,9 @@ def measure(*, is_quick: bool) -> dict[str, Any]:
     return {"families": families, "large": large}
 
 
-def worst(row: dict[str, Any], oracle: str) -> str:
-    """Return the greatest error of an oracle over the sizes, as text."""
-    found = row[oracle]
+def worst(row: dict[str, Any], estimator: str) -> str:
+    """Return the greatest error of an estimator over the sizes, as text."""
+    found = row[estimator]
     if "refused" in found:
         return "refused"
     # Keys are texts where the row came from another process.

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from stretto.memory import Sizes, find_batch_size, sandbox, search
+from stretto.memory import CandidateSizes, find_batch_size, sandbox, search
 from stretto.memory.amounts import Margin, parse_bytes
 from stretto.memory.finding.ranks import Together
-from stretto.memory.limits import room
+from stretto.memory.limits import free_memory
 from stretto.runtime import SupervisedStep
 
 
@@ -34,10 +34,10 @@ CASES = [
     ("memory-without-unit", lambda: parse_bytes("80")),
     ("memory-no-number", lambda: parse_bytes("lots")),
     ("memory-margin-of-all", lambda: Margin.parse("100%")),
-    ("memory-minimum", lambda: Sizes(minimum=0)),
-    ("memory-no-power-of-two", lambda: Sizes(power_of_two=True, multiple_of=3)),
-    ("memory-no-size", lambda: Sizes(minimum=5, maximum=7, multiple_of=4)),
-    ("memory-nothing-fits", lambda: search(lambda size: False, Sizes())),
+    ("memory-minimum", lambda: CandidateSizes(minimum=0)),
+    ("memory-no-power-of-two", lambda: CandidateSizes(power_of_two=True, multiple_of=3)),
+    ("memory-no-size", lambda: CandidateSizes(minimum=5, maximum=7, multiple_of=4)),
+    ("memory-nothing-fits", lambda: search(lambda size: False, CandidateSizes())),
     ("memory-method", lambda: find(method="guess")),
     ("memory-device", lambda: find(device_memory="1GiB", device="cpu", method="try")),
     ("memory-meta", lambda: find("meta")),
@@ -46,6 +46,6 @@ CASES = [
     ("memory-too-little", lambda: find(device_memory="16B", margin=0)),
     ("memory-sandbox-lazy", lambda: enter(nn.LazyLinear(3))),
     ("memory-sandbox-other", lambda: enter(nn.Linear(1, 1), object())),
-    ("memory-unknown", lambda: room(torch.device("cpu"), root=Path("nowhere"))),
+    ("memory-unknown", lambda: free_memory(torch.device("cpu"), root=Path("nowhere"))),
     ("memory-other-rank", lambda: Together(lambda number: -1).least(lambda: 5)),
 ]

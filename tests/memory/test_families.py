@@ -1,4 +1,4 @@
-"""Every family: foretold and probed, against what the real allocator says."""
+"""Every family: predicted and probed, against what the real allocator says."""
 
 from __future__ import annotations
 

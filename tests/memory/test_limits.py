@@ -12,7 +12,7 @@ import torch
 
 from stretto.errors import FitError
 from stretto.memory import limits
-from stretto.memory.limits import held_bytes, room
+from stretto.memory.limits import allocated_bytes, free_memory
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -31,7 +31,7 @@ MEMINFO = "MemTotal:  32000000 kB\nMemAvailable:    8388608 kB"
 
 
 def test_what_the_machine_has(tmp_path: Path) -> None:
-    found = room(CPU, root=system(tmp_path, {"proc/meminfo": MEMINFO}))
+    found = free_memory(CPU, root=system(tmp_path, {"proc/meminfo": MEMINFO}))
     assert found.bytes == 8 * GIB
     assert str(found) == "8.00 GiB (available on this machine)"
 
@@ -67,7 +67,7 @@ def test_what_the_machine_has(tmp_path: Path) -> None:
 def test_control_groups(groups: dict[str, object], least: int, tmp_path: Path) -> None:
     files = {f"sys/fs/cgroup/{name}": content for name, content in groups.items()}
     known: dict[str, object] = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a/b"}
-    assert room(CPU, root=system(tmp_path, {**known, **files})).bytes == least
+    assert free_memory(CPU, root=system(tmp_path, {**known, **files})).bytes == least
 
 
 def test_control_groups_of_the_first_version(tmp_path: Path) -> None:
@@ -84,25 +84,25 @@ def test_control_groups_of_the_first_version(tmp_path: Path) -> None:
             f"{base}/job/memory.stat": f"total_inactive_file {GIB // 4}",
         },
     )
-    assert room(CPU, root=root) == (1.25 * GIB, "limit of the control group")
+    assert free_memory(CPU, root=root) == (1.25 * GIB, "limit of the control group")
 
 
 def test_a_system_that_says_nothing(tmp_path: Path) -> None:
     with pytest.raises(FitError, match="pass device_memory"):
-        room(CPU, root=tmp_path)
+        free_memory(CPU, root=tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 def test_what_tensors_hold() -> None:
     flat = torch.zeros(100)
     tensors = [flat[:10], flat[50:], torch.zeros(3, dtype=torch.int8), torch.empty(0)]
-    assert held_bytes(tensors, CPU) == 403
+    assert allocated_bytes(tensors, CPU) == 403
     sparse = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
-    assert held_bytes([*tensors, sparse.to_sparse()], CPU) == 403 + 2 * 2 * 8 + 2 * 4
+    assert allocated_bytes([*tensors, sparse.to_sparse()], CPU) == 403 + 2 * 2 * 8 + 2 * 4
     parts = torch.tensor([0, 1, 2]), torch.tensor([1, 0]), torch.tensor([1.0, 2.0])
     for compressed in (torch.sparse_csr_tensor(*parts), torch.sparse_csc_tensor(*parts)):
-        assert held_bytes([compressed], CPU) == 3 * 8 + 2 * 8 + 2 * 4
-    assert held_bytes(tensors, torch.device("meta")) == 0
+        assert allocated_bytes([compressed], CPU) == 3 * 8 + 2 * 8 + 2 * 4
+    assert allocated_bytes(tensors, torch.device("meta")) == 0
 
 
 def in_process(code: str) -> list[str]:
@@ -110,7 +110,7 @@ def in_process(code: str) -> list[str]:
     setup = """
         import resource, torch
         from stretto.memory import is_out_of_memory
-        from stretto.memory.limits import guard, room, held_bytes
+        from stretto.memory.limits import guard, free_memory, allocated_bytes
         from stretto.memory.measuring.release import attempt, release_memory
         torch.set_num_threads(1)
         cpu, MiB = torch.device("cpu"), 2**20
@@ -176,7 +176,7 @@ def test_the_room_under_a_real_limit_is_what_can_be_allocated() -> None:
             key = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}[name]
             now = int(used[key].split()[0]) * 1024
             resource.setrlimit(number, (now + 500 * MiB, -1))
-            found = room(cpu)
+            found = free_memory(cpu)
             assert name in found.source
             print(abs(found.bytes - 500 * MiB) < 5 * MiB)
             print(attempt(lambda: torch.ones((found.bytes - 10 * MiB) // 4)).out_of_memory)

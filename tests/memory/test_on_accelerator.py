@@ -1,4 +1,4 @@
-"""What is foretold for CUDA, held to its allocator: only where there is one."""
+"""What is predicted for CUDA, held to its allocator: only where there is one."""
 
 from __future__ import annotations
 

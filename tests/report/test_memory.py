@@ -13,7 +13,7 @@ from torch import nn
 from stretto.errors import ConfigError, FitError
 from stretto.memory import Answer, find_batch_size
 from stretto.memory.finding.result import Cost
-from stretto.memory.limits import Room
+from stretto.memory.limits import MemoryLimit
 from stretto.report.memory_picture import draw_memory, memory_areas
 from stretto.report.memory_table import memory_table
 from stretto.runtime import SupervisedStep
@@ -23,7 +23,7 @@ class FakePeak(NamedTuple):
     by_category: dict[str, int]
 
 
-class FakeOracle:
+class FakeEstimator:
     def peak(self, size: int) -> int:
         return 1000 + 10 * size
 
@@ -32,36 +32,36 @@ class FakeOracle:
 
 
 def answer(
-    *, oracle: Any = None, peak: int | None = 2000, size: int = 100, extra: int = 0
+    *, estimator: Any = None, peak: int | None = 2000, size: int = 100, extra: int = 0
 ) -> Answer:
     return Answer(
         size=size,
-        certainty="exact" if oracle else "tried",
+        certainty="exact" if estimator else "tried",
         too_large=size + 1,
-        limit=Room(2050, "as stated"),
+        limit=MemoryLimit(2050, "as stated"),
         reserve=50,
         peak=peak,
         cost=Cost(),
         peaks={} if peak is None else {1: 1010, size: peak, size + 1: 2010},
-        oracle=oracle,
-        needs=None if oracle is None else lambda size: int(oracle.peak(size)) + extra,
+        estimator=estimator,
+        needs=None if estimator is None else lambda size: int(estimator.peak(size)) + extra,
     )
 
 
 def test_the_areas_add_up_to_the_peak() -> None:
-    oracle = FakeOracle()
-    sizes, areas = memory_areas(answer(oracle=oracle))
+    estimator = FakeEstimator()
+    sizes, areas = memory_areas(answer(estimator=estimator))
     assert set(areas) == {"parameters", "activations"}
     assert 100 in sizes
     assert sizes[-1] == 125
     assert [sum(column) for column in zip(*areas.values(), strict=True)] == [
-        oracle.peak(size) for size in sizes
+        estimator.peak(size) for size in sizes
     ]
 
 
 def test_the_picture_has_the_totals_of_the_table() -> None:
     """What the allocator reserves, or was measured beyond tensors, is an area of its own."""
-    sizes, areas = memory_areas(answer(oracle=FakeOracle(), extra=200))
+    sizes, areas = memory_areas(answer(estimator=FakeEstimator(), extra=200))
     assert areas["beyond tensors"] == [200 for _ in sizes]
 
 
@@ -85,7 +85,7 @@ def test_where_all_there_are_fit_that_is_said() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 100_000])
 def test_sizes_that_are_drawn(size: int) -> None:
-    sizes, _ = memory_areas(answer(oracle=FakeOracle(), size=size))
+    sizes, _ = memory_areas(answer(estimator=FakeEstimator(), size=size))
     assert size in sizes
     assert sizes[-1] > size
     assert len(sizes) <= 100
@@ -94,9 +94,9 @@ def test_sizes_that_are_drawn(size: int) -> None:
 def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("a.png", "b.png"):
-        draw_memory(answer(oracle=FakeOracle()), tmp_path / name)
+        draw_memory(answer(estimator=FakeEstimator()), tmp_path / name)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    draw_memory(answer(oracle=FakeOracle(), size=1), tmp_path / "one.svg")
+    draw_memory(answer(estimator=FakeEstimator(), size=1), tmp_path / "one.svg")
     assert (tmp_path / "one.svg").stat().st_size > 1_000
 
 
@@ -104,5 +104,5 @@ def test_trials_have_no_picture_and_no_table(tmp_path: Path) -> None:
     with pytest.raises(FitError, match="trials, which tell of no other size"):
         draw_memory(answer(peak=None), tmp_path / "a.png")
     with pytest.raises(ConfigError, match="kind of picture"):
-        draw_memory(answer(oracle=FakeOracle()), tmp_path / "a.doc")
+        draw_memory(answer(estimator=FakeEstimator()), tmp_path / "a.doc")
     assert memory_table(answer(peak=None)) == ""

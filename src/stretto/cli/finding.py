@@ -14,8 +14,8 @@ from stretto.config.building.finding import Finding, build_finding
 from stretto.config.files import RunFile
 from stretto.errors import ConfigError
 from stretto.memory import Answer, find_batch_size
+from stretto.memory.finding.estimators import NoEstimateError
 from stretto.memory.finding.finder import FindMethod
-from stretto.memory.finding.oracles import NoOracleError
 from stretto.memory.prediction.curve import MAXIMUM
 from stretto.report.memory_table import memory_table
 
@@ -81,7 +81,7 @@ def _answer(run_file: RunFile, *, method: str, device_memory: str | None, **wish
         else:
             try:
                 return ask(found, "predict")
-            except NoOracleError:
+            except NoEstimateError:
                 if method == "predict":
                     raise
     return ask(build_finding(run_file.config, source=run_file.source), method)

@@ -1,9 +1,9 @@
 """The largest micro-batch that fits into memory, known before anything runs out of it."""
 
 from stretto.memory.batches import resize_batch
+from stretto.memory.finding.candidates import CandidateSizes, Found, search
 from stretto.memory.finding.finder import find_batch_size
 from stretto.memory.finding.result import Answer
-from stretto.memory.finding.sizes import Found, Sizes, search
 from stretto.memory.measuring.probe import Probe, probe
 from stretto.memory.measuring.recognise import is_out_of_memory
 from stretto.memory.measuring.release import attempt, release_memory
@@ -25,7 +25,7 @@ __all__ = [
     "Probe",
     "RandomState",
     "Rewind",
-    "Sizes",
+    "CandidateSizes",
     "Trials",
     "attempt",
     "find_batch_size",

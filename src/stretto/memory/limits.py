@@ -20,7 +20,7 @@ ROOT = Path("/")
 """Where the system's files are."""
 
 
-class Room(NamedTuple):
+class MemoryLimit(NamedTuple):
     """How much can still be allocated."""
 
     bytes: int
@@ -31,7 +31,7 @@ class Room(NamedTuple):
         return f"{show_bytes(self.bytes)} ({self.source})"
 
 
-def room(device: torch.device, *, root: Path = ROOT) -> Room:
+def free_memory(device: torch.device, *, root: Path = ROOT) -> MemoryLimit:
     """Return how much this process can still allocate on a device.
 
     On the CPU that is the least of what the machine has available, what each control group around
@@ -45,7 +45,7 @@ def room(device: torch.device, *, root: Path = ROOT) -> Room:
     Raises:
         FitError: there is no telling on this kind of device or system.
     """
-    found = list(_host_rooms(root)) if device.type == "cpu" else list(_device_rooms(device))
+    found = list(_host_limits(root)) if device.type == "cpu" else list(_device_limits(device))
     if not found:
         raise FitError(
             cannot(
@@ -58,11 +58,11 @@ def room(device: torch.device, *, root: Path = ROOT) -> Room:
     return least._replace(bytes=max(least.bytes, 0))
 
 
-def held_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+def allocated_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Return the bytes of memory behind tensors on a device, each piece counted once.
 
     >>> shared = torch.zeros(4)
-    >>> held_bytes([shared, shared[:2], torch.zeros(2, device="meta")], torch.device("cpu"))
+    >>> allocated_bytes([shared, shared[:2], torch.zeros(2, device="meta")], torch.device("cpu"))
     16
     """
     pieces = {}
@@ -144,32 +144,32 @@ def process_status(root: Path = ROOT) -> dict[str, int]:
     return _read_table(root / "proc/self/status")
 
 
-def _device_rooms(device: torch.device) -> Iterator[Room]:
+def _device_limits(device: torch.device) -> Iterator[MemoryLimit]:
     module: Any = torch.get_device_module(device)
     if device.type == "mps":
         limit = int(module.recommended_max_memory())
-        yield Room(limit - int(module.current_allocated_memory()), "recommended for MPS")
+        yield MemoryLimit(limit - int(module.current_allocated_memory()), "recommended for MPS")
         return
     if not hasattr(module, "mem_get_info"):
         return
     free, total = module.mem_get_info(device)
     reserved, allocated = module.memory_reserved(device), module.memory_allocated(device)
-    yield Room(free + reserved - allocated, f"free on '{device}'")
+    yield MemoryLimit(free + reserved - allocated, f"free on '{device}'")
     if hasattr(module, "get_per_process_memory_fraction"):
         part = module.get_per_process_memory_fraction(device)
         if part < 1:
-            yield Room(int(part * total) - allocated, f"{part:.0%} of '{device}'")
+            yield MemoryLimit(int(part * total) - allocated, f"{part:.0%} of '{device}'")
 
 
-def _host_rooms(root: Path) -> Iterator[Room]:
+def _host_limits(root: Path) -> Iterator[MemoryLimit]:
     available = _read_table(root / "proc/meminfo").get("MemAvailable")
     if available is not None:
-        yield Room(available, "available on this machine")
-    yield from _group_rooms(root)
-    yield from _own_rooms(root)
+        yield MemoryLimit(available, "available on this machine")
+    yield from _group_limits(root)
+    yield from _own_limits(root)
 
 
-def _own_rooms(root: Path) -> Iterator[Room]:
+def _own_limits(root: Path) -> Iterator[MemoryLimit]:
     if sys.platform == "win32":
         return
     import resource
@@ -178,10 +178,10 @@ def _own_rooms(root: Path) -> Iterator[Room]:
     for name, used in (("RLIMIT_DATA", "VmData"), ("RLIMIT_AS", "VmSize")):
         limit, _ = resource.getrlimit(getattr(resource, name))
         if limit != resource.RLIM_INFINITY and used in status:
-            yield Room(limit - status[used], f"{name} of this process")
+            yield MemoryLimit(limit - status[used], f"{name} of this process")
 
 
-def _group_rooms(root: Path) -> Iterator[Room]:
+def _group_limits(root: Path) -> Iterator[MemoryLimit]:
     """What each control group leaves, from that of this process to the outermost."""
     for base, path, names in _groups(root):
         places = [base / path, *(base / path).parents] if path else [base]
@@ -191,7 +191,7 @@ def _group_rooms(root: Path) -> Iterator[Room]:
             if limit is not None and usage is not None:
                 # Files that were read lie in memory too, until something else needs it.
                 cache = _read_table(place / "memory.stat").get(names[2], 0)
-                yield Room(limit - usage + cache, "limit of the control group")
+                yield MemoryLimit(limit - usage + cache, "limit of the control group")
             if place == base:
                 break
 

@@ -52,7 +52,7 @@ def draw_memory(answer: Answer, path: Path) -> None:
         MissingPackageError: matplotlib is not installed.
     """
     check_format(path)
-    if answer.oracle is None:
+    if answer.estimator is None:
         raise FitError(
             cannot(
                 "draw what a step needs",
@@ -81,7 +81,7 @@ def memory_areas(answer: Answer) -> tuple[list[int], dict[str, list[int]]]:
     areas: dict[str, list[int]] = {name: [] for name in KINDS}
     extra = []
     for size in sizes:
-        by_category = answer.oracle.at(size).by_category
+        by_category = answer.estimator.at(size).by_category
         for name, (categories, _) in KINDS.items():
             areas[name].append(sum(by_category.get(one, 0) for one in categories))
         total = sum(values[-1] for values in areas.values())

@@ -11,9 +11,9 @@ HEADS = ("batch size", "peak", "headroom", "")
 def memory_table(answer: Answer) -> str:
     """Return what sizes around an answer need, a line each; empty where only trials know.
 
-    >>> from stretto.memory.limits import Room
+    >>> from stretto.memory.limits import MemoryLimit
     >>> from stretto.memory.finding.result import Cost
-    >>> answer = Answer(8, "exact", 9, Room(1024, "as stated"), 24, 990, Cost(),
+    >>> answer = Answer(8, "exact", 9, MemoryLimit(1024, "as stated"), 24, 990, Cost(),
     ...                 peaks={4: 500, 8: 990, 9: 1110})
     >>> print(memory_table(answer))
     batch size      peak  headroom

@@ -1,4 +1,4 @@
-"""The ladder: which way is asked when, with fake oracles; and the whole, with real ones."""
+"""The order of the methods, with fake estimators; and the whole, with real ones."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import ConfigError, FitError, cannot
+from stretto.memory.finding.candidates import CandidateSizes
 from stretto.memory.finding.finder import find_batch_size
-from stretto.memory.finding.ladder import Ladder
-from stretto.memory.finding.question import Question
+from stretto.memory.finding.methods import Finder
 from stretto.memory.finding.ranks import Together
+from stretto.memory.finding.request import Request
 from stretto.memory.finding.result import Answer
-from stretto.memory.finding.sizes import Sizes
-from stretto.memory.limits import Room
+from stretto.memory.limits import MemoryLimit
 from stretto.memory.step import WholeStep
 from stretto.runtime import SupervisedStep
 
 LIMIT = 1_000_000
 
 
-class FakeOracle:
+class FakeEstimator:
     """Says that a batch needs so many bytes a sample."""
 
     def __init__(self, slope: int = 100, certainty: str = "exact", mends: int = 0) -> None:
@@ -36,7 +36,7 @@ class FakeOracle:
         self.sizes: set[int] = set()
         self.verified: list[int] = []
 
-    def __call__(self, step: SupervisedStep, make: Callable[[int], Any], **_: Any) -> FakeOracle:
+    def __call__(self, step: SupervisedStep, make: Callable[[int], Any], **_: Any) -> FakeEstimator:
         return self
 
     def certainty(self, size: int) -> Any:
@@ -98,7 +98,7 @@ def ask(
     predict: Any = cannot_tell,
     probe: Any = cannot_tell,
     capacity: int = 1 << 20,
-    sizes: Sizes | None = None,
+    sizes: CandidateSizes | None = None,
     together: Together | None = None,
     took: Callable[[int], int | None] = lambda size: 100 * size,
     monkeypatch: pytest.MonkeyPatch | None = None,
@@ -108,19 +108,19 @@ def ask(
     step = SupervisedStep(
         model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).mean()
     )
-    question = Question(
+    request = Request(
         step=WholeStep.of(step),
         make_batch=lambda size: torch.ones(size, 1),
         make_fake=lambda size: torch.ones(size, 1),
-        sizes=sizes or Sizes(maximum=1 << 20),
-        limit=Room(LIMIT, "fake"),
+        sizes=sizes or CandidateSizes(maximum=1 << 20),
+        limit=MemoryLimit(LIMIT, "fake"),
         reserve=options.pop("reserve", 0),
         is_here=options.pop("is_here", True),
         **options,
     )
-    ladder = Ladder(question, together or Together(), predict=predict, probe=probe)
+    finder = Finder(request, together or Together(), predict=predict, probe=probe)
     patched = monkeypatch or pytest.MonkeyPatch()
-    held = question.held()
+    held = request.static_bytes()
     with patched.context() as patch:
         # What the real step takes is said by the test.
         def measure(work: Callable[[], object], _device: Any, **_: Any) -> int | None:
@@ -129,27 +129,27 @@ def ask(
             return None if amount is None else amount - held
 
         patch.setattr("stretto.memory.measuring.trial.footprint", measure)
-        return ladder.climb(method)
+        return finder.run(method)
 
 
 def test_what_is_exact_is_verified_at_the_answer_and_above() -> None:
-    oracle = FakeOracle()
-    answer = ask(predict=oracle, is_here=False)
+    estimator = FakeEstimator()
+    answer = ask(predict=estimator, is_here=False)
     assert (answer.size, answer.certainty, answer.too_large) == (10_000, "exact", 10_001)
     assert (answer.peak, answer.cost[:4]) == (LIMIT, (3, 0, 0, 0))
-    assert oracle.verified == [10_000, 10_001]
+    assert estimator.verified == [10_000, 10_001]
     assert TRIED == []
 
 
 def test_a_curve_that_is_mended_is_asked_again() -> None:
-    oracle = FakeOracle(mends=2)
-    answer = ask(predict=oracle, is_here=False)
+    estimator = FakeEstimator(mends=2)
+    answer = ask(predict=estimator, is_here=False)
     assert answer.size == 2_500
-    assert oracle.verified == [10_000, 10_001, 2_500, 2_501]
+    assert estimator.verified == [10_000, 10_001, 2_500, 2_501]
 
 
 def test_the_reserve_stays_free() -> None:
-    answer = ask(predict=FakeOracle(), is_here=False, reserve=LIMIT // 10)
+    answer = ask(predict=FakeEstimator(), is_here=False, reserve=LIMIT // 10)
     assert (answer.size, answer.rows()[0].size) == (9_000, 1)
     assert [row.headroom for row in answer.rows() if row.size in {9_000, 9_001}] == [0, -100]
 
@@ -157,21 +157,21 @@ def test_the_reserve_stays_free() -> None:
 @pytest.mark.parametrize(
     ("sizes", "size", "too_large"),
     [
-        (Sizes(multiple_of=64), 9_984, 10_048),
-        (Sizes(power_of_two=True), 8_192, 16_384),
-        (Sizes(maximum=500), 500, None),
+        (CandidateSizes(multiple_of=64), 9_984, 10_048),
+        (CandidateSizes(power_of_two=True), 8_192, 16_384),
+        (CandidateSizes(maximum=500), 500, None),
     ],
 )
-def test_only_what_is_wanted(sizes: Sizes, size: int, too_large: int | None) -> None:
-    oracle = FakeOracle()
-    answer = ask(predict=oracle, is_here=False, sizes=sizes)
+def test_only_what_is_wanted(sizes: CandidateSizes, size: int, too_large: int | None) -> None:
+    estimator = FakeEstimator()
+    answer = ask(predict=estimator, is_here=False, sizes=sizes)
     assert (answer.size, answer.too_large) == (size, too_large)
-    assert set(oracle.verified) == {size, too_large} - {None}
+    assert set(estimator.verified) == {size, too_large} - {None}
     assert {row.size for row in answer.rows()} <= set(sizes)
 
 
 def test_here_an_answer_is_calibrated_by_a_tenth() -> None:
-    answer = ask(predict=FakeOracle())
+    answer = ask(predict=FakeEstimator())
     assert (answer.size, answer.certainty) == (10_000, "calibrated")
     assert TRIED == [2, 500, 1_000]
     assert answer.cost[:4] == (3, 3, 1_502, 0)
@@ -179,14 +179,14 @@ def test_here_an_answer_is_calibrated_by_a_tenth() -> None:
 
 def test_a_probe_that_took_a_step_of_that_size_is_calibrated_by_another() -> None:
     """Else what libraries keep for a size that they meet would not be seen."""
-    probe = FakeOracle(certainty="calibrated")
+    probe = FakeEstimator(certainty="calibrated")
     probe.sizes = {2, 3, 1_000}
     assert ask(probe=probe).size == 10_000
     assert TRIED == [2, 999]
 
 
 def test_what_comes_on_top_is_taken_off() -> None:
-    answer = ask(predict=FakeOracle(), took=lambda size: 105 * size)
+    answer = ask(predict=FakeEstimator(), took=lambda size: 105 * size)
     # At the tenth 5,000 come on top; 1,050 of them are chance, and do not grow.
     assert (answer.size, answer.certainty) == (9_609, "calibrated")
     assert answer.peak is not None
@@ -195,7 +195,9 @@ def test_what_comes_on_top_is_taken_off() -> None:
 
 def test_much_on_top_is_looked_at_again() -> None:
     # Twice what tensors need in small steps, a fifth on top in large ones.
-    answer = ask(predict=FakeOracle(), took=lambda size: 200 * size if size < 5_000 else 120 * size)
+    answer = ask(
+        predict=FakeEstimator(), took=lambda size: 200 * size if size < 5_000 else 120 * size
+    )
     assert (answer.size, answer.certainty) == (8_366, "tried")
     assert TRIED == [2, 500, 1_000, 5_040, 8_366]
     assert any("more than its tensors" in note for note in answer.notes)
@@ -203,7 +205,7 @@ def test_much_on_top_is_looked_at_again() -> None:
 
 def test_what_is_better_must_fit() -> None:
     answer = ask(
-        predict=FakeOracle(),
+        predict=FakeEstimator(),
         took=lambda size: 200 * size if size < 5_000 else 120 * size,
         capacity=6_000,
     )
@@ -211,28 +213,28 @@ def test_what_is_better_must_fit() -> None:
 
 
 def test_where_nothing_can_be_measured_the_answer_is_tried() -> None:
-    answer = ask(predict=FakeOracle(), took=lambda size: None)
+    answer = ask(predict=FakeEstimator(), took=lambda size: None)
     assert (answer.size, answer.certainty) == (10_000, "tried")
-    answer = ask(predict=FakeOracle(), took=lambda size: None, capacity=9_700)
+    answer = ask(predict=FakeEstimator(), took=lambda size: None, capacity=9_700)
     assert (answer.size, answer.certainty) == (9_500, "tried")
 
 
 def test_a_prediction_that_is_far_off_ends_in_trials() -> None:
-    answer = ask(predict=FakeOracle(), capacity=499)
+    answer = ask(predict=FakeEstimator(), capacity=499)
     assert (answer.size, answer.too_large, answer.certainty) == (499, 500, "tried")
 
 
 def test_what_is_checked_is_tried() -> None:
-    answer = ask(predict=FakeOracle(), is_checked=True)
+    answer = ask(predict=FakeEstimator(), is_checked=True)
     assert (answer.size, answer.certainty, TRIED[-1]) == (10_000, "tried", 10_000)
 
 
 @pytest.mark.parametrize("certainty", ["upper bound", "estimate"])
 def test_what_is_not_exact_is_probed_here(certainty: str) -> None:
-    answer = ask(predict=FakeOracle(50, certainty), probe=FakeOracle(200, "estimate"))
+    answer = ask(predict=FakeEstimator(50, certainty), probe=FakeEstimator(200, "estimate"))
     assert (answer.size, answer.certainty) == (5_000, "calibrated")
     assert f"not predicted: it would only be an {certainty}: fake, {certainty}" in answer.notes
-    answer = ask(predict=FakeOracle(50, certainty), is_here=False)
+    answer = ask(predict=FakeEstimator(50, certainty), is_here=False)
     assert (answer.size, answer.certainty) == (20_000, certainty)
 
 
@@ -246,7 +248,7 @@ def test_where_nothing_can_tell_sizes_are_tried() -> None:
 
 @pytest.mark.parametrize(("method", "size"), [("try", 77), ("halve", 64)])
 def test_trials_alone(method: str, size: int) -> None:
-    answer = ask(method, capacity=77, sizes=Sizes(maximum=256))
+    answer = ask(method, capacity=77, sizes=CandidateSizes(maximum=256))
     assert (answer.size, answer.certainty, answer.peak) == (size, "tried", None)
     assert answer.cost.fake_steps == 0
     assert max(tried for tried in TRIED if tried <= 77) == size
@@ -271,7 +273,7 @@ def test_memory_that_runs_out_in_tiny_steps() -> None:
 
 def test_nothing_fits() -> None:
     with pytest.raises(FitError, match=r"cannot fit 1 sample into 977 KiB .* needs 1\.91 MiB"):
-        ask(predict=FakeOracle(2 * LIMIT), is_here=False)
+        ask(predict=FakeEstimator(2 * LIMIT), is_here=False)
     with pytest.raises(FitError, match=r"1 does not fit.*\nCUDA out of memory"):
         ask("try", capacity=0)
 
@@ -283,29 +285,29 @@ def test_ranks_get_the_same_answer(on_ranks: Any) -> None:
         )
         results = on_ranks(
             [
-                lambda t: ask_plain(FakeOracle(100), t),
-                lambda t: ask_plain(FakeOracle(125), t),
+                lambda t: ask_plain(FakeEstimator(100), t),
+                lambda t: ask_plain(FakeEstimator(125), t),
             ]
         )
     assert [(answer.size, answer.too_large) for answer in results] == [(8_000, 8_001)] * 2
 
 
 def ask_plain(
-    oracle: Any, together: Together, method: str = "auto", capacity: int = 1 << 20
+    estimator: Any, together: Together, method: str = "auto", capacity: int = 1 << 20
 ) -> Any:
     model = Capacity(capacity)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = SupervisedStep(model, optimizer, lambda m, x: m(x).mean())
-    question = Question(
+    request = Request(
         step=WholeStep.of(step),
         make_batch=lambda size: torch.ones(size, 1),
         make_fake=lambda size: torch.ones(size, 1),
-        sizes=Sizes(maximum=1 << 20),
-        limit=Room(LIMIT, "fake"),
+        sizes=CandidateSizes(maximum=1 << 20),
+        limit=MemoryLimit(LIMIT, "fake"),
         reserve=0,
         is_here=method == "try",
     )
-    return Ladder(question, together, predict=oracle, probe=cannot_tell).climb(method)
+    return Finder(request, together, predict=estimator, probe=cannot_tell).run(method)
 
 
 def test_ranks_with_different_memory_try_together(on_ranks: Any) -> None:
@@ -317,12 +319,14 @@ def test_no_rank_waits_for_one_that_fails(on_ranks: Any) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise ValueError("a mistake in the model")
 
-    first, second = on_ranks([lambda t: ask_plain(FakeOracle(), t), lambda t: ask_plain(broken, t)])
+    first, second = on_ranks(
+        [lambda t: ask_plain(FakeEstimator(), t), lambda t: ask_plain(broken, t)]
+    )
     assert "another rank has failed" in str(first)
     assert isinstance(second, ValueError)
     # Nor for one whose model cannot be followed: then all go the next way.
     first, second = on_ranks(
-        [lambda t: ask_plain(FakeOracle(), t), lambda t: ask_plain(cannot_tell, t)]
+        [lambda t: ask_plain(FakeEstimator(), t), lambda t: ask_plain(cannot_tell, t)]
     )
     assert isinstance(first, FitError)
     assert isinstance(second, FitError)

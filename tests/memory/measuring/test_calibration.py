@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.memory.measuring.calibration import CHANCE, Leavings, Overhead
+from stretto.memory.measuring.calibration import CHANCE, Overhead, RetainedMemory
 
 
 def test_nothing_is_known_at_first() -> None:
     overhead = Overhead()
     assert (overhead.at(5), overhead.is_known) == (0, True)
-    overhead.note(4, took=None, foretold=7)
+    overhead.note(4, took=None, predicted=7)
     assert not overhead.is_known
 
 
 def test_less_than_foretold_is_nothing() -> None:
     overhead = Overhead()
-    overhead.note(4, took=3, foretold=7)
+    overhead.note(4, took=3, predicted=7)
     assert overhead.at(100) == 0
 
 
@@ -30,7 +30,7 @@ def test_what_is_no_chance_grows_in_proportion_and_the_last_measurement_is_met(
 ) -> None:
     overhead = Overhead()
     for size, extra in noted:
-        overhead.note(size, took=extra, foretold=0)
+        overhead.note(size, took=extra, predicted=0)
     last = max(size for size, _ in noted)
     assert overhead.at(last) == dict(noted)[last]
     values = [overhead.at(last * times) for times in (1, 2, 5, 9)]
@@ -44,29 +44,29 @@ def test_what_is_no_chance_grows_in_proportion_and_the_last_measurement_is_met(
 
 def test_chance_is_not_extended() -> None:
     overhead = Overhead()
-    overhead.note(10, took=1_009, foretold=1_000)
+    overhead.note(10, took=1_009, predicted=1_000)
     assert [overhead.at(size) for size in (10, 20, 1_000)] == [9, 9, 9]
     # Of 50 bytes on top, 21 are chance; of the 41 that they have grown by, too.
-    overhead.note(20, took=2_050, foretold=2_000)
+    overhead.note(20, took=2_050, predicted=2_000)
     assert overhead.at(40) == 50 + 2 * (41 - 21)
 
 
 @given(st.integers(1, 10**4), st.integers(1, 50))
-def test_a_byte_more_never_makes_a_leap(foretold: int, times: int) -> None:
+def test_a_byte_more_never_makes_a_leap(predicted: int, times: int) -> None:
     """Chance that is a little over its bound is not extended as a whole."""
-    bound = foretold // 99
+    bound = predicted // 99
     answers = []
     for extra in (bound, bound + 1):
         overhead = Overhead()
-        overhead.note(10, took=foretold + extra, foretold=foretold)
+        overhead.note(10, took=predicted + extra, predicted=predicted)
         answers.append(overhead.at(10 * times))
     assert 0 <= answers[1] - answers[0] <= 1 + times
 
 
 def test_what_grows_faster_goes_on_so() -> None:
     overhead = Overhead()
-    overhead.note(10, took=0, foretold=0)
-    overhead.note(20, took=100, foretold=0)
+    overhead.note(10, took=0, predicted=0)
+    overhead.note(20, took=100, predicted=0)
     assert overhead.at(40) == 100 + 2 * (100 - 1)
 
 
@@ -80,10 +80,10 @@ def test_what_is_kept_for_sizes_that_a_run_does_not_have_is_there_for_it(
         "stretto.memory.measuring.calibration.process_status",
         lambda: {"VmData": next(own), "VmRSS": 0},
     )
-    leavings = Leavings(lambda: 880, is_limited=True)
-    assert leavings.room_of_a_run(sizes) is None
-    leavings.watch(lambda: None)
-    assert leavings.room_of_a_run(sizes) == room
+    retained = RetainedMemory(lambda: 880, is_limited=True)
+    assert retained.room_in_run(sizes) is None
+    retained.watch(lambda: None)
+    assert retained.room_in_run(sizes) == room
 
 
 def test_what_others_give_back_is_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +91,6 @@ def test_what_others_give_back_is_no_gain(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         "stretto.memory.measuring.calibration.process_status", lambda: {"VmRSS": next(own)}
     )
-    leavings = Leavings(lambda: 880, is_limited=False)
-    leavings.watch(lambda: None)
-    assert leavings.room_of_a_run(9) == 880
+    retained = RetainedMemory(lambda: 880, is_limited=False)
+    retained.watch(lambda: None)
+    assert retained.room_in_run(9) == 880

@@ -1,4 +1,4 @@
-"""What a step needs, foretold, against what the real allocator says."""
+"""What a step needs, predicted, against what the real allocator says."""
 
 from __future__ import annotations
 

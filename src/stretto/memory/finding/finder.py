@@ -1,4 +1,4 @@
-"""`find_batch_size`: ask the cheapest oracle that can tell, and trust it as far as it goes."""
+"""`find_batch_size`: ask the cheapest estimator that can tell, and trust it as far as it goes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from stretto.data import move_batch
 from stretto.errors import FitError, cannot, shown
 from stretto.memory.amounts import Margin, parse_bytes
 from stretto.memory.batches import resize_batch
-from stretto.memory.finding.ladder import Ladder
-from stretto.memory.finding.question import Question
+from stretto.memory.finding.candidates import CandidateSizes
+from stretto.memory.finding.methods import Finder
 from stretto.memory.finding.ranks import Together
+from stretto.memory.finding.request import Request
 from stretto.memory.finding.result import Answer
-from stretto.memory.finding.sizes import Sizes
-from stretto.memory.limits import Room, held_bytes, room
+from stretto.memory.limits import MemoryLimit, allocated_bytes, free_memory
 from stretto.memory.measuring.release import release_memory
 from stretto.memory.prediction.trace import step_tensors
 from stretto.memory.step import WholeStep
@@ -109,11 +109,11 @@ def find_batch_size(
     is_here = device_memory is None
     usual = MARGIN if is_here and method != "predict" else MARGIN_OF_PREDICTIONS
     reserve = Margin.parse(usual if margin is None else margin).of(limit.bytes)
-    question = Question(
+    request = Request(
         step=whole,
         make_batch=_maker(batch, whole.device),
         make_fake=_maker(batch, None),
-        sizes=Sizes(minimum, maximum, multiple_of, power_of_two),
+        sizes=CandidateSizes(minimum, maximum, multiple_of, power_of_two),
         limit=limit,
         reserve=reserve,
         reserve_of_probes=Margin.parse(MARGIN_OF_PROBES).of(limit.bytes),
@@ -122,7 +122,7 @@ def find_batch_size(
         device=device,
         is_checked=check,
     )
-    answer = Ladder(question, Together(agree_minimum)).climb(method)
+    answer = Finder(request, Together(agree_minimum)).run(method)
     cost = answer.cost._replace(seconds=time.perf_counter() - start)
     return dataclasses.replace(answer, cost=cost)
 
@@ -148,7 +148,7 @@ def _maker(batch: Any, device: torch.device | None) -> Callable[[int], Any]:
     return make
 
 
-def _limit(step: WholeStep, device_memory: str | int | None) -> Room:
+def _limit(step: WholeStep, device_memory: str | int | None) -> MemoryLimit:
     """What a step may use in all."""
     if device_memory is not None:
         stated = parse_bytes(device_memory)
@@ -160,7 +160,7 @@ def _limit(step: WholeStep, device_memory: str | int | None) -> Room:
                     instead="write for example 80GiB, or leave it out to use this machine's memory",
                 )
             )
-        return Room(stated, "as stated")
+        return MemoryLimit(stated, "as stated")
     if step.device.type == "meta":
         raise FitError(
             cannot(
@@ -170,7 +170,7 @@ def _limit(step: WholeStep, device_memory: str | int | None) -> Room:
             )
         )
     release_memory()
-    free = room(step.device)
+    free = free_memory(step.device)
     tensors: list[torch.Tensor] = step_tensors(step)
     tensors += [p.grad for p in step.parameters if p.grad is not None]
-    return Room(free.bytes + held_bytes(tensors, step.device), free.source)
+    return MemoryLimit(free.bytes + allocated_bytes(tensors, step.device), free.source)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 from stretto.memory.amounts import show_bytes
-from stretto.memory.finding.sizes import Sizes
-from stretto.memory.limits import Room
+from stretto.memory.finding.candidates import CandidateSizes
+from stretto.memory.limits import MemoryLimit
 from stretto.memory.prediction.predict import Certainty
 
 
-class Oracle(Protocol):
+class MemoryEstimator(Protocol):
     """Says what a step needs: a prediction or a probe."""
 
     @property
@@ -40,7 +40,7 @@ class Oracle(Protocol):
 
 
 @runtime_checkable
-class RealOracle(Oracle, Protocol):
+class RealStepEstimator(MemoryEstimator, Protocol):
     """One that takes real steps: a probe."""
 
     num_samples: int
@@ -50,7 +50,7 @@ class RealOracle(Oracle, Protocol):
         """Return the largest size that this machine seems to have room for a step of."""
 
     def calibrate(self, size: int) -> bool:
-        """Take a real step of that size, and return whether it confirms the oracle."""
+        """Take a real step of that size, and return whether it confirms the estimator."""
 
 
 class Cost(NamedTuple):
@@ -82,10 +82,10 @@ class Row(NamedTuple):
     """What is left of the limit; negative where that size exceeds it."""
 
 
-def peaks_around(size: int, sizes: Sizes) -> list[int]:
+def peaks_around(size: int, sizes: CandidateSizes) -> list[int]:
     """Return sizes that show how an answer came about: parts of it, itself, and what is beyond.
 
-    >>> peaks_around(100, Sizes())
+    >>> peaks_around(100, CandidateSizes())
     [1, 12, 25, 50, 75, 100, 101, 125, 150]
     """
     parts = [size // 8, size // 4, size // 2, 3 * size // 4, size, 5 * size // 4, 3 * size // 2]
@@ -123,7 +123,7 @@ class Answer:
     """
     too_large: int | None
     """The next size known not to fit; None where the largest that was wanted does."""
-    limit: Room
+    limit: MemoryLimit
     """What a step may use: what is free, and what the model and its optimizer have already."""
     reserve: int
     """Bytes of it that are left free on purpose."""
@@ -133,8 +133,8 @@ class Answer:
     notes: tuple[str, ...] = ()
     """Why it is as sure as it is, and what was learnt on the way."""
     peaks: Mapping[int, int] = field(default_factory=dict, repr=False)
-    """What other sizes need, where an oracle has said so."""
-    oracle: Any = field(default=None, repr=False, compare=False)
+    """What other sizes need, where an estimator has said so."""
+    estimator: Any = field(default=None, repr=False, compare=False)
     """The `Prediction` or probe behind it; None where only trials know."""
     needs: Callable[[int], int] | None = field(default=None, repr=False, compare=False)
     """Returns what a step of any size needs, as `peaks` does; None where only trials know."""

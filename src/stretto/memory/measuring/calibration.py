@@ -18,15 +18,15 @@ SIZES_OF_A_RUN = 2
 
 @final
 class Overhead:
-    """Bytes on top of what an oracle says, as a function of the size.
+    """Bytes on top of what an estimator says, as a function of the size.
 
     From the largest size that was measured it grows as it did between the last two, and at least in
     proportion to the size; it never shrinks. A percent of what a step takes is what the same step
     varies by: so much stays as it is, and what is beyond it grows.
 
     >>> overhead = Overhead()
-    >>> overhead.note(10, took=1100, foretold=1000)
-    >>> overhead.note(20, took=2300, foretold=2000)
+    >>> overhead.note(10, took=1100, predicted=1000)
+    >>> overhead.note(20, took=2300, predicted=2000)
     >>> overhead.at(40), overhead.at(20)
     (654, 300)
     """
@@ -37,12 +37,12 @@ class Overhead:
         self.is_known = True
         """Whether every step that was taken could be measured."""
 
-    def note(self, size: int, took: int | None, foretold: int) -> None:
-        """Note what a step took, and what the oracle had said; both beyond what was there."""
+    def note(self, size: int, took: int | None, predicted: int) -> None:
+        """Note what a step took, and what the estimator had said; both beyond what was there."""
         if took is None:
             self.is_known = False
         else:
-            self._noted[size] = max(took - foretold, 0)
+            self._noted[size] = max(took - predicted, 0)
             self._took[size] = took
 
     def at(self, size: int) -> int:
@@ -61,7 +61,7 @@ class Overhead:
 
 
 @final
-class Leavings:
+class RetainedMemory:
     """What steps leave behind in a process for good, and how much of that a run would, too.
 
     Libraries prepare themselves once for each shape (oneDNN keeps 9 MiB for each size of a batch of
@@ -71,9 +71,9 @@ class Leavings:
         room: tells how many bytes there are for a step.
         is_limited: whether what counts was asked for, rather than what is resident.
 
-    >>> leavings = Leavings(lambda: 1000, is_limited=False)
-    >>> leavings.watch(lambda: None)
-    >>> leavings.room_of_a_run(sizes=2)
+    >>> retained = RetainedMemory(lambda: 1000, is_limited=False)
+    >>> retained.watch(lambda: None)
+    >>> retained.room_in_run(sizes=2)
     1000
     """
 
@@ -94,7 +94,7 @@ class Leavings:
         release_memory()
         self._of_a_size = max(self._own() - before, 0)
 
-    def room_of_a_run(self, sizes: int) -> int | None:
+    def room_in_run(self, sizes: int) -> int | None:
         """Return the bytes that a run would have after steps of so many sizes; None: unknown."""
         if self._left is None:
             return None

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, final
 
 from stretto.errors import FitError
-from stretto.memory.limits import guard, held_bytes, room
+from stretto.memory.limits import allocated_bytes, free_memory, guard
 from stretto.memory.measuring.real import record_step
 from stretto.memory.measuring.release import release_memory
 from stretto.memory.measuring.sandbox import sandbox
@@ -112,10 +112,10 @@ class Probe:
         device = self._step.device
         release_memory()
         try:
-            free = room(device).bytes
+            free = free_memory(device).bytes
         except FitError:
             return None
-        held = held_bytes(step_tensors(self._step), device)
+        held = allocated_bytes(step_tensors(self._step), device)
         return self.curve.largest(int(SAFE_PART * free) + held)
 
     def calibrate(self, size: int) -> bool:
@@ -157,7 +157,7 @@ class Probe:
         """Let a step that this machine has no memory for raise an error."""
         if self._step.device.type != "cpu" or sys.platform != "linux":
             return contextlib.nullcontext()
-        return guard(room(self._step.device).bytes)
+        return guard(free_memory(self._step.device).bytes)
 
     def _take(self, size: int) -> None:
         self._step.run(self._make_batch(size))

@@ -39,7 +39,7 @@ def record_step(step: TrainStep | WholeStep, batch: Any, size: int) -> Recording
     """
     step = WholeStep.of(step)
     watch, parameters = ModuleWatch(), step.parameters
-    ledger = _Ledger(watch)
+    ledger = _AllocationLog(watch)
     ledger.find(step.model.parameters(), "parameters")
     ledger.find(parameters, "parameters")
     ledger.find(step.model.buffers(), "buffers")
@@ -81,7 +81,7 @@ class _Moment(NamedTuple):
 
 
 @final
-class _Ledger:
+class _AllocationLog:
     """Turns the moments of a profile into allocations and events."""
 
     def __init__(self, watch: ModuleWatch) -> None:

@@ -63,7 +63,7 @@ def sandbox(
     """
     copies = Copies(on_disk=on_disk)
     try:
-        kept = _Kept(copies)
+        kept = _Snapshot(copies)
         for one in (model, optimizer, scaler, *also):
             kept.add_root(one)
         state = RandomState.now()
@@ -83,7 +83,7 @@ def sandbox(
 
 
 @final
-class _Kept:
+class _Snapshot:
     """Walks through what is to be kept, and knows how to put each thing back."""
 
     def __init__(self, copies: Copies) -> None:

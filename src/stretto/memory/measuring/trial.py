@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from stretto.errors import FitError, cannot
-from stretto.memory.limits import guard, room
+from stretto.memory.limits import free_memory, guard
 from stretto.memory.measuring.footprint import footprint
 from stretto.memory.measuring.release import attempt, release_memory
 from stretto.memory.measuring.sandbox import sandbox
@@ -109,7 +109,7 @@ class Trials:
         found: list[int | None] = []
         if self.warm_up(size):
             device = self._step.device
-            limited = device.type == "cpu" and room(device).source.startswith("RLIMIT")
+            limited = device.type == "cpu" and free_memory(device).source.startswith("RLIMIT")
 
             def measure(work: Callable[[], object]) -> None:
                 found.append(footprint(work, device, counts_untouched=limited))
@@ -150,7 +150,7 @@ class Trials:
         """Hold a step to what there is, less the reserve."""
         device = self._step.device
         if device.type == "cpu":
-            with guard(max(room(device).bytes - self._reserve, 0)):
+            with guard(max(free_memory(device).bytes - self._reserve, 0)):
                 yield
             return
         # The allocator has no limit in bytes; what is held meanwhile cannot be taken.

@@ -47,7 +47,7 @@ _IN_FLOAT32 = {
 
 
 @final
-class CudaHabits(TorchFunctionMode):
+class CudaKernels(TorchFunctionMode):
     """While a step runs: functions become what they are on CUDA."""
 
     def __torch_function__(
@@ -61,7 +61,7 @@ class CudaHabits(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def many_at_once(optimizers: Iterable[Optimizer]) -> None:
+def use_foreach(optimizers: Iterable[Optimizer]) -> None:
     """Let optimizers update all tensors at once, as they do on CUDA unless told otherwise."""
     for group in (group for one in optimizers for group in one.param_groups):
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):

@@ -8,7 +8,7 @@ from typing import Any, Literal, final
 from torch import nn
 
 from stretto.errors import FitError
-from stretto.memory.finding.sizes import Sizes, search
+from stretto.memory.finding.candidates import CandidateSizes, search
 from stretto.memory.prediction.caching_allocator import fits, reserved
 from stretto.memory.prediction.curve import MAXIMUM, MemoryCurve, Peak, largest
 from stretto.memory.prediction.fit import fit, settled
@@ -110,7 +110,7 @@ class Prediction:
             return largest(lambda size: self._fits(size, limit), maximum=maximum)
         if not self._fits(1, limit):
             return None
-        sizes = Sizes(maximum=maximum)
+        sizes = CandidateSizes(maximum=maximum)
         return search(lambda size: self._fits(size, limit), sizes, guess=guess).size
 
     def _fits(self, size: int, limit: int) -> bool:
@@ -138,13 +138,13 @@ class Prediction:
 
 @final
 class _Run:
-    """Fake steps of several sizes, with the same answers to what fakes cannot tell."""
+    """Fake steps of several sizes, with the same value for every element that is read."""
 
     def __init__(
         self, step: WholeStep, make_batch: Callable[[int], Any], value: int, *, for_cuda: bool
     ) -> None:
         self.tracer = Tracer(step, make_batch, value, for_cuda=for_cuda)
-        self.answers = self.tracer.answers
+        self.fake_values = self.tracer.fake_values
         self._verified: dict[int, MemoryCurve] = {}
         first, steady = (self.tracer.record(size) for size in SIZES)
         alike = settled(first, steady)
@@ -265,7 +265,7 @@ def predict(
             runs.append(_Run(whole, make_batch, value, for_cuda=device == "cuda"))
         except FitError as error:
             failure = error
-        if runs and not runs[0].answers.reads:
+        if runs and not runs[0].fake_values.reads:
             break  # nothing is read, so a second run would be the same
     if not runs:
         assert failure is not None
@@ -284,7 +284,7 @@ def _is_compiled(part: object) -> bool:
 def _judged(runs: list[_Run], *, is_compiled: bool) -> tuple[Certainty, str]:
     """Return how sure the runs are, and why."""
     scratch, reads, worst = (
-        _places([getattr(run.answers, what) for run in runs])
+        _places([getattr(run.fake_values, what) for run in runs])
         for what in ("scratch", "reads", "worst_cases")
     )
     # An optimizer reads values to scale or to skip its update; the larger run is the update.

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.data.containers import mapped
-from stretto.memory.prediction.answers import Answers
+from stretto.memory.prediction.fake_values import FakeValues
 from stretto.memory.prediction.modules import ModuleWatch
 from stretto.memory.prediction.recording import Allocation, Category, Event, Place, Recording
 from stretto.memory.prediction.scratch import scratch_bytes
@@ -33,9 +33,9 @@ class StorageTrace(TorchDispatchMode):
     A storage is known by its address; it tells itself, through a weak reference, when it is gone.
     """
 
-    def __init__(self, watch: ModuleWatch, answers: Answers) -> None:
+    def __init__(self, watch: ModuleWatch, fake_values: FakeValues) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._answers = answers
+        self._fake_values = fake_values
         self._watch = watch
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._phase = "before"
@@ -60,14 +60,14 @@ class StorageTrace(TorchDispatchMode):
                     if isinstance(item, Tensor):
                         self._find(item, "other")
         named = kwargs or {}
-        result = self._answers.call(func, args, named, self._place)
+        result = self._fake_values.call(func, args, named, self._place)
         if isinstance(result, Tensor):
             self._see(result, func)
         elif isinstance(result, (tuple, list)):
             for item in result:
                 if isinstance(item, Tensor):
                     self._see(item, func)
-        scratch = scratch_bytes(func, args, result, on_cuda=self._answers.on_cuda)
+        scratch = scratch_bytes(func, args, result, on_cuda=self._fake_values.on_cuda)
         if scratch:
             self._pass(scratch, func)
         return result
@@ -162,10 +162,10 @@ def in_order(events: Iterable[Event]) -> list[Event]:
     return result
 
 
-def trace(step: WholeStep, batch: Any, size: int, *, answers: Answers) -> Recording:
+def trace(step: WholeStep, batch: Any, size: int, *, fake_values: FakeValues) -> Recording:
     """Take `step`, which is fake, and return what it allocates and frees."""
     watch = ModuleWatch()
-    seen = StorageTrace(watch, answers)
+    seen = StorageTrace(watch, fake_values)
     parameters = step.parameters
 
     def enter(phase: str) -> None:

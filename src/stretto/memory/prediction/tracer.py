@@ -12,9 +12,9 @@ import torch
 from stretto.data import move_batch
 from stretto.errors import FitError, StrettoError, cannot
 from stretto.memory.measuring.rewind import RandomState
-from stretto.memory.prediction.answers import Answers
-from stretto.memory.prediction.cuda import CudaHabits, many_at_once
-from stretto.memory.prediction.fakes import FakeWorld
+from stretto.memory.prediction.cuda import CudaKernels, use_foreach
+from stretto.memory.prediction.fake_copies import FakeCopies
+from stretto.memory.prediction.fake_values import FakeValues
 from stretto.memory.prediction.recording import Recording
 from stretto.memory.prediction.trace import trace
 from stretto.memory.step import WholeStep
@@ -46,17 +46,17 @@ class Tracer:
     ) -> None:
         self.num_steps = 0
         self._device = "cuda" if step.device.type == "cuda" else "cpu"
-        self.answers = Answers(value, on_cuda=for_cuda or self._device == "cuda")
-        self._world = FakeWorld(self._device)
+        self.fake_values = FakeValues(value, on_cuda=for_cuda or self._device == "cuda")
+        self._copies = FakeCopies(self._device)
         self._make_batch = make_batch
         try:
-            self._step = self._world.step(step)
+            self._step = self._copies.step(step)
         except Exception as error:  # whatever a copy of a user's model may raise
             raise _cannot_copy(error) from error
-        self._habits: AbstractContextManager[Any] = contextlib.nullcontext()
+        self._kernels: AbstractContextManager[Any] = contextlib.nullcontext()
         if for_cuda and self._device == "cpu":
-            many_at_once(self._step.optimizers)
-            self._habits = CudaHabits()
+            use_foreach(self._step.optimizers)
+            self._kernels = CudaKernels()
 
     def record(self, size: int) -> Recording:
         """Return the recording of a step with a batch of that size.
@@ -67,11 +67,11 @@ class Tracer:
         self.num_steps += 1
         state = RandomState.now()
         try:
-            with self._world.entered(), torch.compiler.set_stance("force_eager"):
-                batch = self._world.batch(self._make_batch(size))
+            with self._copies.entered(), torch.compiler.set_stance("force_eager"):
+                batch = self._copies.batch(self._make_batch(size))
                 batch = move_batch(batch, self._device)
-                with self._habits:
-                    return trace(self._step, batch, size, answers=self.answers)
+                with self._kernels:
+                    return trace(self._step, batch, size, fake_values=self.fake_values)
         except StrettoError:
             raise
         except Exception as error:  # whatever a user's model may raise
@@ -84,7 +84,7 @@ def _cannot_copy(error: Exception) -> FitError:
     return FitError(
         cannot(
             "put fake tensors in the place of a model's",
-            why=f"it cannot be copied: {_told(error)}",
+            why=f"it cannot be copied: {_first_line(error)}",
             instead="probe with real steps, or give modules a __deepcopy__",
         )
     )
@@ -94,13 +94,13 @@ def _cannot_follow(size: int, error: Exception) -> FitError:
     return FitError(
         cannot(
             f"follow a step of {size} samples on fake tensors",
-            why=_told(error),
+            why=_first_line(error),
             instead="probe with real steps",
         )
     )
 
 
-def _told(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """Return the first line of an error."""
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -186,9 +186,9 @@ def _check(model: nn.Module, loader: StepLoader) -> None:
 
 def _margin(model: nn.Module, ranks: Ranks) -> str | int:
     """What stays free: a few percent, and what averaging gradients keeps a copy of them in."""
-    from stretto.memory.limits import room
+    from stretto.memory.limits import free_memory
 
     if ranks.world_size == 1:
         return MARGIN
     copies = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    return copies + room(ranks.device).bytes * 3 // 100
+    return copies + free_memory(ranks.device).bytes * 3 // 100

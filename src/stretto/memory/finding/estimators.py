@@ -1,4 +1,4 @@
-"""What an oracle answers, alike on all ranks: the largest size that its curve says fits."""
+"""What an estimator answers, alike on all ranks: the largest size that its curve says fits."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, final
 
 from stretto.errors import FitError, cannot
 from stretto.memory.amounts import show_bytes
+from stretto.memory.finding.candidates import CandidateSizes, Found, search
 from stretto.memory.finding.ranks import Together
-from stretto.memory.finding.result import Oracle, RealOracle
-from stretto.memory.finding.sizes import Found, Sizes, search
-from stretto.memory.limits import Room
+from stretto.memory.finding.result import MemoryEstimator, RealStepEstimator
+from stretto.memory.limits import MemoryLimit
 from stretto.memory.measuring.calibration import Overhead
 from stretto.memory.measuring.release import Attempt, attempt
 
@@ -23,13 +23,13 @@ MOST_STEPS = 3
 _NO, _YES = 1, 2
 
 
-class NoOracleError(FitError):
-    """An oracle cannot tell, and another way may."""
+class NoEstimateError(FitError):
+    """An estimator cannot tell, and another way may."""
 
 
-def no_oracle(why: str) -> NoOracleError:
-    """Return the error for an oracle that cannot tell."""
-    return NoOracleError(
+def no_oracle(why: str) -> NoEstimateError:
+    """Return the error for an estimator that cannot tell."""
+    return NoEstimateError(
         cannot("find a batch size by this method", why=why, instead="write method='auto'")
     )
 
@@ -39,29 +39,31 @@ class NothingFitsError(FitError):
 
 
 @final
-class Oracles:
-    """Asks oracles, each on all ranks.
+class EstimatorRunner:
+    """Asks estimators, each on all ranks.
 
     Args:
         sizes: which sizes are wanted.
         together: the ranks that are to agree.
     """
 
-    def __init__(self, sizes: Sizes, together: Together) -> None:
+    def __init__(self, sizes: CandidateSizes, together: Together) -> None:
         self._sizes = sizes
         self._together = together
         self.tolerated: type[Exception] = FitError
         """Errors of real steps after which the next way is tried."""
         self.made: list[Any] = []
-        """All oracles."""
+        """All estimators."""
 
-    def make(self, make: Callable[[], Oracle], *, is_real: bool = False) -> Oracle:
-        """Return an oracle, on every rank or on none.
+    def make(
+        self, make: Callable[[], MemoryEstimator], *, is_real: bool = False
+    ) -> MemoryEstimator:
+        """Return an estimator, on every rank or on none.
 
         Raises:
-            NoOracleError: it cannot tell, here or on another rank.
+            NoEstimateError: it cannot tell, here or on another rank.
         """
-        made: list[Oracle] = []
+        made: list[MemoryEstimator] = []
 
         def work() -> int:
             made.append(make())
@@ -72,26 +74,30 @@ class Oracles:
         return made[0]
 
     def largest(
-        self, oracle: Oracle, limit: Room, reserve: int, overhead: Overhead | None = None
+        self,
+        estimator: MemoryEstimator,
+        limit: MemoryLimit,
+        reserve: int,
+        overhead: Overhead | None = None,
     ) -> Found:
         """Return the largest size by a curve, and the next: both verified by a step.
 
         Raises:
             NothingFitsError: not even the smallest fits.
-            NoOracleError: the oracle cannot tell.
+            NoEstimateError: the estimator cannot tell.
         """
-        tolerated = self.tolerated if isinstance(oracle, RealOracle) else FitError
+        tolerated = self.tolerated if isinstance(estimator, RealStepEstimator) else FitError
         usable = limit.bytes - reserve
         own: list[Found] = []
 
         def fits(size: int) -> bool:
-            return needs(oracle, overhead, size) <= usable
+            return needs(estimator, overhead, size) <= usable
 
         def find() -> int:
             smallest = self._sizes.smallest
             if not fits(smallest):
-                raise _nothing_fits(smallest, limit, reserve, oracle.peak(smallest))
-            guess = oracle.guess(usable)
+                raise _nothing_fits(smallest, limit, reserve, estimator.peak(smallest))
+            guess = estimator.guess(usable)
             own[:] = [search(fits, self._sizes, guess=guess, within=0.0 if guess is None else NEAR)]
             return own[0].size
 
@@ -101,43 +107,47 @@ class Oracles:
             # Corrected, the answer is no longer where the curve meets the limit.
             is_end = overhead is None and found.too_large is not None
             ends = [size, found.too_large] if is_end else [size]
-            if self._is_confirmed(oracle, ends, tolerated):
+            if self._is_confirmed(estimator, ends, tolerated):
                 return found
         raise no_oracle(f"after {MOST_MENDS} steps, its curve is wrong about the next one too")
 
-    def take(self, oracle: RealOracle, found: Found, limit: Room, reserve: int) -> Found | None:
+    def take(
+        self, estimator: RealStepEstimator, found: Found, limit: MemoryLimit, reserve: int
+    ) -> Found | None:
         """Take a step of an answer, and of a better one if it does not fit.
 
         For an answer for a device that is not here. None: this machine has no room for the step.
 
         Raises:
-            NoOracleError: the step has too little in common with the tiny ones.
+            NoEstimateError: the step has too little in common with the tiny ones.
         """
         for _ in range(MOST_STEPS):
             size = found.size
 
             def fits(size: int = size) -> bool:
-                return oracle.peak(size) <= limit.bytes - reserve
+                return estimator.peak(size) <= limit.bytes - reserve
 
             def work(size: int = size) -> int:
-                if oracle.certainty(size) != "tried":
-                    if size > (oracle.largest_here() or 0):
+                if estimator.certainty(size) != "tried":
+                    if size > (estimator.largest_here() or 0):
                         return _NO
-                    oracle.calibrate(size)
+                    estimator.calibrate(size)
                 return _YES
 
             if self._agreed(work, self.tolerated) == _NO:
                 return None
             if self._together.all(fits):
                 return found
-            found = self.largest(oracle, limit, reserve)
+            found = self.largest(estimator, limit, reserve)
         return None
 
-    def _is_confirmed(self, oracle: Oracle, sizes: list[Any], tolerated: type[Exception]) -> bool:
-        """Return whether steps of these sizes say the same; if not, the oracle has learnt."""
+    def _is_confirmed(
+        self, estimator: MemoryEstimator, sizes: list[Any], tolerated: type[Exception]
+    ) -> bool:
+        """Return whether steps of these sizes say the same; if not, the estimator has learnt."""
 
         def work() -> int:
-            verified = [oracle.verify(size) for size in sizes]  # all, so that it learns from all
+            verified = [estimator.verify(size) for size in sizes]  # all, so that it learns from all
             return _YES if all(verified) else _NO
 
         return self._agreed(work, tolerated) == _YES
@@ -146,7 +156,7 @@ class Oracles:
         """Return the least of what some work returns on any rank.
 
         Raises:
-            NoOracleError: it failed on this rank or on another.
+            NoEstimateError: it failed on this rank or on another.
         """
         said: list[Exception] = []
 
@@ -169,16 +179,16 @@ class Oracles:
             raise no_oracle("another rank could not")
         (error,) = said
         if isinstance(error, FitError):
-            raise error.recast(NoOracleError) from error
+            raise error.recast(NoEstimateError) from error
         raise no_oracle(f"{type(error).__name__}: {error}") from error
 
 
-def needs(oracle: Oracle, overhead: Overhead | None, size: int) -> int:
+def needs(estimator: MemoryEstimator, overhead: Overhead | None, size: int) -> int:
     """Return the bytes that a step of that size takes, as far as is known."""
-    return oracle.peak(size) + (0 if overhead is None else overhead.at(size))
+    return estimator.peak(size) + (0 if overhead is None else overhead.at(size))
 
 
-def _nothing_fits(size: int, limit: Room, reserve: int, need: int) -> NothingFitsError:
+def _nothing_fits(size: int, limit: MemoryLimit, reserve: int, need: int) -> NothingFitsError:
     return NothingFitsError(
         cannot(
             f"fit {samples(size)} into {limit}",

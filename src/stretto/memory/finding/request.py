@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
-from stretto.memory.finding.sizes import Sizes
-from stretto.memory.limits import Room, held_bytes, room
+from stretto.memory.finding.candidates import CandidateSizes
+from stretto.memory.limits import MemoryLimit, allocated_bytes, free_memory
 from stretto.memory.prediction.trace import step_tensors
 from stretto.memory.step import WholeStep
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Question:
+class Request:
     """What is asked for."""
 
     step: WholeStep
@@ -22,8 +22,8 @@ class Question:
     """Makes a batch of a size on the device of the step."""
     make_fake: Callable[[int], Any]
     """Makes one that may lie anywhere: for steps on fake tensors."""
-    sizes: Sizes
-    limit: Room
+    sizes: CandidateSizes
+    limit: MemoryLimit
     reserve: int
     is_here: bool
     """Whether the limit is that of the device that the step is on."""
@@ -35,10 +35,10 @@ class Question:
     is_checked: bool = False
     """Whether a step of the answer itself is to be taken."""
 
-    def room(self) -> Room:
+    def free_memory(self) -> MemoryLimit:
         """What is free on the device of the step now."""
-        return room(self.step.device)
+        return free_memory(self.step.device)
 
-    def held(self) -> int:
+    def static_bytes(self) -> int:
         """Bytes of the step that are there before its forward begins."""
-        return held_bytes(step_tensors(self.step), self.step.device)
+        return allocated_bytes(step_tensors(self.step), self.step.device)

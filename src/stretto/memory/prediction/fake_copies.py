@@ -39,11 +39,11 @@ class _Mode(FakeTensorMode):
 
 
 @final
-class FakeWorld:
+class FakeCopies:
     """Fake copies of real things, all in one mode.
 
-    >>> world = FakeWorld()
-    >>> world.tensor(torch.ones(3, 4)).shape
+    >>> copies = FakeCopies()
+    >>> copies.tensor(torch.ones(3, 4)).shape
     torch.Size([3, 4])
     """
 
@@ -120,15 +120,15 @@ class FakeWorld:
 class _Copying(TorchFunctionMode):
     """While things are copied: tensors become fakes, whatever holds them."""
 
-    def __init__(self, world: FakeWorld) -> None:
+    def __init__(self, copies: FakeCopies) -> None:
         super().__init__()
-        self._world = world
+        self._copies = copies
 
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is Tensor.__deepcopy__:
-            return self._world.tensor(args[0])
+            return self._copies.tensor(args[0])
         return func(*args, **(kwargs or {}))
 
 

@@ -12,7 +12,7 @@ from stretto.timing.number import whole
 Method = Literal["bisect", "halve"]
 
 
-class Trial(NamedTuple):
+class TriedSize(NamedTuple):
     """A size that was tried."""
 
     size: int
@@ -24,7 +24,7 @@ class Trial(NamedTuple):
 class Found:
     """What a search has found.
 
-    >>> Found(12, 13, (Trial(8, True), Trial(16, False), Trial(12, True), Trial(13, False))).size
+    >>> Found(12, 13, (TriedSize(12, True), TriedSize(13, False))).size
     12
     """
 
@@ -32,7 +32,7 @@ class Found:
     """The largest size that was tried and fits."""
     too_large: int | None
     """The smallest size that was tried and does not fit; None where all that were tried do."""
-    trials: tuple[Trial, ...]
+    trials: tuple[TriedSize, ...]
     """All sizes that were tried, in order."""
 
     @property
@@ -43,12 +43,12 @@ class Found:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class CandidateSizes:
     """The sizes that are wanted, in order: multiples of a number, or powers of two.
 
-    >>> [size for size in Sizes(minimum=5, maximum=40, multiple_of=8)]
+    >>> [size for size in CandidateSizes(minimum=5, maximum=40, multiple_of=8)]
     [8, 16, 24, 32, 40]
-    >>> [size for size in Sizes(minimum=3, maximum=100, power_of_two=True)]
+    >>> [size for size in CandidateSizes(minimum=3, maximum=100, power_of_two=True)]
     [4, 8, 16, 32, 64]
 
     Raises:
@@ -138,7 +138,7 @@ class Sizes:
 
 def search(
     fits: Callable[[int], bool],
-    sizes: Sizes,
+    sizes: CandidateSizes,
     *,
     method: Method = "bisect",
     guess: int | None = None,
@@ -158,9 +158,9 @@ def search(
         guess: where to begin.
         within: stop when what lies between is at most this part of the answer.
 
-    >>> search(lambda size: size <= 100, Sizes(multiple_of=8))
-    Found(size=96, too_large=104, trials=(Trial(size=8, fits=True), ...))
-    >>> search(lambda size: size <= 100, Sizes(maximum=1000), method="halve").size
+    >>> search(lambda size: size <= 100, CandidateSizes(multiple_of=8))
+    Found(size=96, too_large=104, trials=(TriedSize(size=8, fits=True), ...))
+    >>> search(lambda size: size <= 100, CandidateSizes(maximum=1000), method="halve").size
     62
 
     Raises:
@@ -189,11 +189,11 @@ class _Tried:
 
     def __init__(self, fits: Callable[[int], bool]) -> None:
         self._fits = fits
-        self.trials: list[Trial] = []
+        self.trials: list[TriedSize] = []
 
     def __call__(self, size: int) -> bool:
         fits = self._fits(size)
-        self.trials.append(Trial(size, fits))
+        self.trials.append(TriedSize(size, fits))
         return fits
 
     @property
@@ -201,7 +201,7 @@ class _Tried:
         return min((trial.size for trial in self.trials if not trial.fits), default=None)
 
 
-def _halve(fits: _Tried, sizes: Sizes, begin: int) -> int | None:
+def _halve(fits: _Tried, sizes: CandidateSizes, begin: int) -> int | None:
     size = begin
     while not fits(size):
         if size == sizes.smallest:
@@ -210,7 +210,7 @@ def _halve(fits: _Tried, sizes: Sizes, begin: int) -> int | None:
     return size
 
 
-def _bisect(fits: _Tried, sizes: Sizes, begin: int | None, within: float) -> int | None:
+def _bisect(fits: _Tried, sizes: CandidateSizes, begin: int | None, within: float) -> int | None:
     low, high = _enclose(fits, sizes, begin)
     while low is not None and high is not None and high - low > within * low:
         middle = sizes.halfway(low, high)
@@ -223,7 +223,9 @@ def _bisect(fits: _Tried, sizes: Sizes, begin: int | None, within: float) -> int
     return low
 
 
-def _enclose(fits: _Tried, sizes: Sizes, begin: int | None) -> tuple[int | None, int | None]:
+def _enclose(
+    fits: _Tried, sizes: CandidateSizes, begin: int | None
+) -> tuple[int | None, int | None]:
     """A size that fits and one that does not; None where there is no such size."""
     # Not from a single sample, if two are wanted as well: batch normalisation refuses it.
     two = sizes.at_most(2) or sizes.smallest

@@ -1,10 +1,10 @@
-"""The ways to find a batch size, from the cheapest to the dearest, and when to go on to the next.
+"""Runs the methods that find a batch size, from the cheapest to the most expensive.
 
-An oracle says what tensors need; a process takes more: scratch of convolutions, fragments of freed
-blocks. So where there is a device, two small real steps say what comes on top at a tenth of the
-answer. It is extended in proportion, which errs on the safe side: fragments weigh most in small
-steps. Where that takes more than a tenth off the answer, a step of that size says better, and one
-more is tried if it shows that more would fit.
+An estimator predicts the memory of tensors. A process needs more: scratch space of convolutions,
+fragments of freed blocks. If the device is present, two small real steps measure this overhead at a
+tenth of the answer. It is extrapolated in proportion to the size. That is conservative, because
+fragments weigh most in small steps. If the overhead lowers the answer by more than a tenth, a step
+of that size measures it again, and one more size is tried if more would fit.
 """
 
 from __future__ import annotations
@@ -17,12 +17,18 @@ from typing import final
 
 from stretto.errors import FitError, cannot
 from stretto.memory.amounts import show_bytes
-from stretto.memory.finding.oracles import NoOracleError, Oracles, needs, no_oracle
-from stretto.memory.finding.question import Question
+from stretto.memory.finding.candidates import Found, Method, search
+from stretto.memory.finding.estimators import EstimatorRunner, NoEstimateError, needs, no_oracle
 from stretto.memory.finding.ranks import Together
-from stretto.memory.finding.result import Answer, Cost, Oracle, RealOracle, peaks_around
-from stretto.memory.finding.sizes import Found, Method, search
-from stretto.memory.measuring.calibration import Leavings, Overhead
+from stretto.memory.finding.request import Request
+from stretto.memory.finding.result import (
+    Answer,
+    Cost,
+    MemoryEstimator,
+    RealStepEstimator,
+    peaks_around,
+)
+from stretto.memory.measuring.calibration import Overhead, RetainedMemory
 from stretto.memory.measuring.probe import probe
 from stretto.memory.measuring.trial import WARM_UP_SIZE, Trials, trials
 from stretto.memory.prediction.predict import Certainty, predict
@@ -36,35 +42,35 @@ LESS = 0.95
 
 
 @final
-class Ladder:
-    """One search for the answer to a question.
+class Finder:
+    """One search for the answer to a request.
 
     Args:
-        question: what is asked.
+        request: what is asked.
         together: the ranks that are to agree.
-        predict: makes the first oracle.
+        predict: makes the first estimator.
         probe: makes the second.
     """
 
     def __init__(
         self,
-        question: Question,
+        request: Request,
         together: Together,
         *,
-        predict: Callable[..., Oracle] = predict,
-        probe: Callable[..., Oracle] = probe,
+        predict: Callable[..., MemoryEstimator] = predict,
+        probe: Callable[..., MemoryEstimator] = probe,
     ) -> None:
-        self._question = question
-        self._limit = question.limit
-        self._reserve = question.reserve
+        self._request = request
+        self._limit = request.limit
+        self._reserve = request.reserve
         self._together = together
         self._predict = predict
         self._probe = probe
         self._notes: list[str] = []
-        self._oracles = Oracles(question.sizes, together)
+        self._estimators = EstimatorRunner(request.sizes, together)
         self._trials: list[Trials] = []
 
-    def climb(self, method: str) -> Answer:
+    def run(self, method: str) -> Answer:
         """Return the answer that one way gives, or for `auto` the first that can tell.
 
         Raises:
@@ -73,131 +79,133 @@ class Ladder:
         if method in {"try", "halve"}:
             return self._tried("bisect" if method == "try" else "halve")
         if method == "predict":
-            return self._foretold(self._oracles.make(self._predicting), is_final=True)
+            return self._estimated(self._estimators.make(self._predicting), is_final=True)
         if method == "probe":
             return self._probed()
         # An error of the user's own comes again in a trial, which tolerates none.
-        self._oracles.tolerated = Exception
+        self._estimators.tolerated = Exception
         for name, ask in (("predicted", self._predicted), ("probed", self._probed)):
             try:
                 return ask()
-            except NoOracleError as error:
+            except NoEstimateError as error:
                 self._notes.append(f"not {name}: {error.message.why}")
         return self._tried("bisect")
 
-    # Oracles
+    # Estimators
 
-    def _predicting(self) -> Oracle:
-        question = self._question
-        return self._predict(question.step, question.make_fake, device=question.device)
+    def _predicting(self) -> MemoryEstimator:
+        request = self._request
+        return self._predict(request.step, request.make_fake, device=request.device)
 
-    def _probing(self) -> Oracle:
-        question = self._question
-        if question.step.device.type == "meta":
-            raise NoOracleError(
+    def _probing(self) -> MemoryEstimator:
+        request = self._request
+        if request.step.device.type == "meta":
+            raise NoEstimateError(
                 cannot(
                     "probe a model on the meta device",
                     why="real steps need real tensors",
                     instead="predict, or build the model on a device",
                 )
             )
-        return self._probe(question.step, question.make_batch, also=question.also)
+        return self._probe(request.step, request.make_batch, also=request.also)
 
     def _predicted(self) -> Answer:
         """The answer of a prediction, if no real step would know better.
 
         Raises:
-            NoOracleError: there is none, or a real step would.
+            NoEstimateError: there is none, or a real step would.
         """
-        oracle = self._oracles.make(self._predicting)
-        best = oracle.certainty_if_verified
-        if self._question.is_here and best != "exact":
-            raise no_oracle(f"it would only be an {best}: {oracle.reason}")
-        return self._foretold(oracle)
+        estimator = self._estimators.make(self._predicting)
+        best = estimator.certainty_if_verified
+        if self._request.is_here and best != "exact":
+            raise no_oracle(f"it would only be an {best}: {estimator.reason}")
+        return self._estimated(estimator)
 
     def _probed(self) -> Answer:
-        return self._foretold(self._oracles.make(self._probing, is_real=True))
+        return self._estimated(self._estimators.make(self._probing, is_real=True))
 
-    def _foretold(self, oracle: Oracle, *, is_final: bool = False) -> Answer:
-        """The answer of an oracle, calibrated on the device if that is here."""
-        self._notes.append(oracle.reason)
-        found = self._fitting(oracle)
-        if not is_final and self._question.is_here:
-            return self._calibrated(oracle, found)
-        if isinstance(oracle, RealOracle):
-            taken = self._oracles.take(oracle, found, self._limit, self._reserve)
+    def _estimated(self, estimator: MemoryEstimator, *, is_final: bool = False) -> Answer:
+        """The answer of an estimator, calibrated on the device if that is here."""
+        self._notes.append(estimator.reason)
+        found = self._fitting(estimator)
+        if not is_final and self._request.is_here:
+            return self._calibrated(estimator, found)
+        if isinstance(estimator, RealStepEstimator):
+            taken = self._estimators.take(estimator, found, self._limit, self._reserve)
             if taken is None:
-                self._reserve = max(self._reserve, self._question.reserve_of_probes)
+                self._reserve = max(self._reserve, self._request.reserve_of_probes)
                 self._notes.append("no step of this size was taken here, so more is left free")
-            found = taken or self._fitting(oracle)
-        return self._answer(found, oracle.certainty(found.size), oracle)
+            found = taken or self._fitting(estimator)
+        return self._answer(found, estimator.certainty(found.size), estimator)
 
-    def _fitting(self, oracle: Oracle, overhead: Overhead | None = None) -> Found:
-        return self._oracles.largest(oracle, self._limit, self._reserve, overhead)
+    def _fitting(self, estimator: MemoryEstimator, overhead: Overhead | None = None) -> Found:
+        return self._estimators.largest(estimator, self._limit, self._reserve, overhead)
 
     # Real steps
 
     @contextmanager
     def _trying(self) -> Iterator[Trials]:
-        question = self._question
+        request = self._request
         with trials(
-            question.step,
-            question.make_batch,
-            reserve=question.reserve,
-            also=question.also,
-            smallest=question.sizes.at_most(WARM_UP_SIZE) or question.sizes.smallest,
+            request.step,
+            request.make_batch,
+            reserve=request.reserve,
+            also=request.also,
+            smallest=request.sizes.at_most(WARM_UP_SIZE) or request.sizes.smallest,
         ) as tried:
             self._trials.append(tried)
             yield tried
 
-    def _calibrated(self, oracle: Oracle, found: Found) -> Answer:
-        """Correct an answer by what small real steps take beyond what the oracle says."""
+    def _calibrated(self, estimator: MemoryEstimator, found: Found) -> Answer:
+        """Correct an answer by what small real steps take beyond what the estimator says."""
         with self._trying() as tried:
-            overhead, leavings = Overhead(), self._leavings()
+            overhead, retained = Overhead(), self._retained_memory()
             larger = max(2, found.size // CALIBRATED_PART)
-            seen: set[int] = getattr(oracle, "sizes", set())
+            seen: set[int] = getattr(estimator, "sizes", set())
             # A probe has taken the larger one, and prepared libraries for it: a new one next to it.
             sizes = {max(2, larger - 1)} if larger in seen else {max(2, larger // 2), larger}
             for size in sorted(sizes):
-                if not self._measure(tried, oracle, overhead, size, leavings):
+                if not self._measure(tried, estimator, overhead, size, retained):
                     return self._tried("bisect", guess=size // 2, tried=tried)
-            self._look_again(leavings, len(seen | tried.sizes))
+            self._look_again(retained, len(seen | tried.sizes))
             if not self._together.all(lambda: overhead.is_known):
-                return self._checked(tried, oracle, found)
-            corrected = self._fitting(oracle, overhead)
-            if self._question.is_checked:
-                return self._checked(tried, oracle, corrected, overhead)
+                return self._checked(tried, estimator, found)
+            corrected = self._fitting(estimator, overhead)
+            if self._request.is_checked:
+                return self._checked(tried, estimator, corrected, overhead)
             if corrected.size >= MUCH * found.size:
-                return self._answer(corrected, "calibrated", oracle, overhead)
+                return self._answer(corrected, "calibrated", estimator, overhead)
             self._explain(overhead, corrected.size)
-            if not self._measure(tried, oracle, overhead, corrected.size):
-                return self._checked(tried, oracle, corrected, overhead, parts=(LESS, LESS**2))
-            better = self._fitting(oracle, overhead)
+            if not self._measure(tried, estimator, overhead, corrected.size):
+                return self._checked(tried, estimator, corrected, overhead, parts=(LESS, LESS**2))
+            better = self._fitting(estimator, overhead)
             if better.size > corrected.size / MUCH and self._fits(tried, better.size):
-                return self._answer(better, "tried", oracle, overhead)
-            return self._answer(corrected, "tried", oracle, overhead)
+                return self._answer(better, "tried", estimator, overhead)
+            return self._answer(corrected, "tried", estimator, overhead)
 
-    def _leavings(self) -> Leavings:
-        question = self._question
+    def _retained_memory(self) -> RetainedMemory:
+        request = self._request
         is_limited = self._limit.source.startswith("RLIMIT")
-        return Leavings(lambda: question.room().bytes + question.held(), is_limited=is_limited)
+        return RetainedMemory(
+            lambda: request.free_memory().bytes + request.static_bytes(), is_limited=is_limited
+        )
 
-    def _look_again(self, leavings: Leavings, sizes: int) -> None:
+    def _look_again(self, retained: RetainedMemory, sizes: int) -> None:
         """Take off what a run would keep for good of its steps, such as buffers of libraries."""
-        left = leavings.room_of_a_run(sizes)
+        left = retained.room_in_run(sizes)
         if left is not None and left < self._limit.bytes:
             self._limit = self._limit._replace(bytes=left)
 
     def _measure(
         self,
         tried: Trials,
-        oracle: Oracle,
+        estimator: MemoryEstimator,
         overhead: Overhead,
         size: int,
-        leavings: Leavings | None = None,
+        retained: RetainedMemory | None = None,
     ) -> bool:
         """Take a step, and note what it takes on top; False where memory runs out on any rank."""
-        watch = (leavings or self._leavings()).watch
+        watch = (retained or self._retained_memory()).watch
 
         def work() -> bool:
             failures, took = tried.num_out_of_memory, list[int | None]()
@@ -205,7 +213,7 @@ class Ladder:
             watch(lambda: took.append(tried.footprint(size)))
             if tried.num_out_of_memory > failures:
                 return False
-            overhead.note(size, took[0], oracle.peak(size) - self._question.held())
+            overhead.note(size, took[0], estimator.peak(size) - self._request.static_bytes())
             return True
 
         return self._together.all(work)
@@ -213,17 +221,17 @@ class Ladder:
     def _checked(
         self,
         tried: Trials,
-        oracle: Oracle,
+        estimator: MemoryEstimator,
         found: Found,
         overhead: Overhead | None = None,
         parts: Sequence[float] = (1.0, LESS),
     ) -> Answer:
         """Take a step of the size itself; if it does not fit, of a little less."""
         for part in parts:
-            size = self._question.sizes.at_most(int(part * found.size))
+            size = self._request.sizes.at_most(int(part * found.size))
             if size is not None and self._fits(tried, size):
                 return self._answer(
-                    Found(size, self._question.sizes.above(size), ()), "tried", oracle, overhead
+                    Found(size, self._request.sizes.above(size), ()), "tried", estimator, overhead
                 )
         return self._tried("bisect", guess=found.size // 2, tried=tried)
 
@@ -231,12 +239,12 @@ class Ladder:
         self, method: Method, guess: int | None = None, tried: Trials | None = None
     ) -> Answer:
         """The answer that trials alone give."""
-        question = self._question
-        if not question.is_here:
+        request = self._request
+        if not request.is_here:
             why = [*self._notes, "trials need the device that has this memory"]
             raise FitError(
                 cannot(
-                    f"find a batch size for {question.limit}",
+                    f"find a batch size for {request.limit}",
                     why="; ".join(why),
                     instead="leave device_memory out, on that device",
                 )
@@ -244,10 +252,10 @@ class Ladder:
         if tried is None:
             with self._trying() as opened:
                 return self._tried(method, guess, opened)
-        guess = None if guess is None else max(guess, question.sizes.smallest)
+        guess = None if guess is None else max(guess, request.sizes.smallest)
         try:
             found = search(
-                lambda size: self._fits(tried, size), question.sizes, method=method, guess=guess
+                lambda size: self._fits(tried, size), request.sizes, method=method, guess=guess
             )
         except FitError as error:
             error.add_note(str(tried.last_error))
@@ -261,7 +269,7 @@ class Ladder:
 
     def _explain(self, overhead: Overhead, size: int) -> None:
         text = f"a process takes more than its tensors: {show_bytes(overhead.at(size))} at {size:,}"
-        is_heap = self._question.step.device.type == "cpu" and os.name == "posix"
+        is_heap = self._request.step.device.type == "cpu" and os.name == "posix"
         if is_heap and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
             text += "; with MALLOC_MMAP_THRESHOLD_=65536 in its environment it would take less"
         self._notes.append(text)
@@ -270,16 +278,16 @@ class Ladder:
         self,
         found: Found,
         certainty: Certainty,
-        oracle: Oracle | None,
+        estimator: MemoryEstimator | None,
         overhead: Overhead | None = None,
     ) -> Answer:
-        question = self._question
+        request = self._request
         peaks: dict[int, int] = {}
-        known = None if oracle is None else partial(needs, oracle, overhead)
-        if oracle is not None and known is not None:
-            is_costly = oracle.guess(self._limit.bytes) is not None
+        known = None if estimator is None else partial(needs, estimator, overhead)
+        if estimator is not None and known is not None:
+            is_costly = estimator.guess(self._limit.bytes) is not None
             ends = [size for size in (found.size, found.too_large) if size is not None]
-            around = ends if is_costly else peaks_around(found.size, question.sizes)
+            around = ends if is_costly else peaks_around(found.size, request.sizes)
             peaks = {size: known(size) for size in around}
         return Answer(
             size=found.size,
@@ -291,15 +299,15 @@ class Ladder:
             cost=self._cost(),
             notes=tuple(self._notes),
             peaks=peaks,
-            oracle=oracle,
+            estimator=estimator,
             needs=known,
         )
 
     def _cost(self) -> Cost:
         steps = {"fake": 0, "real": 0, "samples": 0}
-        for oracle in self._oracles.made:
-            samples = getattr(oracle, "num_samples", None)
-            steps["fake" if samples is None else "real"] += oracle.num_steps
+        for estimator in self._estimators.made:
+            samples = getattr(estimator, "num_samples", None)
+            steps["fake" if samples is None else "real"] += estimator.num_steps
             steps["samples"] += samples or 0
         return Cost(
             fake_steps=steps["fake"],

@@ -7,24 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import FitError
-from stretto.memory.finding.sizes import Found, Sizes, Trial, search
+from stretto.memory.finding.candidates import CandidateSizes, Found, TriedSize, search
 
 COUNTS = st.integers(1, 3_000)
 
 
 @st.composite
-def wanted(draw: st.DrawFn) -> Sizes:
+def wanted(draw: st.DrawFn) -> CandidateSizes:
     minimum = draw(st.integers(1, 200))
     power_of_two = draw(st.booleans())
     multiple_of = draw(st.sampled_from([1, 2, 8]) if power_of_two else st.integers(1, 50))
     maximum = draw(st.integers(minimum, 2_000))
     try:
-        return Sizes(minimum, maximum, multiple_of, power_of_two)
+        return CandidateSizes(minimum, maximum, multiple_of, power_of_two)
     except FitError:
-        return Sizes(minimum, 2_048, multiple_of, power_of_two)
+        return CandidateSizes(minimum, 2_048, multiple_of, power_of_two)
 
 
-def brute(sizes: Sizes) -> list[int]:
+def brute(sizes: CandidateSizes) -> list[int]:
     return [
         size
         for size in range(sizes.minimum, sizes.maximum + 1)
@@ -33,7 +33,7 @@ def brute(sizes: Sizes) -> list[int]:
 
 
 @given(wanted(), COUNTS)
-def test_sizes(sizes: Sizes, size: int) -> None:
+def test_sizes(sizes: CandidateSizes, size: int) -> None:
     every = brute(sizes)
     assert list(sizes) == every
     assert (sizes.smallest, sizes.largest) == (every[0], every[-1])
@@ -44,8 +44,8 @@ def test_sizes(sizes: Sizes, size: int) -> None:
     assert middle < every[-1] or len(every) == 1
 
 
-def checked(found: Found, sizes: Sizes, limit: int) -> Found:
-    assert Trial(found.size, fits=True) in found.trials
+def checked(found: Found, sizes: CandidateSizes, limit: int) -> Found:
+    assert TriedSize(found.size, fits=True) in found.trials
     assert len({trial.size for trial in found.trials}) == len(found.trials)
     assert all(trial.fits == (trial.size <= limit) for trial in found.trials)
     assert {trial.size for trial in found.trials} <= set(brute(sizes))
@@ -56,7 +56,7 @@ def checked(found: Found, sizes: Sizes, limit: int) -> Found:
 
 
 @given(wanted(), COUNTS, st.none() | COUNTS)
-def test_bisection_finds_the_largest(sizes: Sizes, limit: int, guess: int | None) -> None:
+def test_bisection_finds_the_largest(sizes: CandidateSizes, limit: int, guess: int | None) -> None:
     truth = max((size for size in brute(sizes) if size <= limit), default=None)
     if truth is None:
         with pytest.raises(FitError, match=f"{sizes.smallest} does not fit"):
@@ -69,7 +69,7 @@ def test_bisection_finds_the_largest(sizes: Sizes, limit: int, guess: int | None
 
 
 @given(wanted(), COUNTS, st.none() | COUNTS)
-def test_halving_finds_one_that_fits(sizes: Sizes, limit: int, guess: int | None) -> None:
+def test_halving_finds_one_that_fits(sizes: CandidateSizes, limit: int, guess: int | None) -> None:
     if sizes.smallest > limit:
         with pytest.raises(FitError, match="does not fit"):
             search(lambda size: size <= limit, sizes, guess=guess, method="halve")
@@ -85,25 +85,25 @@ def test_halving_finds_one_that_fits(sizes: Sizes, limit: int, guess: int | None
 
 @given(COUNTS, st.floats(0.01, 0.5))
 def test_near_enough(limit: int, within: float) -> None:
-    sizes = Sizes(maximum=100_000)
+    sizes = CandidateSizes(maximum=100_000)
     found = checked(search(lambda size: size <= limit, sizes, within=within), sizes, limit)
     assert found.size >= limit / (1 + within) - 1
 
 
 def test_a_right_guess_takes_two_trials() -> None:
-    found = search(lambda size: size <= 1_000, Sizes(), guess=1_000)
-    assert found.trials == (Trial(1_000, fits=True), Trial(1_001, fits=False))
+    found = search(lambda size: size <= 1_000, CandidateSizes(), guess=1_000)
+    assert found.trials == (TriedSize(1_000, fits=True), TriedSize(1_001, fits=False))
 
 
 @pytest.mark.parametrize("guess", [990, 1_010])
 def test_a_near_guess_takes_few(guess: int) -> None:
-    found = search(lambda size: size <= 1_000, Sizes(), guess=guess)
+    found = search(lambda size: size <= 1_000, CandidateSizes(), guess=guess)
     assert found.size == 1_000
     assert len(found.trials) <= 10
 
 
 def test_what_does_not_end_is_bounded() -> None:
-    found = search(lambda size: True, Sizes(maximum=100))
+    found = search(lambda size: True, CandidateSizes(maximum=100))
     assert (found.size, found.too_large) == (100, None)
 
 
@@ -118,7 +118,7 @@ def test_a_size_is_never_returned_that_was_not_tried() -> None:
     for maximum in range(1, 60):
         for guess in (None, 7, 30):
             tried.clear()
-            assert tried[search(fits, Sizes(maximum=maximum), guess=guess).size]
+            assert tried[search(fits, CandidateSizes(maximum=maximum), guess=guess).size]
 
 
 @pytest.mark.parametrize(
@@ -135,4 +135,4 @@ def test_a_size_is_never_returned_that_was_not_tried() -> None:
 )
 def test_wishes_that_nothing_meets(options: dict[str, int], message: str) -> None:
     with pytest.raises(FitError, match=message):
-        Sizes(**options)  # type: ignore[arg-type]
+        CandidateSizes(**options)  # type: ignore[arg-type]

@@ -30,8 +30,8 @@ _REFUSED = {
 
 
 @final
-class Answers:
-    """Answers for fake tensors, and remembers what for.
+class FakeValues:
+    """Supplies values for fake tensors, and records where.
 
     Args:
         value: what is said to be the value of every element that is read.
