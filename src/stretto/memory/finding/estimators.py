@@ -27,7 +27,7 @@ class NoEstimateError(FitError):
     """An estimator cannot tell, and another way may."""
 
 
-def no_oracle(why: str) -> NoEstimateError:
+def no_estimate(why: str) -> NoEstimateError:
     """Return the error for an estimator that cannot tell."""
     return NoEstimateError(
         cannot("find a batch size by this method", why=why, instead="write method='auto'")
@@ -109,7 +109,7 @@ class EstimatorRunner:
             ends = [size, found.too_large] if is_end else [size]
             if self._is_confirmed(estimator, ends, tolerated):
                 return found
-        raise no_oracle(f"after {MOST_MENDS} steps, its curve is wrong about the next one too")
+        raise no_estimate(f"after {MOST_MENDS} steps, its curve is wrong about the next one too")
 
     def take(
         self, estimator: RealStepEstimator, found: Found, limit: MemoryLimit, reserve: int
@@ -169,18 +169,18 @@ class EstimatorRunner:
                 said.append(error)
                 return 0
             if done.result is None:
-                said.append(no_oracle(f"memory ran out in a small step: {done.out_of_memory}"))
+                said.append(no_estimate(f"memory ran out in a small step: {done.out_of_memory}"))
             return done.result or 0
 
         least = self._together.least(carefully)
         if least:
             return least
         if not said:
-            raise no_oracle("another rank could not")
+            raise no_estimate("another rank could not")
         (error,) = said
         if isinstance(error, FitError):
             raise error.recast(NoEstimateError) from error
-        raise no_oracle(f"{type(error).__name__}: {error}") from error
+        raise no_estimate(f"{type(error).__name__}: {error}") from error
 
 
 def needs(estimator: MemoryEstimator, overhead: Overhead | None, size: int) -> int:

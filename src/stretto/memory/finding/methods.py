@@ -18,7 +18,7 @@ from typing import final
 from stretto.errors import FitError, cannot
 from stretto.memory.amounts import show_bytes
 from stretto.memory.finding.candidates import Found, Method, search
-from stretto.memory.finding.estimators import EstimatorRunner, NoEstimateError, needs, no_oracle
+from stretto.memory.finding.estimators import EstimatorRunner, NoEstimateError, needs, no_estimate
 from stretto.memory.finding.ranks import Together
 from stretto.memory.finding.request import Request
 from stretto.memory.finding.result import (
@@ -118,7 +118,7 @@ class Finder:
         estimator = self._estimators.make(self._predicting)
         best = estimator.certainty_if_verified
         if self._request.is_here and best != "exact":
-            raise no_oracle(f"it would only be an {best}: {estimator.reason}")
+            raise no_estimate(f"it would only be an {best}: {estimator.reason}")
         return self._estimated(estimator)
 
     def _probed(self) -> Answer:
