@@ -1,49 +1,238 @@
-"""Batch size policies as they are written: numbers, text, mappings, functions."""
+"""Batch size policies as they are written: numbers, text, mappings, functions.
+
+A class of policies declares the key that it is written with (`written`); the other keys are the
+arguments of its constructor. Run files are read by the same `Dialect`, with a few more keys.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import NoReturn, TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeAlias, final
 
-from stretto.batching.adaptive.gradient_norm import NormTest
-from stretto.batching.adaptive.hysteresis import Hysteresis
-from stretto.batching.adaptive.noise_scale import NoiseScale
-from stretto.batching.adaptive.plateau import Plateau
-from stretto.batching.policy import BatchSizePolicy
+from stretto.batching.policy import BatchSizePolicy, checked_size
 from stretto.batching.scheduled.fixed import Fixed, Steps
 from stretto.batching.scheduled.functions import SizeCallable, SizeFunction
-from stretto.batching.scheduled.periods import PeriodSizes
-from stretto.batching.scheduled.ramps import DoublingRamp, LinearRamp, StagedRamp
-from stretto.batching.wrappers import AtLeast, AtMost, Monotone, MultipleOf, PowerOfTwo
-from stretto.errors import BatchSizeError, TimeError, cannot, nearest, shown
-from stretto.timing import Time
+from stretto.batching.written import COUPLED, ORDER, RAMPS, WAYS, WRAPPERS, Path, Way
+from stretto.errors import Argument, BatchSizeError, Text, TimeError, cannot, nearest, shown
+from stretto.timing import Horizon, Time
 
 PolicyLike: TypeAlias = (
     BatchSizePolicy | int | str | Mapping[str, object] | Mapping[Time, int] | SizeCallable
 )
 """What is accepted as a batch size policy at the edges."""
+_EXAMPLE = (
+    "write a number, '0ep:8 1ep:16', or for example {ramp: double, start: 8, end: 64, over: 40%}"
+)
 
-_RAMPS: dict[str, tuple[Callable[..., BatchSizePolicy], tuple[str, ...], tuple[str, ...]]] = {
-    "linear": (LinearRamp, ("start", "end", "over"), ("increment", "equal")),
-    "double": (DoublingRamp, ("start", "end", "over"), ("equal",)),
-    "stages": (StagedRamp, ("sizes", "over"), ("equal",)),
-}
-# The word is also the name of what is written behind it.
-_FOLLOWING: dict[str, tuple[Callable[..., BatchSizePolicy], str, tuple[str, ...]]] = {
-    "noise_scale": (NoiseScale, "c", ("power", "minimum", "window", "confidence")),
-    "norm_test": (NormTest, "eta", ("minimum", "window", "confidence")),
-    "plateau": (Plateau, "metric", ("factor", "patience", "threshold", "mode")),
-}
-# In this order, whatever the order they are written in: bounds have the last word.
-_WRAPPERS: dict[str, Callable[..., BatchSizePolicy]] = {
-    "power_of_two": PowerOfTwo,
-    "multiple_of": MultipleOf,
-    "hysteresis": Hysteresis,
-    "monotone": Monotone,
-    "at_least": AtLeast,
-    "at_most": AtMost,
-}
-_ALTERNATIVES = ("ramp", "steps", "size", "periods", *_FOLLOWING)
+
+@final
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What else can be written, and how errors are located: a run file has its own."""
+
+    at: Callable[[Path], AbstractContextManager[None]] = lambda _: nullcontext()
+    """Lets errors raised within say that they come from a path."""
+    function: Callable[[Any, Path], object] = lambda value, _: value
+    """Returns the function that a value stands for."""
+    readers: Mapping[str, Callable[[dict[str, Any], Path], BatchSizePolicy]] = field(
+        default_factory=dict
+    )
+    """More ways, by key: each makes a policy of the keys of a mapping."""
+    even_unit: int | None = None
+    """What `even` sizes are a multiple of; None: there is no such key."""
+
+    def policy(self, value: object, path: Path) -> BatchSizePolicy:
+        """Return `value`, which is written at `path`, as a batch size policy."""
+        if isinstance(value, BatchSizePolicy):
+            return value
+        with self.at(path):
+            if isinstance(value, Mapping):
+                return self._from_mapping(value, path)
+            if isinstance(value, str):
+                text = value.strip().replace("_", "")
+                is_number = text.isascii() and text.isdigit() and len(text) <= 18
+                return Fixed(int(text)) if is_number else Steps(value)
+            if callable(value) and not isinstance(value, type):
+                return SizeFunction(value)
+            if hasattr(value, "policy") and hasattr(value, "schedule"):
+                raise _refused(
+                    f"take {value!r} for batch sizes",
+                    "it is a pair of those and a schedule",
+                    "pass its policy as the batch size, and schedules={'lr': its schedule}",
+                )
+            return Fixed(value)  # type: ignore[arg-type]
+
+    def _from_mapping(self, mapping: Mapping[Any, Any], path: Path) -> BatchSizePolicy:
+        words = without_nulls(mapping)
+        if words and all(_is_time(key) for key in words):
+            return Steps(words)
+        _check_place(words)
+        key = self._way_of(words, path)
+        around = [*WRAPPERS, *([] if self.even_unit is None else ["even"])]
+        bounds = {word: words.pop(word) for word in around if word in words}
+        policy: BatchSizePolicy
+        if key in self.readers:
+            kept = {word: value for word, value in mapping.items() if word not in around}
+            policy = self.readers[key](kept, path)
+        else:
+            way = self._ramp(words, path) if key == "ramp" else WAYS[key]
+            policy = self.made(way, words, path, others=around)
+        wrapped = self._wrapped(policy, bounds, path)
+        if wrapped is not policy and "maximum" in words:
+            _check_reach(policy, wrapped, words, is_bounded="at_most" in bounds)
+        return wrapped
+
+    def _way_of(self, words: Mapping[Any, Any], path: Path) -> str:
+        """The one key that says which way a mapping is written."""
+        ways = ["ramp", *WAYS, *self.readers]
+        given = [key for key in ways if key in words]
+        if len(given) > 1:
+            raise _refused(
+                f"combine {' and '.join(map(repr, given))}",
+                "each of them says what the batch size is",
+                "keep one",
+            )
+        if given:
+            return given[0]
+        # A key of another way is no misspelt one: 'start' is near to 'target'.
+        known = {key for way in (*WAYS.values(), *RAMPS.values()) for key in way.parameters()}
+        for key in words:
+            if key not in known and key not in WRAPPERS and nearest(key, [*ways, *COUPLED]):
+                raise self._unknown(key, [*ways, *COUPLED], path)
+        raise _refused(
+            f"read {shown(dict(words))} as a batch size", "no key says what the size is", _EXAMPLE
+        )
+
+    def _ramp(self, words: Mapping[str, Any], path: Path) -> Way:
+        kind = words["ramp"]
+        if isinstance(kind, str) and kind in RAMPS:
+            return RAMPS[kind]
+        with self.at((*path, "ramp")):
+            near = nearest(kind, RAMPS)
+            raise _refused(
+                f"use {shown(kind)} as a ramp",
+                "there is no such ramp",
+                f"did you mean {near!r}?" if near else f"write {' or '.join(RAMPS)}",
+            )
+
+    def made(
+        self, way: Way, words: Mapping[str, Any], path: Path, others: Iterable[str] = ()
+    ) -> Any:
+        """Return what a way makes of the keys of a mapping.
+
+        Args:
+            way: how it is written.
+            words: its keys, with their values.
+            path: where it is written.
+            others: the keys that may stand beside it.
+
+        Raises:
+            BatchSizeError: a key is unknown or missing, or has no such value.
+        """
+        known = way.parameters()
+        given = {key: value for key, value in words.items() if way.argument or key != way.key}
+        for key in given:
+            if key not in known:
+                raise self._unknown(key, [*known, *others], path)
+        missing = [
+            key for key, one in known.items() if one.default is one.empty and key not in words
+        ]
+        if missing:
+            raise _refused(
+                f"read {shown(dict(words))} as a batch size",
+                f"it has no {missing[0]!r}",
+                f"add the key {missing[0]!r}",
+            )
+        arguments = {}
+        for key, value in given.items():
+            here = (*path, key)
+            with self.at(here):
+                arguments[known[key].name] = self._read(known[key].annotation, key, value, here)
+        return way.make(**arguments)
+
+    def _read(self, kind: str, key: str, value: Any, path: Path) -> Any:
+        """The value of an argument; what is not checked here, its class checks."""
+        match kind.removesuffix(" | None"):
+            case "int":
+                return checked_size(value, key, instead="write a number such as 64")
+            case "TimeLike":
+                return _time(value)
+            case "bool":
+                return _flag(key, value)
+            case "PolicyLike":
+                return self.policy(value, path)
+            case "Sequence[int]":
+                return _list(key, value, "[8, 16, 64]")
+            case "Periods":
+                return self._periods(_list(key, value, "[{duration: 10%, size: 8}]"), path)
+            case "IncreaseCallable":
+                return self.function(value, path)
+        return value
+
+    def _periods(self, periods: list[Any], path: Path) -> list[tuple[object, BatchSizePolicy]]:
+        pairs = []
+        for number, period in enumerate(periods):
+            here = (*path, number)
+            with self.at(here):
+                if not isinstance(period, Mapping) or period.get("duration") is None:
+                    raise _refused(
+                        f"use {shown(period)} as a period",
+                        "it has no 'duration'",
+                        "write for example {duration: 10%, size: 8}, or 'duration: rest'",
+                    )
+                inner = {key: value for key, value in period.items() if key != "duration"}
+                policy = self._from_mapping(inner, here)
+                pairs.append((self._duration(period["duration"], here), policy))
+        return pairs
+
+    def _duration(self, value: object, path: Path) -> object:
+        with self.at((*path, "duration")):
+            if value in (-1, "-1"):
+                raise _refused(
+                    f"use {shown(value)} as a duration",
+                    "it is not a time",
+                    "write 'rest' for what is left of the run",
+                )
+            return "rest" if value == "rest" else _time(value)
+
+    def _wrapped(
+        self, policy: BatchSizePolicy, bounds: Mapping[str, Any], path: Path
+    ) -> BatchSizePolicy:
+        bounds = self.evened(bounds, path)
+        for key in ORDER:
+            with self.at((*path, key)):
+                if key == "monotone" and key in bounds:
+                    policy = WRAPPERS[key].make(policy) if _flag(key, bounds[key]) else policy
+                elif key in bounds:
+                    policy = WRAPPERS[key].make(policy, bounds[key])
+        return policy
+
+    def evened(self, words: Mapping[str, Any], path: Path) -> dict[str, Any]:
+        """Return the keys without `even`, and with the `multiple_of` that it asks for."""
+        rest = {key: value for key, value in words.items() if key != "even"}
+        with self.at((*path, "even")):
+            unit = (self.even_unit or 1) if _flag("even", words.get("even", False)) else 1
+        if unit > 1:
+            with self.at((*path, "multiple_of")):
+                rest["multiple_of"] = math.lcm(checked_size(rest.get("multiple_of", 1)), unit)
+        return rest
+
+    def _unknown(self, key: object, known: Iterable[str], path: Path) -> BatchSizeError:
+        near = nearest(key, known)
+        with self.at((*path, str(key))):
+            raise _refused(
+                f"use the key {shown(key)}",
+                "there is no such key in this batch size",
+                f"did you mean {near!r}?" if near else f"the keys are {', '.join(known)}",
+            )
+
+
+PYTHON = Dialect()
+"""What is read in Python."""
 
 
 def as_policy(value: object) -> BatchSizePolicy:
@@ -52,10 +241,11 @@ def as_policy(value: object) -> BatchSizePolicy:
     A number is a size for the whole run; text is steps, or a number; a mapping from times is
     steps; a function `(timestamp, current) -> size` is asked before every batch. A mapping with
     keywords has one of `ramp` (`linear`, `double` or `stages`, with `start`, `end`, `sizes`,
-    `over`, `increment`, `equal`), `steps`, `size`, `periods` (each with a `duration`), or one that
-    follows what is measured, with `start` and `maximum`: `noise_scale` (its `c`), `norm_test` (its
-    `eta`) or `plateau` (a metric). It may have `power_of_two` (`down` or `up`), `multiple_of`,
-    `hysteresis` (a ratio), `monotone: true`, `at_least` and `at_most`, which apply in this order.
+    `over`, `increment`, `equal`), `steps`, `size`, `periods` (each with a `duration`), `increase`
+    (a function, with `start` and `max_batch_size`), or one that follows what is measured, with
+    `start` and `maximum`: `noise_scale` (its `c`), `norm_test` (its `eta`) or `plateau` (a metric).
+    It may have `power_of_two` (`down` or `up`), `multiple_of`, `hysteresis` (a ratio),
+    `monotone: true`, `at_least` and `at_most`, which apply in this order.
 
     >>> as_policy(64), as_policy("0ep:32 2ep:64")
     (Fixed(64), Steps('0ep:32 2ep:64'))
@@ -70,107 +260,75 @@ def as_policy(value: object) -> BatchSizePolicy:
         BatchSizeError: it is none of these; the message says what to write.
         TimeError: a time cannot be read.
     """
-    if isinstance(value, BatchSizePolicy):
-        return value
-    if isinstance(value, str):
-        text = value.strip().replace("_", "")
-        if text.isascii() and text.isdigit() and len(text) <= 18:
-            return Fixed(int(text))
-        return Steps(value)
-    if isinstance(value, Mapping):
-        return _from_mapping(value)
-    if callable(value) and not isinstance(value, type):
-        return SizeFunction(value)
-    _check_no_pair(value)
-    return Fixed(value)  # type: ignore[arg-type]
+    return PYTHON.policy(value, ())
 
 
-def _check_no_pair(value: object) -> None:
-    # Here, because a pair reads its own sizes by `as_policy`.
-    from stretto.batching.coupled.coupling import Coupling
+def without_nulls(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a mapping without its nulls, which count as left out."""
+    return {key: value for key, value in mapping.items() if value is not None}
 
-    if isinstance(value, Coupling):
-        raise BatchSizeError(
-            cannot(
-                f"take {value!r} for batch sizes",
-                why="it is a pair of those and a schedule",
-                instead="pass its policy as the batch size, and schedules={'lr': its schedule}",
+
+def _check_place(words: Mapping[Any, Any]) -> None:
+    """Refuse keys that belong somewhere else."""
+    if "duration" in words:
+        raise _refused(
+            "use the key 'duration'",
+            "this is not one of several periods",
+            "leave it out, or write 'periods:' with a list",
+        )
+    for key in COUPLED:
+        if key in words:
+            raise _refused(
+                f"use {key!r} here",
+                "its sizes go by the learning rate of the whole run",
+                "write it as batch_size itself, and the periods in schedules.lr; "
+                f"{key!r} may begin with steps or a ramp",
             )
-        )
 
 
-def _from_mapping(mapping: Mapping[object, object]) -> BatchSizePolicy:
-    if all(_is_time(key) for key in mapping):
-        return Steps(mapping)  # type: ignore[arg-type]
-    given = [key for key in _ALTERNATIVES if key in mapping]
-    words = {key: value for key, value in mapping.items() if key not in _WRAPPERS}
-    known = {*_ALTERNATIVES, *_WRAPPERS}
-    if len(given) != 1:
-        why = "it has none of the words that say what the size is"
-        if given:
-            why = f"{' and '.join(map(repr, given))} exclude each other"
-        else:
-            _check_words(mapping, known)
-        _refuse(mapping, why, f"one of {_listed(_ALTERNATIVES)}")
-    kind = given[0]
-    if kind == "ramp":
-        policy = _ramp(words)
-    elif kind in _FOLLOWING:
-        policy = _following(str(kind), words)
+def _list(key: str, value: object, example: str) -> list[Any]:
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        raise _refused(f"use {shown(value)} as {key}", "it is not a list", f"write {example}")
+    return [*value]
+
+
+def _flag(key: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise _refused(
+        f"use {shown(value)} as {key}", "it is neither true nor false", "write true or false"
+    )
+
+
+def _time(value: Any) -> Time:
+    # The error about anything else shows it as text, with a unit.
+    return Time(value if isinstance(value, (Time, timedelta)) else str(value))
+
+
+def _check_reach(
+    policy: BatchSizePolicy,
+    wrapped: BatchSizePolicy,
+    words: Mapping[str, Any],
+    *,
+    is_bounded: bool,
+) -> None:
+    """Refuse wrappers that lead beyond the bounds that a policy itself has."""
+    horizon = Horizon("1ep")
+    inner, outer = policy.bind(horizon).bounds, wrapped.bind(horizon).bounds
+    if inner is None or outer is None:
+        return
+    name = "start" if words.get("minimum") is None else "minimum"
+    if outer[1] > inner[1] and not is_bounded:
+        name, stated, reached = "maximum", inner[1], outer[1]
+    elif outer[0] < inner[0]:
+        stated, reached = inner[0], outer[0]
     else:
-        _check_words(mapping, {kind, *_WRAPPERS})
-        policy = _periods(words[kind]) if kind == "periods" else as_policy(words[kind])
-    for name, wrap in _WRAPPERS.items():
-        if name == "monotone" and name in mapping:
-            policy = _monotone(mapping, policy)
-        elif name in mapping:
-            policy = wrap(policy, mapping[name])
-    return policy
-
-
-def _ramp(words: Mapping[object, object]) -> BatchSizePolicy:
-    kind = words["ramp"]
-    if not isinstance(kind, str) or kind not in _RAMPS:
-        _refuse(
-            words,
-            f"there is no ramp {shown(kind)}",
-            f"{_nearest(kind, _RAMPS)}one of {_listed(_RAMPS)}",
-        )
-    make, needed, optional = _RAMPS[kind]
-    _check_words(words, {"ramp", *needed, *optional})
-    missing = [name for name in needed if name not in words]
-    if missing:
-        _refuse(words, f"{missing[0]!r} is missing", f"{_listed(needed)} with it")
-    return make(**{str(name): value for name, value in words.items() if name != "ramp"})
-
-
-def _following(kind: str, words: Mapping[object, object]) -> BatchSizePolicy:
-    make, name, optional = _FOLLOWING[kind]
-    needed = ("start", "maximum")
-    _check_words(words, {kind, *needed, *optional})
-    missing = [word for word in needed if word not in words]
-    if missing:
-        _refuse(words, f"{missing[0]!r} is missing", f"{_listed(needed)} with it")
-    return make(**{name if word == kind else str(word): value for word, value in words.items()})
-
-
-def _periods(value: object) -> BatchSizePolicy:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        _refuse({"periods": value}, "its periods are not a list", "a list of periods")
-    pairs = []
-    for item in value:
-        if not isinstance(item, Mapping) or "duration" not in item:
-            example = "{duration: 10%, size: 8}"
-            _refuse({"periods": value}, f"{item!r} is not a period with a duration", example)
-        rest = {key: entry for key, entry in item.items() if key != "duration"}
-        pairs.append((item["duration"], _from_mapping(rest)))
-    return PeriodSizes(pairs)
-
-
-def _monotone(mapping: Mapping[object, object], policy: BatchSizePolicy) -> BatchSizePolicy:
-    if mapping["monotone"] is not True:
-        _refuse(mapping, "'monotone' is not true", "monotone: true, or leave it out")
-    return Monotone(policy)
+        return
+    raise _refused(
+        ("use ", Argument(name, stated)),
+        f"the bounds and rounding beside it lead to {reached}",
+        f"write {reached}, or other bounds",
+    )
 
 
 def _is_time(key: object) -> bool:
@@ -184,24 +342,5 @@ def _is_time(key: object) -> bool:
     return True
 
 
-def _check_words(mapping: Mapping[object, object], known: Iterable[str]) -> None:
-    known = sorted(known)
-    for word in mapping:
-        if word not in known:
-            near = _nearest(word, known)
-            _refuse(mapping, f"it does not know {word!r}", f"{near}one of {_listed(known)}")
-
-
-def _nearest(word: object, known: Iterable[str]) -> str:
-    close = nearest(word, known)
-    return f"{close!r}, or " if close else ""
-
-
-def _listed(words: Iterable[str]) -> str:
-    return ", ".join(map(repr, words))
-
-
-def _refuse(mapping: Mapping[object, object], why: str, write: str) -> NoReturn:
-    raise BatchSizeError(
-        cannot(f"read {shown(dict(mapping))} as a batch size", why=why, instead=f"write {write}")
-    )
+def _refused(what: Text, why: Text, instead: Text) -> BatchSizeError:
+    return BatchSizeError(cannot(what, why=why, instead=instead))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeAlias, cast, final
 
+from stretto.batching.parse import as_policy
 from stretto.batching.policy import (
     NO_SIGNALS,
     BatchSizePolicy,
@@ -17,12 +18,15 @@ from stretto.batching.policy import (
     checked_size,
     inner_state,
 )
-from stretto.errors import BatchSizeError, cannot, shown
+from stretto.batching.written import WRAPPERS, written
+from stretto.errors import Argument, BatchSizeError, cannot, shown
 from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.time import Number
 
 Rounding: TypeAlias = Literal["down", "up"]
 """Which way a size is rounded."""
+LARGE = 1 << 60
+"""Above any batch size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,15 @@ class Wrapper(BatchSizePolicy):
         """Return what the policy inside says."""
         return self.policy.cautions(horizon, largest)
 
+    def wrapped(self, size: int) -> int:
+        """Return what becomes of `size` by itself; this wrapper leaves it."""
+        return self.rounded_inside(size)
+
+    @final
+    def rounded_inside(self, size: int) -> int:
+        """Return what becomes of `size` in the wrappers inside this one."""
+        return self.policy.wrapped(size) if isinstance(self.policy, Wrapper) else size
+
 
 @dataclass(frozen=True, slots=True)
 class SizeMap(Wrapper):
@@ -55,6 +68,11 @@ class SizeMap(Wrapper):
     def bind(self, horizon: Horizon) -> BoundPolicy:
         """Bind the policy inside."""
         return BoundMap(self.policy.bind(horizon), self.changed)
+
+    @final
+    def wrapped(self, size: int) -> int:
+        """Return what becomes of `size` in the wrappers inside, and then in this one."""
+        return self.changed(self.rounded_inside(size))
 
     @abstractmethod
     def changed(self, size: int) -> int:
@@ -97,6 +115,7 @@ class BoundWrapper(BoundPolicy):
         return inner.told(within)
 
 
+@written(WRAPPERS, "at_most", "size")
 @final
 @dataclass(frozen=True, slots=True)
 class AtMost(SizeMap):
@@ -107,7 +126,8 @@ class AtMost(SizeMap):
     512
 
     Raises:
-        BatchSizeError: the size is not an integer of at least 1.
+        BatchSizeError: the size is not an integer of at least 1, or not one that the rounding and
+            the bounds inside allow.
     """
 
     size: int
@@ -115,6 +135,9 @@ class AtMost(SizeMap):
     def __post_init__(self) -> None:
         Wrapper.__post_init__(self)
         object.__setattr__(self, "size", checked_size(self.size))
+        inside = self.rounded_inside(self.size)
+        if inside != self.size and self.rounded_inside(LARGE) > self.size:
+            raise _cannot_bound("at_most", "AtMost", self.size, inside)
 
     def changed(self, size: int) -> int:
         """Return the smaller of the two."""
@@ -124,6 +147,7 @@ class AtMost(SizeMap):
         return f"AtMost({self.policy!r}, {self.size})"
 
 
+@written(WRAPPERS, "at_least", "size")
 @final
 @dataclass(frozen=True, slots=True)
 class AtLeast(SizeMap):
@@ -134,7 +158,8 @@ class AtLeast(SizeMap):
     32
 
     Raises:
-        BatchSizeError: the size is not an integer of at least 1.
+        BatchSizeError: the size is not an integer of at least 1, or not one that the rounding and
+            the bounds inside allow.
     """
 
     size: int
@@ -142,6 +167,9 @@ class AtLeast(SizeMap):
     def __post_init__(self) -> None:
         Wrapper.__post_init__(self)
         object.__setattr__(self, "size", checked_size(self.size))
+        inside = self.rounded_inside(self.size)
+        if inside != self.size and self.rounded_inside(1) < self.size:
+            raise _cannot_bound("at_least", "AtLeast", self.size, inside)
 
     def changed(self, size: int) -> int:
         """Return the larger of the two."""
@@ -151,6 +179,7 @@ class AtLeast(SizeMap):
         return f"AtLeast({self.policy!r}, {self.size})"
 
 
+@written(WRAPPERS, "multiple_of", "factor")
 @final
 @dataclass(frozen=True, slots=True)
 class MultipleOf(SizeMap):
@@ -183,6 +212,17 @@ class MultipleOf(SizeMap):
         Wrapper.__post_init__(self)
         object.__setattr__(self, "factor", checked_size(self.factor, "a factor of batch sizes"))
         _check_rounding(self.rounding)
+        inside = self.policy
+        while isinstance(inside, Wrapper):
+            if isinstance(inside, PowerOfTwo) and self.factor & (self.factor - 1):
+                raise BatchSizeError(
+                    cannot(
+                        f"round powers of two to multiples of {self.factor}",
+                        why=f"no multiple of {self.factor} is a power of two",
+                        instead="keep one of the two",
+                    )
+                )
+            inside = inside.policy
 
     def changed(self, size: int) -> int:
         """Return the nearest multiple that way."""
@@ -194,6 +234,7 @@ class MultipleOf(SizeMap):
         return f"MultipleOf({self.policy!r}, {self.factor}{rounding})"
 
 
+@written(WRAPPERS, "power_of_two", "rounding")
 @final
 @dataclass(frozen=True, slots=True)
 class PowerOfTwo(SizeMap):
@@ -228,6 +269,7 @@ class PowerOfTwo(SizeMap):
         return f"PowerOfTwo({self.policy!r}{rounding})"
 
 
+@written(WRAPPERS, "monotone")
 @final
 @dataclass(frozen=True, slots=True)
 class Monotone(Wrapper):
@@ -325,9 +367,6 @@ def checked_policy(policy: object) -> BatchSizePolicy:
     Raises:
         BatchSizeError: it is neither, or a schedule goes by its sizes.
     """
-    # Here, because reading a policy needs every kind of it, the wrappers included.
-    from stretto.batching.parse import as_policy
-
     inner = as_policy(policy)
     if inner.is_coupled:
         raise BatchSizeError(
@@ -339,6 +378,16 @@ def checked_policy(policy: object) -> BatchSizePolicy:
             )
         )
     return inner
+
+
+def _cannot_bound(key: str, name: str, size: int, inside: int) -> BatchSizeError:
+    return BatchSizeError(
+        cannot(
+            ("bound batch sizes by ", Argument(key, size, f"{name}(policy, {size})")),
+            why=f"the rounding and bounds inside turn {size} into {inside}",
+            instead=f"write {inside}",
+        )
+    )
 
 
 def _check_rounding(rounding: object) -> None:

@@ -9,8 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationErro
 
 from stretto._location import local_path
 from stretto.config.reading.source import NO_SOURCE, Source
-from stretto.config.values.batch_sizes import BatchSize
-from stretto.config.values.coupled_sizes import CoupledSizes
+from stretto.config.values.batch_sizes import BatchSize, coupled_key
 from stretto.config.values.fields import (
     Count,
     CountOrAuto,
@@ -101,7 +100,7 @@ class RunConfig(Section):
     ] = Field(default_factory=dict)
     """What multiplies each hyper-parameter, by its name: `lr`, `weight_decay`, `betas.0`,
     `lr@group`."""
-    batch_size: Annotated[BatchSize, AfterValidator(_top_level), Field(examples=[64])]
+    batch_size: Annotated[BatchSize, Field(examples=[64])]
     """Samples of one optimizer step, over all ranks."""
     micro_batch_size: CountOrAuto | None = None
     """Most samples of one forward and backward pass on one rank; `auto`: as many as fit into
@@ -170,7 +169,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_coupling(self) -> Self:
-        if not isinstance(self.batch_size, CoupledSizes):
+        if coupled_key(self.batch_size) is None:
             return self
         if "lr" not in self.schedules:
             raise ConfigError(

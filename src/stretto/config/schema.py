@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
 from stretto.config.run import RunConfig
+from stretto.config.values.batch_size_schema import batch_size_schemas
 from stretto.config.values.fields import TIME_PATTERN
 from stretto.config.values.schedules import KINDS
 from stretto.timing import Time
@@ -32,6 +33,9 @@ def run_file_schema() -> dict[str, Any]:
         _describe(part, sections[name])
     # Exactly one of these says what kind of schedule it is.
     parts["WrittenCurve"]["oneOf"] = [{"required": [name]} for name in (*KINDS, "periods")]
+    target = parts["Target"]["properties"]["target"]
+    parts.update({"TargetText": target, **batch_size_schemas()})
+    schema["properties"]["batch_size"]["$ref"] = "#/$defs/BatchSize"
     schema = _tidy(schema)
     schema["$defs"]["Time"] = {
         "description": "An amount and a unit: 90ep, 500ba, 1_000sp, 2Btok, 0.1dur, 10%, 1h30m.",

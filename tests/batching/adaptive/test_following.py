@@ -410,8 +410,8 @@ def test_as_they_are_written(written: dict[str, Any], policy: BatchSizePolicy) -
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ({"noise_scale": 0.3, "start": 8}, "'maximum' is missing"),
-        ({"norm_test": 0.3, "start": 8, "maximum": 9, "c": 1}, "does not know 'c'"),
+        ({"noise_scale": 0.3, "start": 8}, "it has no 'maximum'"),
+        ({"norm_test": 0.3, "start": 8, "maximum": 9, "c": 1}, "use the key 'c'"),
     ],
 )
 def test_mistakes_in_what_is_written(written: dict[str, Any], message: str) -> None:

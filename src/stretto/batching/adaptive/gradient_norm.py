@@ -9,9 +9,11 @@ from stretto.batching.adaptive.averages import LARGEST, checked_confidence, chec
 from stretto.batching.adaptive.following import checked_bounds, checked_number
 from stretto.batching.adaptive.noise_scale import BoundNoiseScale, NoiseScale
 from stretto.batching.policy import BatchSizePolicy
+from stretto.batching.written import WAYS, written
 from stretto.timing import Horizon
 
 
+@written(WAYS, "norm_test", "eta")
 @final
 @dataclass(frozen=True, slots=True)
 class NormTest(BatchSizePolicy):

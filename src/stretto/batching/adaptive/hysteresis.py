@@ -17,12 +17,14 @@ from stretto.batching.policy import (
     stretched,
 )
 from stretto.batching.wrappers import BoundWrapper, Wrapper, checked_policy
+from stretto.batching.written import WRAPPERS, written
 from stretto.errors import BatchSizeError, TimeError, cannot, shown
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
 from stretto.timing.number import exact
 from stretto.timing.time import Number
 
 
+@written(WRAPPERS, "hysteresis", "ratio")
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class Hysteresis(Wrapper):

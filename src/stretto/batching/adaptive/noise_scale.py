@@ -20,9 +20,11 @@ from stretto.batching.adaptive.following import (
     rounded_size,
 )
 from stretto.batching.policy import BatchSizePolicy, PolicyState, Signals
+from stretto.batching.written import WAYS, written
 from stretto.timing import Horizon, Timestamp
 
 
+@written(WAYS, "noise_scale", "c")
 @final
 @dataclass(frozen=True, slots=True)
 class NoiseScale(BatchSizePolicy):

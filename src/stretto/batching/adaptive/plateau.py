@@ -13,10 +13,12 @@ from stretto.batching.adaptive.following import (
     rounded_size,
 )
 from stretto.batching.policy import BatchSizePolicy, PolicyState, Signals, checked_size
+from stretto.batching.written import WAYS, written
 from stretto.errors import BatchSizeError, cannot, shown
 from stretto.timing import Horizon, Timestamp
 
 
+@written(WAYS, "plateau", "metric")
 @final
 @dataclass(frozen=True, slots=True)
 class Plateau(BatchSizePolicy):

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import final
 
 from stretto.batching.coupled.coupling import Coupling
+from stretto.batching.written import COUPLED, written
 
 
+@written(COUPLED, "seesaw", "size")
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Seesaw(Coupling):
@@ -58,6 +60,7 @@ class Seesaw(Coupling):
         return 0.5
 
 
+@written(COUPLED, "increase_instead_of_decay", "size")
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class IncreaseInsteadOfDecay(Coupling):

@@ -10,6 +10,7 @@ from typing import NoReturn, TypeAlias, final
 
 from stretto.batching.policy import BatchSizePolicy, BoundPolicy, checked_size, stretched
 from stretto.batching.scheduled.staircase import BoundStairs
+from stretto.batching.written import WAYS, written
 from stretto.errors import BatchSizeError, cannot, shown
 from stretto.timing import Horizon, Time
 from stretto.timing.time import Number
@@ -18,6 +19,7 @@ StepsLike: TypeAlias = str | Mapping[str, int] | Mapping[Time, int]
 """Steps as they are written: text, or times and sizes."""
 
 
+@written(WAYS, "size", "size")
 @final
 @dataclass(frozen=True, slots=True)
 class Fixed(BatchSizePolicy):
@@ -27,6 +29,9 @@ class Fixed(BatchSizePolicy):
     >>> from stretto.timing import Timestamp
     >>> policy.holds_until(Timestamp(), {})
     Hold(limits=())
+
+    Args:
+        size: samples of one optimizer step, over all ranks.
 
     Raises:
         BatchSizeError: the size is not an integer of at least 1.
@@ -46,6 +51,7 @@ class Fixed(BatchSizePolicy):
         return f"Fixed({self.size})"
 
 
+@written(WAYS, "steps", "steps")
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class Steps(BatchSizePolicy):

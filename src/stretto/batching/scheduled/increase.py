@@ -15,6 +15,7 @@ from stretto.batching.policy import (
     checked_size,
 )
 from stretto.batching.scheduled.functions import check_callable, name_of
+from stretto.batching.written import WAYS, written
 from stretto.errors import BatchSizeError, cannot, shown
 from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
 from stretto.timing.number import whole
@@ -23,6 +24,7 @@ IncreaseCallable: TypeAlias = Callable[[int, int], int | None]
 """`(epoch, current_batch_size) -> increment`; 0 or None for no increase."""
 
 
+@written(WAYS, "increase", "function")
 @final
 @dataclass(frozen=True, slots=True)
 class IncreaseFunction(BatchSizePolicy):

@@ -11,6 +11,7 @@ from stretto.batching.policy import BatchSizePolicy, BoundPolicy, stretched
 from stretto.batching.scheduled.bound_periods import BoundPeriods, Period, sub_horizon
 from stretto.batching.scheduled.staircase import line
 from stretto.batching.wrappers import checked_policy
+from stretto.batching.written import WAYS, written
 from stretto.errors import BatchSizeError, cannot, shown
 from stretto.timing import Axis, Horizon, Time, TimeLike, TimeUnit
 from stretto.timing.conversion import rounded
@@ -18,8 +19,11 @@ from stretto.timing.time import Number
 
 Rest: TypeAlias = Literal["rest"]
 """The length of the period that takes what the others leave of the run."""
+Periods: TypeAlias = Iterable[tuple[TimeLike, object]]
+"""Lengths, each with a policy or what one is written as."""
 
 
+@written(WAYS, "periods", "periods")
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class PeriodSizes(BatchSizePolicy):
@@ -45,7 +49,7 @@ class PeriodSizes(BatchSizePolicy):
 
     periods: tuple[tuple[Time | Rest, BatchSizePolicy], ...]
 
-    def __init__(self, periods: Iterable[tuple[TimeLike, object]]) -> None:
+    def __init__(self, periods: Periods) -> None:
         pairs = list(periods)
         read = [_pair(pair) for pair in pairs]
         if not read:

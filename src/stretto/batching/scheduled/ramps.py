@@ -17,11 +17,13 @@ from stretto.batching.policy import (
 )
 from stretto.batching.scheduled.bound_ramps import Equal, bound_line, bound_stairs
 from stretto.batching.scheduled.fixed import Fixed
+from stretto.batching.written import RAMPS, written
 from stretto.errors import Argument, BatchSizeError, cannot, shown
 from stretto.timing import Horizon, Time, TimeLike
 from stretto.timing.time import Number
 
 
+@written(RAMPS, "linear")
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class LinearRamp(BatchSizePolicy):
@@ -106,6 +108,7 @@ class LinearRamp(BatchSizePolicy):
         return _shown(self)
 
 
+@written(RAMPS, "double")
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class DoublingRamp(BatchSizePolicy):
@@ -169,6 +172,7 @@ class DoublingRamp(BatchSizePolicy):
         return _shown(self)
 
 
+@written(RAMPS, "stages")
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class StagedRamp(BatchSizePolicy):

@@ -28,8 +28,6 @@ from stretto.config.building.parts import (
 from stretto.config.building.plans import Run, build_run, prepare_run
 from stretto.config.reading.source import NO_SOURCE, Source
 from stretto.config.run import RunConfig
-from stretto.config.values.batch_sizes import PeriodicSizes
-from stretto.config.values.sizes import IncreasedSizes
 from stretto.errors import ConfigError, cannot
 from stretto.training import Callback, Trainer
 from stretto.training.distributed.sharding import shard_blocks
@@ -138,16 +136,16 @@ def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
     )
 
 
-def _with_maximum(section: Any, found: FoundMaximum | None) -> Any:
+def _with_maximum(written: Any, found: FoundMaximum | None) -> Any:
     """Return batch sizes with what was found in the place of each `max_batch_size: auto`."""
-    if found is None:
-        return section
-    if isinstance(section, PeriodicSizes):
-        periods = [_with_maximum(period, found) for period in section.periods]
-        return section.model_copy(update={"periods": periods})
-    if isinstance(section, IncreasedSizes) and section.max_batch_size == "auto":
-        return section.model_copy(update={"max_batch_size": found.size})
-    return section
+    if found is None or not isinstance(written, dict):
+        return written
+    changed = dict(written)
+    if "periods" in written:
+        changed["periods"] = [_with_maximum(period, found) for period in written["periods"]]
+    if written.get("max_batch_size") == "auto":
+        changed["max_batch_size"] = found.size
+    return changed
 
 
 def check_complete(config: RunConfig, source: Source) -> None:

@@ -1,156 +1,157 @@
-"""`batch_size` in a run file, in any of the ways to write it, and the policy it becomes."""
+"""`batch_size` in a run file: what `as_policy` reads, and the keys that need the run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, TypeAlias
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any, TypeAlias, final
 
-from pydantic import Field, Tag
+from pydantic import PlainValidator, ValidationError
+from pydantic_core import InitErrorDetails
 
-from stretto.batching import BatchSizePolicy, PeriodSizes, as_policy
+from stretto.batching import BatchSizePolicy, SizeFunction, rampup
+from stretto.batching.parse import Dialect, without_nulls
+from stretto.batching.written import COUPLED, Way
 from stretto.config.reading.source import Path
-from stretto.config.values.context import Building
-from stretto.config.values.coupled_sizes import CoupledSizes, InsteadSizes, SeesawSizes, shape_among
-from stretto.config.values.fields import Count, Section, check_duration, check_no_duration, shape_of
-from stretto.config.values.following_sizes import NoiseScaleSizes, NormTestSizes, PlateauSizes
-from stretto.config.values.ramp_sizes import DoublingSizes, LinearSizes, RampupSizes, StagedSizes
-from stretto.config.values.sizes import (
-    FunctionSizes,
-    IncreasedSizes,
-    OneSize,
-    Sizes,
-    SteppedSizes,
-    StepsMapping,
-    StepsText,
-)
-from stretto.errors import ConfigError, cannot
-from stretto.schedules import Schedule
+from stretto.config.values.context import CHECKING, Building
+from stretto.config.values.fields import Target
+from stretto.errors import BatchSizeError, StrettoError, cannot
+from stretto.schedules import Cosine, Schedule
+from stretto.timing import TimeLike
 
 
-class PeriodicSizes(Sizes):
-    """One way after another, each on a clock that starts with its period."""
+def coupled_key(value: object) -> str | None:
+    """Return the key that couples a batch size with the learning rate, if there is one.
 
-    periods: Annotated[list[SizesInPeriod], Field(min_length=1)]
-    """Each with a `duration`, and a way to write its sizes; times in it are relative to it."""
-
-    def _sizes(self, building: Building, path: Path) -> BatchSizePolicy:
-        policies = []
-        for number, period in enumerate(self.periods):
-            here = (*path, "periods", number)
-            with building.source.at(*here):
-                policies.append((check_duration(period.duration), period.policy(building, here)))
-        return PeriodSizes(policies)
-
-
-_KEYS: Mapping[str, type[Section]] = {
-    "size": OneSize,
-    "steps": SteppedSizes,
-    "rampup": RampupSizes,
-    "periods": PeriodicSizes,
-    "target": FunctionSizes,
-    "increase": IncreasedSizes,
-    "noise_scale": NoiseScaleSizes,
-    "norm_test": NormTestSizes,
-    "plateau": PlateauSizes,
-}
-"""The key that says which way a batch size is written."""
-_COUPLED: Mapping[str, type[Section]] = {
-    "seesaw": SeesawSizes,
-    "increase_instead_of_decay": InsteadSizes,
-}
-
-
-def _shape(value: object) -> str | None:
-    """The tag of the way in which the sizes of a period are written."""
-    coupled = [key for key in _COUPLED if isinstance(value, Mapping) and key in value]
-    if coupled:
-        raise ConfigError(
-            cannot(
-                f"use {coupled[0]!r} in a period",
-                why="its sizes go by the learning rate of the whole run",
-                instead=f"write it as batch_size itself, and the periods in schedules.lr; "
-                f"{coupled[0]!r} may begin with steps or a ramp",
-            )
-        )
-    return shape_among(_KEYS, value)
-
-
-def _shape_of_run(value: object) -> str | None:
-    """The tag of the way in which the batch size of a run is written."""
-    return shape_among({**_COUPLED, **_KEYS}, value)
-
-
-_Written: TypeAlias = (
-    Annotated[OneSize, Tag("<OneSize>")]
-    | Annotated[SteppedSizes, Tag("<SteppedSizes>")]
-    | Annotated[LinearSizes, Tag("<LinearSizes>")]
-    | Annotated[DoublingSizes, Tag("<DoublingSizes>")]
-    | Annotated[StagedSizes, Tag("<StagedSizes>")]
-    | Annotated[RampupSizes, Tag("<RampupSizes>")]
-    | Annotated[PeriodicSizes, Tag("<PeriodicSizes>")]
-    | Annotated[FunctionSizes, Tag("<FunctionSizes>")]
-    | Annotated[IncreasedSizes, Tag("<IncreasedSizes>")]
-    | Annotated[NoiseScaleSizes, Tag("<NoiseScaleSizes>")]
-    | Annotated[NormTestSizes, Tag("<NormTestSizes>")]
-    | Annotated[PlateauSizes, Tag("<PlateauSizes>")]
-)
-SizesInPeriod: TypeAlias = Annotated[
-    _Written, shape_of(_shape, "write for example {duration: 10%, size: 8}")
-]
-"""The sizes of one period."""
-BatchSize: TypeAlias = Annotated[
-    Annotated[Count, Tag("<number>")]
-    | Annotated[StepsText, Tag("<text>")]
-    | Annotated[StepsMapping, Tag("<steps>")]
-    | _Written
-    | Annotated[SeesawSizes, Tag("<SeesawSizes>")]
-    | Annotated[InsteadSizes, Tag("<InsteadSizes>")],
-    shape_of(
-        _shape_of_run,
-        "write a number, '0ep:8 1ep:16', or for example "
-        "{ramp: double, start: 8, end: 64, over: 40%}",
-    ),
-]
-"""Samples of one optimizer step over all ranks, in any of the ways to write it."""
-
-PeriodicSizes.model_rebuild()
-
-
-def build_batch_size(value: BatchSize, building: Building, path: Path) -> BatchSizePolicy:
-    """Return the policy that a `batch_size` of a run file says, one that stands for itself.
-
-    >>> from stretto.config.values.context import CHECKING
-    >>> build_batch_size("0ep:8 1ep:16", CHECKING, ("batch_size",))
-    Steps('0ep:8 1ep:16')
-
-    Raises:
-        ConfigError: it cannot be built; the message says where it stands.
+    >>> coupled_key({"seesaw": 16})
+    'seesaw'
     """
-    with building.source.at(*path):
-        if isinstance(value, Sizes):
-            check_no_duration(value.duration)
-            return value.policy(building, path)
-        return as_policy(value)
+    words = value if isinstance(value, Mapping) else {}
+    return next((key for key in COUPLED if words.get(key) is not None), None)
 
 
 def build_sizes(
-    value: BatchSize, schedules: Mapping[str, Schedule], building: Building, path: Path
+    value: Any, schedules: Mapping[str, Schedule], building: Building, path: Path
 ) -> tuple[BatchSizePolicy, Mapping[str, Schedule]]:
     """Return the policy that a `batch_size` says, and what becomes of the schedules with it.
 
     Sizes that take over the decay of the learning rate take it from its schedule.
 
-    >>> from stretto.config.values.context import CHECKING
     >>> from stretto.schedules import Linear
-    >>> pair = SeesawSizes.model_validate({"seesaw": 16})
-    >>> build_sizes(pair, {"lr": Linear()}, CHECKING, ("batch_size",))
+    >>> build_sizes({"seesaw": 16}, {"lr": Linear()}, Building(), ("batch_size",))
     (Seesaw(Linear(), Fixed(16)).policy, {'lr': Seesaw(Linear(), Fixed(16)).schedule})
 
     Raises:
         ConfigError: it cannot be built; the message says where it stands.
     """
-    if not isinstance(value, CoupledSizes):
-        return build_batch_size(value, building, path), schedules
-    with building.source.at(*path):
-        pair = value.coupling(schedules["lr"], building, path)
-        return pair.policy, {**schedules, "lr": pair.schedule}
+    key = coupled_key(value)
+    dialect = FileWords(building).dialect
+    if key is None:
+        return dialect.policy(value, path), schedules
+    way = replace(COUPLED[key], make=partial(COUPLED[key].make, schedules["lr"]))
+    with dialect.at(path):
+        words = dialect.evened(without_nulls(value), path)
+        pair = dialect.made(way, words, path, others=["even"])
+    return pair.policy, {**schedules, "lr": pair.schedule}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FileWords:
+    """The keys of a batch size that only a run file has: they need imports, or the ranks."""
+
+    building: Building
+
+    @property
+    def dialect(self) -> Dialect:
+        """What `as_policy` reads, and these keys."""
+        building = self.building
+        return Dialect(
+            at=(lambda path: building.source.at(*path)) if building.imports else _refused_at,
+            function=lambda value, path: building.function(_target(value, path), path),
+            readers={"target": self.of_target, "rampup": self.of_rampup},
+            even_unit=building.even_unit,
+        )
+
+    def of_target(self, words: dict[str, Any], path: Path) -> BatchSizePolicy:
+        """Return a policy of yours, or a function; keys that it does not take are arguments."""
+        options = {key: words[key] for key in ("every", "planned") if words.get(key) is not None}
+        rest = {key: value for key, value in words.items() if key not in ("every", "planned")}
+        target = _target(rest, path)
+        if self.building.is_class(target.target, BatchSizePolicy, path):
+            policy: BatchSizePolicy = self.building.made(_target({**rest, **options}, path), path)
+            return policy
+        function = self.building.function(target, path)
+        way = Way(partial(SizeFunction, function, None), "target", None)
+        return self.dialect.made(way, {**options, "target": ""}, path)  # type: ignore[no-any-return]
+
+    def of_rampup(self, words: dict[str, Any], path: Path) -> BatchSizePolicy:
+        """Return a ramp in numbers of micro-batches."""
+        way = Way(self.rampup, "rampup", "final_size")
+        others = ["rampup"]
+        return self.dialect.made(way, without_nulls(words), path, others)  # type: ignore[no-any-return]
+
+    def rampup(
+        self,
+        final_size: int,
+        over: TimeLike,
+        *,
+        initial_global_train_batch_size: int | None = None,
+    ) -> BatchSizePolicy:
+        """Doubles up to a final size, by gradient accumulation alone.
+
+        Args:
+            final_size: the size from `over` on: a multiple of world_size * micro_batch_size, like
+                every other.
+            over: how long the ramp is, from the start of the run.
+            initial_global_train_batch_size: the size of the first batch; left out, the lowest
+                possible, world_size * micro_batch_size.
+        """
+        building = self.building
+        micro = building.micro_batch_size if building.imports else 1  # checking knows no ranks
+        if micro is None:
+            raise BatchSizeError(
+                cannot(
+                    f"ramp up to {final_size} by gradient accumulation",
+                    why="the run file states no micro-batch size",
+                    instead="write micro_batch_size: 8, or another ramp such as "
+                    f"{{ramp: double, start: 8, end: {final_size}, over: {over}}}",
+                )
+            )
+        return rampup(
+            final_size,
+            over,
+            world_size=building.world_size,
+            micro_batch_size=micro,
+            initial_global_train_batch_size=initial_global_train_batch_size,
+        )
+
+
+def _target(value: object, path: Path) -> Target:
+    try:
+        return value if isinstance(value, Target) else Target.model_validate(value)
+    except ValidationError as error:
+        details: list[Any] = error.errors(include_url=False)
+        lines = [{**one, "loc": (*path, *one["loc"])} for one in details]
+        raise ValidationError.from_exception_data("batch_size", lines) from None  # type: ignore[arg-type]
+
+
+@contextmanager
+def _refused_at(path: Path) -> Iterator[None]:
+    """Let pydantic list an error of ours raised within, at the path that it comes from."""
+    try:
+        yield
+    except StrettoError as error:
+        details = InitErrorDetails(type="value_error", loc=path, input=None, ctx={"error": error})
+        raise ValidationError.from_exception_data("batch_size", [details]) from error
+
+
+def _checked(value: Any) -> Any:
+    build_sizes(value, {"lr": Cosine()}, CHECKING, ())
+    return value
+
+
+BatchSize: TypeAlias = Annotated[Any, PlainValidator(_checked)]
+"""Samples of one optimizer step over all ranks, in any of the ways to write it."""

@@ -7,7 +7,6 @@ descriptions are those of its docstring: a schedule is described in one place.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, cast
 
@@ -15,6 +14,7 @@ from pydantic import ConfigDict, Field, Tag, create_model, model_validator
 
 from stretto.config.reading.source import Path
 from stretto.config.values.context import CHECKING, Building
+from stretto.config.values.docstrings import argument_texts, summary_of
 from stretto.config.values.fields import (
     Count,
     Duration,
@@ -81,10 +81,7 @@ class Arguments(Section):
 
 def _arguments(kind: type[Schedule]) -> type[Arguments]:
     """The section whose keys are the arguments of `kind`."""
-    said = re.findall(
-        r"^ {8}(\w+): (.*(?:\n {12}.*)*)", (kind.__doc__ or "").partition("Args:")[2], re.MULTILINE
-    )
-    descriptions = {name: " ".join(text.split()) for name, text in said}
+    descriptions = argument_texts(kind)
     fields = {
         name: (
             _TYPES[parameter.annotation],
@@ -95,7 +92,7 @@ def _arguments(kind: type[Schedule]) -> type[Arguments]:
         )
         for name, parameter in inspect.signature(kind).parameters.items()
     }
-    summary = (kind.__doc__ or "").partition("\n")[0]
+    summary = summary_of(kind)
     return create_model(kind.__name__, __base__=Arguments, __doc__=summary, **cast(Any, fields))
 
 

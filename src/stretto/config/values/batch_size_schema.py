@@ -1,0 +1,142 @@
+"""The JSON Schema of `batch_size`, from the signatures and docstrings of the policies."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from stretto.batching.written import COUPLED, ORDER, RAMPS, WAYS, WRAPPERS, Way
+from stretto.config.values.batch_sizes import FileWords
+from stretto.config.values.context import CHECKING
+from stretto.config.values.docstrings import argument_texts, summary_of
+
+_SIZE = {"type": "integer", "minimum": 1}
+_TIME = {"$ref": "#/$defs/Time"}
+_STEPS = {"type": "string", "examples": ["0tok:768 250Btok:1536"]}
+_FLAG = {"type": "boolean"}
+_SCHEMAS: dict[str, dict[str, Any]] = {
+    "int": _SIZE,
+    "int | Literal['auto']": {"anyOf": [_SIZE, {"const": "auto"}]},
+    "float": {"type": "number"},
+    "float | Continuous": {"anyOf": [{"type": "number"}, {"const": "continuous"}]},
+    "Number": {"type": "number"},
+    "bool": _FLAG,
+    "str": {"type": "string"},
+    "TimeLike": _TIME,
+    "Equal": {"enum": ["time", "batches"]},
+    "Rounding": {"enum": ["down", "up"]},
+    "Literal['min', 'max']": {"enum": ["min", "max"]},
+    "Sequence[int]": {"type": "array", "items": _SIZE, "minItems": 2},
+    "StepsLike": {"anyOf": [_STEPS, {"$ref": "#/$defs/StepsMapping"}]},
+    "PolicyLike": {"$ref": "#/$defs/BatchSize"},
+    "Periods": {"type": "array", "items": {"$ref": "#/$defs/PeriodOfSizes"}, "minItems": 1},
+    "IncreaseCallable": {"$ref": "#/$defs/Target"},
+}
+"""What is written for the annotation of an argument."""
+_DURATION = {"anyOf": [{"const": "rest"}, _TIME], "description": "How long it is, or `rest`."}
+_EVEN = _FLAG | {
+    "description": "Only multiples of world_size * micro_batch_size, so that all ranks run full "
+    "micro-batches."
+}
+
+
+def batch_size_schemas() -> dict[str, dict[str, Any]]:
+    """Return the definitions that `#/$defs/BatchSize` needs, that one included."""
+    wrappers = {key: _wrapper(WRAPPERS[key]) for key in ORDER} | {"even": _EVEN}
+    ways = [
+        *WAYS.values(),
+        *RAMPS.values(),
+        Way(FileWords(CHECKING).rampup, "rampup", "final_size"),
+    ]
+    alone = {_title(way): _way(way, wrappers) for way in ways}
+    alone["TargetSizes"] = _target(wrappers)
+    coupled = {_title(way): _way(way, {"even": _EVEN}, {"decay"}) for way in COUPLED.values()}
+    periods = [_in_period(one) for one in alone.values()]
+    steps = {
+        "description": "A size from each of some times on.",
+        "type": "object",
+        "minProperties": 1,
+        "propertyNames": _TIME,
+        "additionalProperties": _SIZE,
+    }
+    refs = [{"$ref": f"#/$defs/{name}"} for name in ("StepsMapping", *alone, *coupled)]
+    return {
+        **alone,
+        **coupled,
+        "StepsMapping": steps,
+        "PeriodOfSizes": {"anyOf": periods},
+        "BatchSize": {"anyOf": [_SIZE, _STEPS, *refs]},
+    }
+
+
+def _title(way: Way) -> str:
+    name = way.make.__name__
+    return name[0].upper() + name[1:]
+
+
+def _property(parameter: inspect.Parameter, text: str | None) -> dict[str, Any]:
+    kind = str(parameter.annotation).removesuffix(" | None").replace('"', "'")
+    found = dict(_SCHEMAS[kind])
+    if parameter.default not in (parameter.empty, None):
+        found["default"] = parameter.default
+    return found | ({"description": text} if text else {})
+
+
+def _way(way: Way, beside: dict[str, Any], without: frozenset[str] | set[str] = frozenset()) -> Any:
+    texts = argument_texts(way.make)
+    own = {key: one for key, one in way.parameters().items() if one.name not in without}
+    properties = {key: _property(one, texts.get(one.name)) for key, one in own.items()}
+    required = [key for key, one in own.items() if one.default is one.empty]
+    if way.argument is None:
+        kind = next(name for name, one in RAMPS.items() if one is way)
+        properties = {"ramp": {"const": kind, "description": "Which ramp."}, **properties}
+        required.insert(0, "ramp")
+    elif way.key not in required:
+        required.append(way.key)
+    return {
+        "description": summary_of(way.make),
+        "type": "object",
+        "properties": {**properties, **beside},
+        "required": required,
+        "additionalProperties": False,
+    }
+
+
+def _wrapper(way: Way) -> dict[str, Any]:
+    if way.argument is None:
+        return _FLAG | {"description": summary_of(way.make)}
+    parameter = inspect.signature(way.make).parameters[way.argument]
+    found = _property(parameter, summary_of(way.make))
+    found.pop("default", None)
+    return found
+
+
+def _target(beside: dict[str, Any]) -> dict[str, Any]:
+    text = "A function of yours, `function(timestamp, current) -> size`, or a policy of yours."
+    own = {
+        "target": {
+            "$ref": "#/$defs/TargetText",
+            "description": "`package.module:function`, or a "
+            "class of policies; keys that are not listed here are its arguments.",
+        },
+        "every": _TIME
+        | {"description": "How often the function is asked; left out, before every batch."},
+        "planned": _FLAG
+        | {
+            "description": "Whether the sizes follow from counts, so that they are "
+            "known before the run."
+        },
+    }
+    return {
+        "description": text,
+        "type": "object",
+        "properties": own | beside,
+        "required": ["target"],
+    }
+
+
+def _in_period(way: dict[str, Any]) -> dict[str, Any]:
+    return way | {
+        "properties": {"duration": _DURATION, **way["properties"]},
+        "required": ["duration", *way["required"]],
+    }
