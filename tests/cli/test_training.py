@@ -365,8 +365,8 @@ def test_sizes_that_were_found_are_printed_and_kept(stretto: Stretto, in_periods
     assert f"\nmicro_batch_size auto: {micro} samples, all there are; more would fit" in said.out
     kept = read_run_file(Path("a", "run.yaml")).config
     assert kept.micro_batch_size == micro
-    grows = kept.batch_size.periods[0] if in_periods else kept.batch_size
-    assert grows.max_batch_size == 40
+    grows = kept.batch_size["periods"][0] if in_periods else kept.batch_size
+    assert grows["max_batch_size"] == 40
     assert stretto("plan", "--against", "a").out.startswith("all ")
     more = stretto("train", "a/run.yaml", "--resume", "latest", "max_duration=3ep")
     assert more.code == 0, more.err

@@ -26,7 +26,7 @@ from stretto.batching import (
     Steps,
     as_policy,
 )
-from stretto.config.reading.source import in_file_words
+from stretto.config.reading.source import as_key
 from stretto.config.run import RunConfig
 from stretto.config.values.batch_sizes import build_sizes
 from stretto.config.values.context import Building
@@ -255,4 +255,4 @@ def test_what_python_refuses_is_refused_for_the_same_reason(value: Any) -> None:
         policy(value)
     # A run file also knows 'even', and adds the place.
     said = str(in_file.value).replace(", even (", " (")
-    assert said.startswith(in_file_words(str(in_python.value)) + " (batch_size")
+    assert said.startswith(str(in_python.value.recast(ConfigError, word=as_key)) + " (batch_size")
