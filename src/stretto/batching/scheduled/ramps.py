@@ -274,9 +274,9 @@ def _checked_equal(equal: object) -> str:
     if equal not in ("time", "batches"):
         raise BatchSizeError(
             cannot(
-                f"use equal={shown(equal)} in a ramp",
+                f"use {shown(equal)} as the 'equal' of a ramp",
                 why="there is no such choice",
-                instead="write equal='time' or equal='batches'",
+                instead=("write ", Argument("equal", "time"), " or ", Argument("equal", "batches")),
             )
         )
     return str(equal)
