@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stretto.checkpoint import open_checkpoint
 from stretto.checkpoint.manifest import (
-    Damage,
+    DamagedError,
     Entry,
     Manifest,
     group_of,
@@ -194,7 +194,7 @@ def test_a_newer_format_is_said_to_be_newer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ['{"a": 1, "a": 1}', "[" * 100_000, "{'a': 1}", ""])
 def test_texts_that_are_not_our_json_are_damage(text: str) -> None:
-    with pytest.raises(Damage, match="x is not JSON"):
+    with pytest.raises(DamagedError, match="x is not JSON"):
         parse_json(text, "x")
 
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stretto.checkpoint import Part, Stored, pack_optimizer, unpack_optimizer
-from stretto.checkpoint.sharding import is_spread
+from stretto.checkpoint import LazyTensor, TensorSlice, pack_optimizer, unpack_optimizer
+from stretto.checkpoint.sharding import is_dtensor
 from stretto.errors import CheckpointError
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -105,14 +105,14 @@ def test_state_is_laid_out_as_the_parameters_are(rank: int, kind: Any) -> None:
     optimizer = kind(model.parameters(), lr=0.1)
     train(model, optimizer, 2, seed=1)
     tensors, record = pack_optimizer(optimizer)
-    asked: list[Part | None] = []
+    asked: list[TensorSlice | None] = []
 
-    def stored(whole: torch.Tensor) -> Stored:
-        def read(part: Part | None) -> torch.Tensor:
+    def stored(whole: torch.Tensor) -> LazyTensor:
+        def read(part: TensorSlice | None) -> torch.Tensor:
             asked.append(part)
             return whole.clone() if part is None else whole.narrow(*part).clone()
 
-        return Stored(tuple(whole.shape), read)
+        return LazyTensor(tuple(whole.shape), read)
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
     try:
@@ -127,16 +127,16 @@ def test_state_is_laid_out_as_the_parameters_are(rank: int, kind: Any) -> None:
             for name, value in resumed.state[parameter].items():
                 whole = optimizer.state[saved][name]
                 if whole.shape == saved.shape:
-                    assert is_spread(value)
+                    assert is_dtensor(value)
                     assert value.placements == (Cut(0),)
                     expected = whole.tensor_split([3])[rank]
                     assert torch.equal(value.to_local(), expected)
                 elif whole.dim():
-                    assert is_spread(value)
+                    assert is_dtensor(value)
                     assert torch.equal(value.to_local(), whole)
                 else:
-                    assert not is_spread(value)
+                    assert not is_dtensor(value)
                     assert torch.equal(value, whole)
     finally:
         dist.destroy_process_group()
-    assert Part(0, (0, 3)[rank], (3, 2)[rank]) in asked
+    assert TensorSlice(0, (0, 3)[rank], (3, 2)[rank]) in asked

@@ -216,8 +216,8 @@ SHARDS: dict[str, Any] = {
     "no shape": {"dim": 0, "pieces": PIECES},
     "a hole": {"shape": [5, 3], "dim": 0, "pieces": [[FIRST, 0], [SECOND, 3]]},
     "an overlap": {"shape": [3, 3], "dim": 0, "pieces": [[FIRST, 0], [SECOND, 1]]},
-    "a missing piece": {"shape": [4, 3], "dim": 0, "pieces": PIECES[:1]},
-    "a piece twice": {"shape": [4, 3], "dim": 0, "pieces": [[FIRST, 0], [FIRST, 2]]},
+    "a missing part": {"shape": [4, 3], "dim": 0, "pieces": PIECES[:1]},
+    "a part twice": {"shape": [4, 3], "dim": 0, "pieces": [[FIRST, 0], [FIRST, 2]]},
     "out of order": {"shape": [4, 3], "dim": 0, "pieces": PIECES[::-1]},
     "another dimension": {"shape": [4, 3], "dim": 1, "pieces": PIECES},
     "no such dimension": {"shape": [4, 3], "dim": 2, "pieces": PIECES},
@@ -233,7 +233,7 @@ SHARDS: dict[str, Any] = {
     "a file of none": {"shape": [4, 3], "dim": 0, "pieces": [[FIRST, 0], [None, 2]]},
     "an offset of text": {"shape": [4, 3], "dim": 0, "pieces": [[FIRST, 0], [SECOND, "2"]]},
     "an infinite offset": {"shape": [4, 3], "dim": 0, "pieces": [[FIRST, 0], [SECOND, 1e999]]},
-    "a piece of three": {"shape": [4, 3], "dim": 0, "pieces": [[FIRST, 0, 0], [SECOND, 2]]},
+    "a part of three": {"shape": [4, 3], "dim": 0, "pieces": [[FIRST, 0, 0], [SECOND, 2]]},
 }
 
 

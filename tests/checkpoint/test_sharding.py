@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stretto.checkpoint import Part, Shard, Stored, shard_like, to_shard
-from stretto.checkpoint.sharding import is_spread, replicate_like
+from stretto.checkpoint import LazyTensor, Shard, TensorSlice, shard_like, to_shard
+from stretto.checkpoint.sharding import is_dtensor, replicate_like
 
 
 @contextmanager
@@ -58,9 +58,9 @@ def test_shards_tile_the_whole_and_come_back(
                 filled.narrow(piece.dim, piece.offset, piece.local.shape[piece.dim]).copy_(
                     piece.local
                 )
-            for stored in (whole, Stored(shape, lambda part: reader(whole, part))):
+            for stored in (whole, LazyTensor(shape, lambda part: reader(whole, part))):
                 back = shard_like(tensor, stored)
-                assert is_spread(back)
+                assert is_dtensor(back)
                 assert back.placements == tensor.placements
                 assert back.shape == tensor.shape
                 assert back.stride() == tensor.stride()
@@ -68,30 +68,30 @@ def test_shards_tile_the_whole_and_come_back(
     assert torch.equal(filled, whole)
 
 
-def reader(whole: Tensor, part: Part | None) -> Tensor:
+def reader(whole: Tensor, part: TensorSlice | None) -> Tensor:
     return whole if part is None else whole.narrow(part.dim, part.offset, part.length)
 
 
 def test_a_rank_reads_its_part_alone() -> None:
-    asked: list[Part | None] = []
+    asked: list[TensorSlice | None] = []
     whole = torch.arange(10.0).view(5, 2)
 
-    def read(part: Part | None) -> Tensor:
+    def read(part: TensorSlice | None) -> Tensor:
         asked.append(part)
         return reader(whole, part)
 
     with as_rank(1, 2):
         reference = spread(whole, 2, 0)
-        shard_like(reference, Stored((5, 2), read))
-        shard_like(torch.zeros(5, 2), Stored((5, 2), read))
-    assert asked == [Part(dim=0, offset=3, length=2), None]
+        shard_like(reference, LazyTensor((5, 2), read))
+        shard_like(torch.zeros(5, 2), LazyTensor((5, 2), read))
+    assert asked == [TensorSlice(dim=0, offset=3, length=2), None]
 
 
 def test_a_part_keeps_nothing_else_alive() -> None:
     whole = torch.arange(10.0)
     with as_rank(0, 2):
         part = shard_like(spread(whole, 2, 0), whole)
-        assert is_spread(part)
+        assert is_dtensor(part)
         assert part.to_local().untyped_storage().nbytes() == 5 * whole.element_size()
 
 
@@ -101,10 +101,12 @@ def test_what_every_rank_has_is_whole() -> None:
         tensor = distribute_tensor(torch.ones(3), mesh, [Replicate()], src_data_rank=None)
         assert type(to_shard(tensor)) is Tensor
         again = shard_like(tensor, torch.ones(3))
-        assert is_spread(again)
+        assert is_dtensor(again)
         assert again.placements == (Replicate(),)
-        again = replicate_like(spread(torch.ones(3), 2, 0), Stored((2,), lambda _: torch.ones(2)))
-        assert is_spread(again)
+        again = replicate_like(
+            spread(torch.ones(3), 2, 0), LazyTensor((2,), lambda _: torch.ones(2))
+        )
+        assert is_dtensor(again)
         assert again.placements == (Replicate(),)
         assert torch.equal(again.to_local(), torch.ones(2))
 
@@ -117,7 +119,7 @@ def test_two_dimensions_come_back_as_they_were(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
         tensor = distribute_tensor(whole, mesh, [Replicate(), Cut(0)], src_data_rank=None)
         back = shard_like(tensor, whole)
-        assert is_spread(back)
+        assert is_dtensor(back)
         assert back.placements == tensor.placements
         assert torch.equal(back.to_local(), whole.chunk(2)[rank % 2])
 

@@ -35,7 +35,7 @@ from stretto.data.ranks import agreed
 from stretto.errors import BatchSizeError, ConversionError, DataError, PlanError
 from stretto.ordering import SampleOrder, share
 from stretto.planning import walk
-from stretto.testing.data import Reading, cycled, policies, read
+from stretto.testing.data import StepRecord, cycled, policies, read
 from stretto.timing import Horizon, LastBatch, Timestamp
 
 MODES = st.sampled_from(["keep", "drop", "carry"])
@@ -53,7 +53,7 @@ def values(batch: Any) -> list[int]:
 
 def ranks(
     n: int, policy: BatchSizePolicy, world: int, *, duration: str = "2ep", **settings: Any
-) -> list[list[Reading]]:
+) -> list[list[StepRecord]]:
     """What each of the ranks reads."""
     return [
         list(

@@ -11,11 +11,11 @@ from typing import Any, final
 
 from stretto.checkpoint.manifest import (
     MANIFEST,
-    Damage,
+    DamagedError,
     Manifest,
     check_member,
+    read_errors,
     read_manifest,
-    reading,
 )
 from stretto.checkpoint.reading import CheckpointReader, find, open_or_damage
 from stretto.errors import StrettoError
@@ -44,7 +44,7 @@ class Description:
     damage: str | None
     """What is wrong with it; None if it is whole."""
     format: int | None
-    """Version of the layout; None if it cannot be told."""
+    """Version of the layout; None if unknown."""
     created: str | None
     """When it was written, in UTC; older formats do not say."""
     position: Mapping[str, float]
@@ -73,10 +73,10 @@ class Description:
             *((group.name, _tensors(group)) for group in self.groups),
             *((name, f"{size:,} bytes") for name, size in self.files.items()),
         ]
-        told = [(name, text) for name, text in rows if text]
-        width = max((len(name) for name, _ in told), default=0)
+        present = [(name, text) for name, text in rows if text]
+        width = max((len(name) for name, _ in present), default=0)
         head = f"{self.path}: {'whole' if self.is_whole else f'damaged: {self.damage}'}"
-        return "\n".join([head, *(f"  {name:<{width}}  {text}" for name, text in told)])
+        return "\n".join([head, *(f"  {name:<{width}}  {text}" for name, text in present)])
 
 
 def describe(path: Path) -> Description:
@@ -94,20 +94,20 @@ def describe(path: Path) -> Description:
         CheckpointError: no checkpoint is there, or one of a newer format, or it must not be read.
     """
     place = find(path)
-    with reading(path):
+    with read_errors(path):
         try:
             manifest = read_manifest(place)
-        except Damage as damage:
+        except DamagedError as damage:
             return _described(path, str(damage))
         wrong = []
         for name, entry in manifest.files.items():
             try:
                 check_member(place, name, entry)
-            except Damage as damage:
+            except DamagedError as damage:
                 wrong.append(str(damage))
         try:
             reader = open_or_damage(place, verify=False)
-        except Damage as damage:
+        except DamagedError as damage:
             # What stands in a file that is damaged is no second piece of news.
             return _described(path, "; ".join(wrong) or str(damage), manifest)
     return _described(path, "; ".join(wrong) or None, manifest, reader)
@@ -136,18 +136,18 @@ def _described(
 
 
 def _group(reader: CheckpointReader, group: str) -> TensorGroup:
-    places = reader.places(group)
-    dtypes = Counter(str(place.dtype).removeprefix("torch.") for place in places)
-    num_bytes = sum(place.num_bytes for place in places)
+    entries = reader.entries(group)
+    dtypes = Counter(str(entry.dtype).removeprefix("torch.") for entry in entries)
+    num_bytes = sum(entry.num_bytes for entry in entries)
     ordered = sorted(dtypes.items(), key=lambda pair: (-pair[1], pair[0]))
-    return TensorGroup(group, len(places), num_bytes, dict(ordered))
+    return TensorGroup(group, len(entries), num_bytes, dict(ordered))
 
 
 def _num_parameters(reader: CheckpointReader) -> int:
     return sum(
-        place.num_bytes // place.dtype.itemsize
-        for place in reader.places("model")
-        if place.dtype.is_floating_point or place.dtype.is_complex
+        entry.num_bytes // entry.dtype.itemsize
+        for entry in reader.entries("model")
+        if entry.dtype.is_floating_point or entry.dtype.is_complex
     )
 
 
@@ -165,7 +165,7 @@ def _position(records: Mapping[str, Any]) -> dict[str, float]:
         horizon = Horizon(records["setup"]["max_duration"], dataset_num_samples=samples)
         position["dur"] = horizon.elapsed(timestamp)
     except (StrettoError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
-        pass  # records of somebody else's, or of an older version: what is known is told
+        pass  # records of somebody else's, or of an older version: report what is known
     return position
 
 

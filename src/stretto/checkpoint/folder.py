@@ -13,19 +13,19 @@ from typing import NamedTuple
 from stretto.checkpoint.manifest import (
     CHECKPOINT,
     MANIFEST,
-    Damage,
+    DamagedError,
     check_member,
+    read_errors,
     read_manifest,
-    reading,
 )
-from stretto.checkpoint.reading import find, open_or_damage, patiently
+from stretto.checkpoint.reading import find, open_or_damage, with_retries
 from stretto.checkpoint.writing import (
-    ASIDE,
     BAD,
+    REPLACED,
     UNFINISHED,
     delete_checkpoint,
     remove,
-    set_bad_aside,
+    rename_bad,
 )
 from stretto.errors import CheckpointError, cannot
 
@@ -45,7 +45,7 @@ def checkpoints(folder: Path) -> list[Path]:
     >>> checkpoints(Path("runs/none"))
     []
     """
-    with reading(folder):
+    with read_errors(folder):
         return [path for path in candidates(folder) if _is_finished(find(path))]
 
 
@@ -56,7 +56,7 @@ def candidates(folder: Path) -> list[Path]:
         OSError: the folder cannot be read.
     """
     try:
-        names = {path.name.removesuffix(ASIDE) for path in folder.iterdir()}
+        names = {path.name.removesuffix(REPLACED) for path in folder.iterdir()}
     except FileNotFoundError:
         return []
     return sorted((folder / name for name in names if CHECKPOINT.fullmatch(name)), key=position)
@@ -87,21 +87,21 @@ def find_newest(folder: Path, *, sleep: Callable[[float], None] = time.sleep) ->
         CheckpointError: all are damaged; or a newer one is of a newer format or cannot be read.
     """
     bad: list[tuple[Path, str]] = []
-    with reading(folder):
-        found = patiently(lambda: candidates(folder), sleep)
+    with read_errors(folder):
+        found = with_retries(lambda: candidates(folder), sleep)
     for path in reversed(found):
         why = _damage(path, sleep)
         if why is None:
             return Newest(path, bad)
         bad.append((path, why))
-    told = [f"{path.name}: {why}" for path, why in bad]
-    with reading(folder):
-        told += [path.name for path in sorted(folder.glob(f"checkpoint-*{BAD}*"))]
-    if told:
+    damaged = [f"{path.name}: {why}" for path, why in bad]
+    with read_errors(folder):
+        damaged += [path.name for path in sorted(folder.glob(f"checkpoint-*{BAD}*"))]
+    if damaged:
         raise CheckpointError(
             cannot(
                 f"resume from a checkpoint in {folder}",
-                why=f"all that are there are damaged ({'; '.join(told)})",
+                why=f"all that are there are damaged ({'; '.join(damaged)})",
                 instead="restore one from a copy or name another checkpoint; delete them to begin "
                 "anew",
             )
@@ -133,7 +133,9 @@ def latest_good(folder: Path, *, sleep: Callable[[float], None] = time.sleep) ->
         return None
     for path, why in bad:
         warnings.warn(
-            f"{_set_aside(path)}: {why}; {good.name} is used instead", RuntimeWarning, stacklevel=2
+            f"{_rename_damaged(path)}: {why}; {good.name} is used instead",
+            RuntimeWarning,
+            stacklevel=2,
         )
     if (aside := find(good)) != good:
         aside.rename(good)
@@ -181,21 +183,21 @@ def _damage(path: Path, sleep: Callable[[float], None]) -> str | None:
 
     def verify() -> None:
         if find(path).is_symlink():
-            raise Damage("it is a link, and only folders are looked into")
+            raise DamagedError("it is a link, and only folders are looked into")
         open_or_damage(path)
 
-    with reading(path):
+    with read_errors(path):
         try:
-            patiently(verify, sleep)
-        except Damage as damage:
+            with_retries(verify, sleep)
+        except DamagedError as damage:
             return str(damage)
     return None
 
 
-def _set_aside(path: Path) -> str:
+def _rename_damaged(path: Path) -> str:
     """Rename a bad checkpoint, and return what was done."""
     try:
-        target = set_bad_aside(find(path))
+        target = rename_bad(find(path))
     except OSError as error:
         return f"{path} is damaged and cannot be renamed ({error.strerror})"
     return f"{path} is damaged and was renamed to {target.name}"
@@ -204,7 +206,7 @@ def _set_aside(path: Path) -> str:
 def _is_there(path: Path) -> bool:
     """Whether a checkpoint that was just written has all its files."""
     try:
-        with reading(path):
+        with read_errors(path):
             for name, entry in read_manifest(find(path)).files.items():
                 check_member(find(path), name, entry, content=False)
     except CheckpointError:
@@ -215,7 +217,7 @@ def _is_there(path: Path) -> bool:
 def _is_left_over(path: Path, newest: Path) -> bool:
     """Whether a killed process was writing, replacing or deleting this one."""
     finished, ending = path.with_suffix(""), path.suffix
-    if ending not in (UNFINISHED, ASIDE) or not CHECKPOINT.fullmatch(finished.name):
+    if ending not in (UNFINISHED, REPLACED) or not CHECKPOINT.fullmatch(finished.name):
         return False
     # What is being written now is newer than the newest.
     return position(finished) <= position(newest) and (ending == UNFINISHED or finished.exists())

@@ -34,7 +34,7 @@ _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class Damage(Exception):  # noqa: N818  never leaves this floor
+class DamagedError(Exception):
     """A checkpoint is not what was written; becomes a `CheckpointError` where it leaves."""
 
 
@@ -55,12 +55,12 @@ class Manifest(NamedTuple):
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def read_errors(path: Path) -> Iterator[None]:
     """Turn whatever goes wrong while a checkpoint is read into the error that users see."""
     instead = "resume from another checkpoint"
     try:
         yield
-    except Damage as damage:
+    except DamagedError as damage:
         why = str(damage)
     except MemoryError:
         why, instead = "there is not enough memory", "free some and try again"
@@ -93,12 +93,12 @@ def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the checkpoint at `path`.
 
     Raises:
-        Damage: it is not one of ours.
+        DamagedError: it is not one of ours.
         CheckpointError: no checkpoint is there, or one of a newer format.
     """
     if not _is_there(path / MANIFEST):
         if CHECKPOINT.match(path.name) and _is_there(path):
-            raise Damage(f"{MANIFEST} is missing" if path.is_dir() else "it is not a folder")
+            raise DamagedError(f"{MANIFEST} is missing" if path.is_dir() else "it is not a folder")
         raise CheckpointError(
             cannot(
                 f"read {path}",
@@ -119,7 +119,7 @@ def read_manifest(path: Path) -> Manifest:
             )
         )
     if type(version) is not int or version < 1 or not isinstance(document.get("files"), dict):
-        raise Damage("its manifest is not one of ours")
+        raise DamagedError("its manifest is not one of ours")
     files = {name: _entry(name, value) for name, value in document["files"].items()}
     created = document.get("created")
     is_dated = version == 1 or (isinstance(created, str) and bool(_CREATED.fullmatch(created)))
@@ -129,7 +129,7 @@ def read_manifest(path: Path) -> Manifest:
         plain = {"format": version, "created": created, "files": _listed(files)}
         expected = _seal(_spell(plain))
     if text != expected or not is_dated or RECORDS not in files:
-        raise Damage("its manifest is not what was written")
+        raise DamagedError("its manifest is not what was written")
     return Manifest(version, created if version > 1 else None, files)
 
 
@@ -137,25 +137,25 @@ def check_member(path: Path, name: str, entry: Entry, *, content: bool = True) -
     """Check that a file is there with the right size, and with the right content if asked to.
 
     Raises:
-        Damage: it is not.
+        DamagedError: it is not.
     """
-    with naming(path / name), open(_open(path, name), "rb", buffering=0) as file:
+    with with_file_name(path / name), open(_open(path, name), "rb", buffering=0) as file:
         if os.fstat(file.fileno()).st_size != entry.size:
-            raise Damage(f"{name} is not as long as it was written")
+            raise DamagedError(f"{name} is not as long as it was written")
         if content and hashlib.file_digest(file, "sha256").hexdigest() != entry.digest:
-            raise Damage(f"{name} is not what was written")
+            raise DamagedError(f"{name} is not what was written")
 
 
 def read_member(path: Path, name: str, limit: int) -> bytes:
     """Return the content of a file of at most `limit` bytes.
 
     Raises:
-        Damage: it is missing, no regular file, or longer.
+        DamagedError: it is missing, no regular file, or longer.
     """
-    with naming(path / name), open(_open(path, name), "rb") as file:
+    with with_file_name(path / name), open(_open(path, name), "rb") as file:
         size = os.fstat(file.fileno()).st_size  # so much is allocated at once
         if size > limit:
-            raise Damage(f"{name} is longer than {limit} bytes")
+            raise DamagedError(f"{name} is longer than {limit} bytes")
         return file.read(size)
 
 
@@ -163,31 +163,31 @@ def parse_json(text: str, name: str) -> Any:
     """Return what a JSON text says; no key may be there twice.
 
     Raises:
-        Damage: it is not JSON, or too deep.
+        DamagedError: it is not JSON, or too deep.
     """
     try:
         return json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise Damage(f"{name} is not JSON ({str(error)[:200]})") from None
+        raise DamagedError(f"{name} is not JSON ({str(error)[:200]})") from None
 
 
 def _decoded(content: bytes, name: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError:
-        raise Damage(f"{name} is not text") from None
+        raise DamagedError(f"{name} is not text") from None
 
 
 def read_document(path: Path) -> dict[str, Any]:
     """Return what stands in `state.json`.
 
     Raises:
-        Damage: it is not a JSON object.
+        DamagedError: it is not a JSON object.
     """
     text = _decoded(read_member(path, RECORDS, LONGEST_RECORDS), RECORDS)
     document = parse_json(text, RECORDS)
     if not isinstance(document, dict):
-        raise Damage(f"{RECORDS} is not a JSON object")
+        raise DamagedError(f"{RECORDS} is not a JSON object")
     return document
 
 
@@ -200,12 +200,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _entry(name: str, value: Any) -> Entry:
     if not _MEMBER.fullmatch(name):
-        raise Damage(f"its manifest names {shown(name)}, which is not a file of a checkpoint")
+        raise DamagedError(f"its manifest names {shown(name)}, which is not a file of a checkpoint")
     match value:
         case [int(size), str(digest)] if type(size) is int and size >= 0:
             if _DIGEST.fullmatch(digest):
                 return Entry(size, digest)
-    raise Damage(f"its manifest does not say how long {name} is")
+    raise DamagedError(f"its manifest does not say how long {name} is")
 
 
 def _listed(files: Mapping[str, tuple[int, str]]) -> dict[str, list[Any]]:
@@ -223,7 +223,7 @@ def _seal(text: str) -> str:
 
 
 @contextmanager
-def naming(file: Path) -> Iterator[None]:
+def with_file_name(file: Path) -> Iterator[None]:
     """Add the file's name to errors of the system; those of a descriptor or a library lack it."""
     try:
         yield
@@ -246,13 +246,13 @@ def _open(path: Path, name: str) -> int:
     try:
         mode = (path / name).lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        raise Damage(f"{name} is missing") from None
+        raise DamagedError(f"{name} is missing") from None
     if not stat.S_ISREG(mode):
-        raise Damage(f"{name} is not a plain file")
+        raise DamagedError(f"{name} is not a plain file")
     # What has taken its place since is not followed, and does not block.
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     descriptor = os.open(path / name, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Damage(f"{name} is not a plain file")
+        raise DamagedError(f"{name} is not a plain file")
     return descriptor

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stretto.checkpoint.optimizer_values import check_groups, check_value, has_shape_of
-from stretto.checkpoint.sharding import Stored, is_spread, replicate_like, shard_like
+from stretto.checkpoint.sharding import LazyTensor, is_dtensor, replicate_like, shard_like
 from stretto.errors import CheckpointError, cannot
 
 
@@ -52,7 +52,7 @@ def pack_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, A
 
 
 def unpack_optimizer(
-    optimizer: Optimizer, tensors: Mapping[str, Tensor | Stored], record: Mapping[str, Any]
+    optimizer: Optimizer, tensors: Mapping[str, Tensor | LazyTensor], record: Mapping[str, Any]
 ) -> None:
     """Give an optimizer the state that `pack_optimizer` returned.
 
@@ -84,7 +84,7 @@ def unpack_optimizer(
 def _states(
     optimizer: Optimizer,
     groups: list[dict[str, Any]],
-    tensors: Mapping[str, Tensor | Stored],
+    tensors: Mapping[str, Tensor | LazyTensor],
     values: Mapping[str, Any],
 ) -> dict[int, dict[str, Any]]:
     """The state of each parameter; what belongs to a group is put there."""
@@ -110,7 +110,7 @@ def _states(
 
 def _laid_out(parameter: Tensor, value: Any) -> Any:
     """A piece of a parameter's state, where that parameter is."""
-    if not isinstance(value, (Tensor, Stored)) or not is_spread(parameter):
+    if not isinstance(value, (Tensor, LazyTensor)) or not is_dtensor(parameter):
         return _whole(value)
     shape = tuple(value.shape)
     if shape == tuple(parameter.shape):
@@ -120,7 +120,7 @@ def _laid_out(parameter: Tensor, value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    return value.read(None) if isinstance(value, Stored) else value
+    return value.read(None) if isinstance(value, LazyTensor) else value
 
 
 def _other(optimizer: Optimizer, why: str) -> CheckpointError:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from stretto.errors import CheckpointError, cannot, shown
 
-_WAYS = ("foreach", "fused", "capturable", "differentiable")
+_IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 """How torch computes a step on the devices there are: those of the present run hold."""
 _MOST = 2**63
 """Integers of this size and above are no floats and no tensors."""
@@ -31,10 +31,10 @@ def check_groups(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None
     for number, (own, saved) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
         for name in optimizer.defaults.keys() & own.keys():
             where = f"param_groups.{number}.{name}"
-            if name in _WAYS:
+            if name in _IMPLEMENTATION_FLAGS:
                 saved[name] = own[name]
             if name in saved and not (
-                _suits(saved[name], own[name]) and _are_below_one(name, saved[name])
+                _is_compatible(saved[name], own[name]) and _are_below_one(name, saved[name])
             ):
                 raise _wrong(optimizer, where, saved[name])
             if name not in saved and not (own[name] is None or isinstance(own[name], bool)):
@@ -49,7 +49,7 @@ def check_value(optimizer: Optimizer, key: str, value: object) -> None:
         CheckpointError: it is neither a finite number nor None.
     """
     is_known = type(optimizer).__module__.startswith("torch.optim.")
-    if is_known and not (value is None or isinstance(value, bool) or _suits(value, 0)):
+    if is_known and not (value is None or isinstance(value, bool) or _is_compatible(value, 0)):
         raise _wrong(optimizer, f"values.{key}", value)
 
 
@@ -64,12 +64,12 @@ def has_shape_of(optimizer: Optimizer, parameter: Tensor, value: Any) -> bool:
     return is_free or math.prod(shape) == 1 or tuple(shape) == tuple(parameter.shape)
 
 
-def _suits(saved: Any, own: Any) -> bool:
+def _is_compatible(saved: Any, own: Any) -> bool:
     """Whether a saved value is of the kind of the present one."""
     if isinstance(own, Tensor) or isinstance(saved, Tensor):
         sizes = [one.numel() if isinstance(one, Tensor) else 1 for one in (own, saved)]
         plain = saved if isinstance(own, Tensor) else own
-        is_plain = isinstance(plain, Tensor) or _suits(plain, 0.0)
+        is_plain = isinstance(plain, Tensor) or _is_compatible(plain, 0.0)
         return sizes[0] == sizes[1] and is_plain
     if own is None:
         return saved is None or isinstance(saved, (bool, int, float, str))
@@ -84,7 +84,7 @@ def _suits(saved: Any, own: Any) -> bool:
         return (
             isinstance(saved, (tuple, list))
             and len(saved) == len(own)
-            and all(map(_suits, saved, own))
+            and all(map(_is_compatible, saved, own))
         )
     return isinstance(saved, type(own)) or not isinstance(own, (str, Mapping))
 

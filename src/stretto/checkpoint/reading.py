@@ -19,17 +19,17 @@ from torch import Tensor
 
 from stretto.checkpoint.manifest import (
     RECORDS,
-    Damage,
+    DamagedError,
     Manifest,
     check_member,
     group_of,
-    naming,
     read_document,
+    read_errors,
     read_manifest,
-    reading,
+    with_file_name,
 )
 from stretto.checkpoint.tensor_file import DTYPES
-from stretto.checkpoint.writing import ASIDE
+from stretto.checkpoint.writing import REPLACED
 from stretto.errors import CheckpointError, cannot, shown
 
 PAUSES = (0.1, 0.4)
@@ -46,7 +46,7 @@ class Checkpoint(NamedTuple):
     """Everything else, as JSON."""
 
 
-class Piece(NamedTuple):
+class FilePart(NamedTuple):
     """A part of a tensor, and the file it lies in."""
 
     file: str
@@ -54,14 +54,14 @@ class Piece(NamedTuple):
     length: int
 
 
-class Place(NamedTuple):
+class TensorEntry(NamedTuple):
     """Where a tensor lies, and what it is like."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     dim: int
     """The dimension along which it was cut."""
-    pieces: tuple[Piece, ...]
+    parts: tuple[FilePart, ...]
     """One after the other; a single one if it was not cut."""
 
     @property
@@ -90,39 +90,39 @@ class CheckpointReader:
         self.manifest = manifest
         self.records: dict[str, Any] = _mapping(document, "records")
         self._files: dict[str, Any] = {}
-        self._places: dict[str, dict[str, Place]] = {}
+        self._entries: dict[str, dict[str, TensorEntry]] = {}
         self._aliases: dict[str, dict[str, str]] = {}
         shards = _mapping(document, "shards") if manifest.format > 1 else {}
         for group, aliases in _mapping(document, "aliases").items():
             places = self._index(group, _mapping(shards, group) if manifest.format > 1 else {})
-            self._places[group] = places
+            self._entries[group] = places
             self._aliases[group] = _checked_aliases(group, aliases, places)
-        unknown = {group_of(name) for name in manifest.files} - {None, *self._places}
+        unknown = {group_of(name) for name in manifest.files} - {None, *self._entries}
         if unknown:
-            raise Damage(
+            raise DamagedError(
                 f"{RECORDS} does not say what is in {', '.join(sorted(map(str, unknown)))}"
             )
 
     @property
     def groups(self) -> tuple[str, ...]:
         """The groups of tensors."""
-        return tuple(self._places)
+        return tuple(self._entries)
 
     def names(self, group: str) -> tuple[str, ...]:
         """Return the names of the tensors of a group."""
-        return (*self._places.get(group, ()), *self._aliases.get(group, ()))
+        return (*self._entries.get(group, ()), *self._aliases.get(group, ()))
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
         """Return the shape of a whole tensor."""
-        return self._place(group, name).shape
+        return self._entry(group, name).shape
 
     def dtype(self, group: str, name: str) -> torch.dtype:
         """Return the type of a tensor."""
-        return self._place(group, name).dtype
+        return self._entry(group, name).dtype
 
-    def places(self, group: str) -> tuple[Place, ...]:
+    def entries(self, group: str) -> tuple[TensorEntry, ...]:
         """Return where the tensors of a group lie, each memory once."""
-        return tuple(self._places.get(group, {}).values())
+        return tuple(self._entries.get(group, {}).values())
 
     def original(self, group: str, name: str) -> str:
         """Return the name under which the memory of a tensor is stored."""
@@ -134,11 +134,11 @@ class CheckpointReader:
         Raises:
             CheckpointError: there is none of that name, or its file cannot be read any more.
         """
-        place = self._place(group, name)
+        place = self._entry(group, name)
         if place.shape:
             return self.part(group, name, place.dim, 0, place.shape[place.dim])
-        with reading(self._path), _library(place.pieces[0].file):
-            opened = self._open(place.pieces[0].file)
+        with read_errors(self._path), _safetensors_errors(place.parts[0].file):
+            opened = self._open(place.parts[0].file)
             tensor: Tensor = opened.get_tensor(self.original(group, name))
             return tensor.clone()
 
@@ -148,7 +148,7 @@ class CheckpointReader:
         Raises:
             CheckpointError: there is no such part, or its file cannot be read any more.
         """
-        place = self._place(group, name)
+        place = self._entry(group, name)
         shape = list(place.shape)
         if not (0 <= dim < len(shape) and 0 <= offset <= offset + length <= shape[dim]):
             raise CheckpointError(
@@ -159,25 +159,25 @@ class CheckpointReader:
                 )
             )
         shape[dim] = length
-        with reading(self._path), _library(self._path.name):
+        with read_errors(self._path), _safetensors_errors(self._path.name):
             result = torch.empty(shape, dtype=place.dtype)
         begin = offset if dim == place.dim else 0
-        for piece in place.pieces:
-            first = max(begin, piece.offset)
-            last = min(begin + shape[place.dim], piece.offset + piece.length)
+        for part in place.parts:
+            first = max(begin, part.offset)
+            last = min(begin + shape[place.dim], part.offset + part.length)
             if first >= last or not result.numel():
                 continue
             index = [slice(None)] * len(shape)
             index[dim] = slice(offset, offset + length)
-            index[place.dim] = slice(first - piece.offset, last - piece.offset)
-            with reading(self._path), _library(piece.file):
-                read = self._open(piece.file).get_slice(self.original(group, name))[tuple(index)]
+            index[place.dim] = slice(first - part.offset, last - part.offset)
+            with read_errors(self._path), _safetensors_errors(part.file):
+                read = self._open(part.file).get_slice(self.original(group, name))[tuple(index)]
                 result.narrow(place.dim, first - begin, last - first).copy_(read)
         return result
 
-    def _place(self, group: str, name: str) -> Place:
+    def _entry(self, group: str, name: str) -> TensorEntry:
         try:
-            return self._places[group][self.original(group, name)]
+            return self._entries[group][self.original(group, name)]
         except KeyError:
             raise CheckpointError(
                 cannot(
@@ -191,30 +191,28 @@ class CheckpointReader:
         if file not in self._files:
             # The library maps a file into memory, so its size and kind are checked before.
             check_member(self._path, file, self.manifest.files[file], content=False)
-            with naming(self._path / file):
+            with with_file_name(self._path / file):
                 self._files[file] = safe_open(self._path / file, framework="pt", device="cpu")
         return self._files[file]
 
-    def _index(self, group: str, shards: Mapping[str, Any]) -> dict[str, Place]:
+    def _index(self, group: str, shards: Mapping[str, Any]) -> dict[str, TensorEntry]:
         """Find out where the tensors of a group lie."""
         found: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
         files = [name for name in self.manifest.files if group_of(name) == group]
         if not files:
-            raise Damage(f"the tensors of {shown(group)} are missing")
+            raise DamagedError(f"the tensors of {shown(group)} are missing")
         for file in files:
-            with _library(file):
+            with _safetensors_errors(file):
                 opened = self._open(file)
                 for name in opened.keys():  # noqa: SIM118  not a mapping
                     header = opened.get_slice(name)
                     like = DTYPES[header.get_dtype()], tuple(header.get_shape())
                     found.setdefault(name, {})[file] = like
         if not found.keys() >= shards.keys():
-            raise Damage(f"a tensor of {group} is missing")
+            raise DamagedError(f"a tensor of {group} is missing")
         return {
-            name: _assembled(name, pieces, shards[name])
-            if name in shards
-            else _single(name, pieces)
-            for name, pieces in found.items()
+            name: _assembled(name, parts, shards[name]) if name in shards else _single(name, parts)
+            for name, parts in found.items()
         }
 
 
@@ -240,11 +238,11 @@ def open_checkpoint(
         CheckpointError: it is not a checkpoint, is of a newer format, is damaged, or cannot be
             read.
     """
-    with reading(path):
-        return patiently(lambda: open_or_damage(path, verify=verify), sleep)
+    with read_errors(path):
+        return with_retries(lambda: open_or_damage(path, verify=verify), sleep)
 
 
-def patiently(work: Callable[[], _T], sleep: Callable[[float], None]) -> _T:
+def with_retries(work: Callable[[], _T], sleep: Callable[[float], None]) -> _T:
     """Return `work()`, tried again where the system fails: network file systems recover.
 
     Raises:
@@ -263,7 +261,7 @@ def open_or_damage(path: Path, *, verify: bool = True) -> CheckpointReader:
     """Do the same for those who treat damage in another way than other errors.
 
     Raises:
-        Damage: it is damaged.
+        DamagedError: it is damaged.
         OSError: it cannot be read.
         MemoryError: there is too little memory to read it.
         CheckpointError: it is not a checkpoint, or is of a newer format.
@@ -293,12 +291,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def find(path: Path) -> Path:
     """Return where the checkpoint of this name lies: aside, if it was just being replaced."""
-    aside = path.with_name(path.name + ASIDE)
+    aside = path.with_name(path.name + REPLACED)
     return aside if not os.path.lexists(path) and os.path.lexists(aside) else path
 
 
 @contextmanager
-def _library(file: str) -> Iterator[None]:
+def _safetensors_errors(file: str) -> Iterator[None]:
     """Tell what the library makes of a file that is not as it should be."""
     try:
         yield
@@ -313,59 +311,61 @@ def _library(file: str) -> Iterator[None]:
     ) as error:
         # It may name a tensor, and a name may hold anything.
         why = "".join(c if c.isprintable() else " " for c in str(error)[:200])
-        raise Damage(f"{file} is not a file of tensors ({type(error).__name__}: {why})") from None
+        raise DamagedError(
+            f"{file} is not a file of tensors ({type(error).__name__}: {why})"
+        ) from None
 
 
 def _mapping(document: Mapping[str, Any], key: str) -> dict[str, Any]:
     found = document.get(key)
     if not isinstance(found, dict):
-        raise Damage(f"{RECORDS} has no {shown(key)}")
+        raise DamagedError(f"{RECORDS} has no {shown(key)}")
     return found
 
 
-def _checked_aliases(group: str, aliases: Any, places: Mapping[str, Place]) -> dict[str, str]:
+def _checked_aliases(group: str, aliases: Any, places: Mapping[str, TensorEntry]) -> dict[str, str]:
     if not isinstance(aliases, dict):
-        raise Damage(f"the names in {shown(group)} are not in order")
+        raise DamagedError(f"the names in {shown(group)} are not in order")
     for name, original in aliases.items():
         if not isinstance(original, str) or original not in places or name in places:
-            raise Damage(f"{shown(name)} of {shown(group)} stands for {shown(original)}")
+            raise DamagedError(f"{shown(name)} of {shown(group)} stands for {shown(original)}")
     return aliases
 
 
-Like = tuple[torch.dtype, tuple[int, ...]]
+TensorInfo = tuple[torch.dtype, tuple[int, ...]]
 
 
-def _single(name: str, pieces: Mapping[str, Like]) -> Place:
-    if len(pieces) != 1:
-        raise Damage(f"{shown(name)} is there {len(pieces)} times")
-    ((file, (dtype, shape)),) = pieces.items()
-    return Place(dtype, shape, 0, (Piece(file, 0, shape[0] if shape else 1),))
+def _single(name: str, parts: Mapping[str, TensorInfo]) -> TensorEntry:
+    if len(parts) != 1:
+        raise DamagedError(f"{shown(name)} is there {len(parts)} times")
+    ((file, (dtype, shape)),) = parts.items()
+    return TensorEntry(dtype, shape, 0, (FilePart(file, 0, shape[0] if shape else 1),))
 
 
-def _assembled(name: str, pieces: Mapping[str, Like], shard: Any) -> Place:
-    """Check that the pieces of a tensor make a whole, without holes or overlaps."""
+def _assembled(name: str, parts: Mapping[str, TensorInfo], shard: Any) -> TensorEntry:
+    """Check that the parts of a tensor make a whole, without holes or overlaps."""
     match shard:
         case {"shape": [*shape], "dim": int(dim), "pieces": [*listed]}:
             numbers = [dim, *shape]
         case _:
-            raise Damage(f"{RECORDS} does not say how {shown(name)} was cut")
+            raise DamagedError(f"{RECORDS} does not say how {shown(name)} was cut")
     are_counts = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
-    if not are_counts or dim >= len(shape) or len(listed) != len(pieces):
-        raise Damage(f"{RECORDS} does not say how {shown(name)} was cut")
-    placed: list[Piece] = []
+    if not are_counts or dim >= len(shape) or len(listed) != len(parts):
+        raise DamagedError(f"{RECORDS} does not say how {shown(name)} was cut")
+    placed: list[FilePart] = []
     end = 0
     for entry in listed:
         match entry:
-            case [str(file), int(offset)] if file in pieces and type(offset) is int:
-                dtype, part = pieces[file]
+            case [str(file), int(offset)] if file in parts and type(offset) is int:
+                dtype, part = parts[file]
             case _:
-                raise Damage(f"{RECORDS} does not say where the parts of {shown(name)} lie")
+                raise DamagedError(f"{RECORDS} does not say where the parts of {shown(name)} lie")
         whole = [*part[:dim], shape[dim], *part[dim + 1 :]]
-        same = dtype == pieces[listed[0][0]][0] and len(part) == len(shape) and whole == shape
-        if not same or offset != end or file in {piece.file for piece in placed}:
-            raise Damage(f"the parts of {shown(name)} do not make a whole")
-        placed.append(Piece(file, offset, part[dim]))
+        same = dtype == parts[listed[0][0]][0] and len(part) == len(shape) and whole == shape
+        if not same or offset != end or file in {part.file for part in placed}:
+            raise DamagedError(f"the parts of {shown(name)} do not make a whole")
+        placed.append(FilePart(file, offset, part[dim]))
         end += part[dim]
     if end != shape[dim] or not placed:
-        raise Damage(f"the parts of {shown(name)} do not make a whole")
-    return Place(dtype, tuple(shape), dim, tuple(placed))
+        raise DamagedError(f"the parts of {shown(name)} do not make a whole")
+    return TensorEntry(dtype, tuple(shape), dim, tuple(placed))

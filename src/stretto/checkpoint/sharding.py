@@ -34,7 +34,7 @@ class Shard(NamedTuple):
     """Where the part begins in that dimension."""
 
 
-class Part(NamedTuple):
+class TensorSlice(NamedTuple):
     """The indices `[offset, offset + length)` of a dimension."""
 
     dim: int
@@ -42,19 +42,19 @@ class Part(NamedTuple):
     length: int
 
 
-class Stored(NamedTuple):
+class LazyTensor(NamedTuple):
     """A tensor that lies in a checkpoint, of which no more is read than is needed.
 
     >>> import torch
     >>> whole = torch.arange(6)
-    >>> stored = Stored((6,), lambda part: whole if part is None else whole.narrow(*part))
-    >>> stored.read(Part(dim=0, offset=4, length=2))
+    >>> stored = LazyTensor((6,), lambda part: whole if part is None else whole.narrow(*part))
+    >>> stored.read(TensorSlice(dim=0, offset=4, length=2))
     tensor([4, 5])
     """
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    read: Callable[[Part | None], Tensor]
+    read: Callable[[TensorSlice | None], Tensor]
     """Reads one part, or with None the whole."""
 
 
@@ -64,14 +64,14 @@ def is_sharded(model: nn.Module) -> bool:
     >>> is_sharded(nn.Linear(1, 1))
     False
     """
-    return any(is_spread(parameter) for parameter in model.parameters())
+    return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
-def is_spread(tensor: Tensor) -> TypeGuard[DTensor]:
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether a tensor is spread over ranks, be it that each has all of it.
 
     >>> import torch
-    >>> is_spread(torch.zeros(2))
+    >>> is_dtensor(torch.zeros(2))
     False
     """
     # Where nobody has imported it nothing can be one; importing it takes a second.
@@ -91,7 +91,7 @@ def to_shard(tensor: Tensor) -> Tensor | Shard:
     tensor([1., 1.])
     """
     tensor = tensor.detach()
-    if not is_spread(tensor):
+    if not is_dtensor(tensor):
         return tensor
     placement = tensor.placements[0]
     if len(tensor.placements) > 1 or not (placement.is_replicate() or _is_cut(placement)):
@@ -103,7 +103,7 @@ def to_shard(tensor: Tensor) -> Tensor | Shard:
     return Shard(local, tuple(tensor.shape), part.dim, part.offset)
 
 
-def shard_like(reference: Tensor, stored: Tensor | Stored) -> Tensor:
+def shard_like(reference: Tensor, stored: Tensor | LazyTensor) -> Tensor:
     """Return a tensor of a checkpoint, laid out over ranks like `reference`.
 
     Every rank reads its own part and needs none of the others. A plain `reference`, or one of
@@ -114,15 +114,15 @@ def shard_like(reference: Tensor, stored: Tensor | Stored) -> Tensor:
         stored: what was saved, in memory or to be read.
 
     >>> import torch
-    >>> shard_like(torch.zeros(2), Stored((2,), lambda part: torch.ones(2)))
+    >>> shard_like(torch.zeros(2), LazyTensor((2,), lambda part: torch.ones(2)))
     tensor([1., 1.])
     """
     if isinstance(stored, Tensor):
         whole = stored
-        stored = Stored(
+        stored = LazyTensor(
             tuple(whole.shape), lambda part: whole if part is None else whole.narrow(*part).clone()
         )
-    if not is_spread(reference) or tuple(reference.shape) != stored.shape:
+    if not is_dtensor(reference) or tuple(reference.shape) != stored.shape:
         return stored.read(None)
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -139,7 +139,7 @@ def shard_like(reference: Tensor, stored: Tensor | Stored) -> Tensor:
     )
 
 
-def replicate_like(reference: DTensor, stored: Tensor | Stored) -> Tensor:
+def replicate_like(reference: DTensor, stored: Tensor | LazyTensor) -> Tensor:
     """Return a tensor of a checkpoint that every rank of `reference` has whole."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -155,11 +155,11 @@ def _is_cut(placement: object) -> bool:
     return type(placement) is Cut
 
 
-def _part(tensor: DTensor) -> Part:
+def _part(tensor: DTensor) -> TensorSlice:
     """The part of this rank: as `torch.chunk` cuts, so the last ranks may have none."""
     mesh = tensor.device_mesh
     dim = getattr(tensor.placements[0], "dim") % tensor.dim()  # noqa: B009  of a cut alone
     size = tensor.shape[dim]
     chunk = -(-size // mesh.size())
     offset = min(size, chunk * mesh.get_local_rank())
-    return Part(dim, offset, min(size, offset + chunk) - offset)
+    return TensorSlice(dim, offset, min(size, offset + chunk) - offset)

@@ -27,7 +27,7 @@ from stretto.checkpoint.manifest import (
     RECORDS,
     manifest_text,
 )
-from stretto.checkpoint.parts import RankPart, Slab, merge
+from stretto.checkpoint.rank_part import RankPart, ShardEntry, merge
 from stretto.checkpoint.sharding import Shard
 from stretto.checkpoint.staging import HostCopies, Staged, Tensors
 from stretto.checkpoint.tensor_file import Written, write_tensors
@@ -35,7 +35,7 @@ from stretto.errors import CheckpointError, cannot
 
 UNFINISHED = ".tmp"
 """Ending of a folder that is being written, or deleted."""
-ASIDE = ".replaced"
+REPLACED = ".replaced"
 """Ending of a checkpoint whose place another one is about to take."""
 BAD = ".bad"
 """Ending of what was found where a checkpoint should be, and cannot be used as one."""
@@ -136,14 +136,16 @@ def write_part(path: Path, staged: Staged, *, rank: int = 0, world_size: int = 1
             _check_group(group)
             file = _file(group, rank, world_size)
             own: dict[str, Tensor] = {}
-            slabs = part.slabs[group] = {}
+            entries = part.entries[group] = {}
             for name, entry in named.items():
                 if isinstance(entry, Shard):
                     length = entry.local.shape[entry.dim]
                     # The first rank writes a part without any rows too: so its type is known.
                     if length or rank == 0:
                         own[name] = entry.local
-                        slabs[name] = Slab(entry.shape, entry.dim, entry.offset, length, file)
+                        entries[name] = ShardEntry(
+                            entry.shape, entry.dim, entry.offset, length, file
+                        )
                 elif rank == 0:
                     own[name] = entry
             if own or rank == 0:
@@ -219,9 +221,9 @@ def synchronize(folder: Path) -> None:
 
 
 def _put_in_place(folder: Path, path: Path) -> None:
-    aside = path.with_name(path.name + ASIDE)
+    aside = path.with_name(path.name + REPLACED)
     if os.path.lexists(path) and (path.is_symlink() or not (path / MANIFEST).is_file()):
-        set_bad_aside(path)  # nothing that this module has written
+        rename_bad(path)  # nothing that this module has written
     is_replaced = os.path.lexists(path)
     if is_replaced:
         # A folder cannot take the place of another in one step. In between, readers find the one
@@ -248,13 +250,13 @@ def _write(file: Path, text: str) -> Written:
     return Written(len(content), hashlib.sha256(content).hexdigest())
 
 
-def set_bad_aside(path: Path) -> Path:
+def rename_bad(path: Path) -> Path:
     """Rename what cannot be used, to end in `.bad` or `.bad2` and so on; return its new path.
 
     Raises:
         OSError: it cannot be renamed.
     """
-    target = path.with_name(path.name.removesuffix(ASIDE) + BAD)
+    target = path.with_name(path.name.removesuffix(REPLACED) + BAD)
     number = 1
     while os.path.lexists(target):
         number += 1

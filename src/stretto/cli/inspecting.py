@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from stretto.checkpoint import candidates, describe
-from stretto.checkpoint.manifest import reading
+from stretto.checkpoint.manifest import read_errors
 from stretto.errors import CheckpointError, cannot
 from stretto.training.checkpointing.resuming import FOLDER
 
@@ -16,7 +16,7 @@ from stretto.training.checkpointing.resuming import FOLDER
 def inspect(path: Path, *, as_json: bool) -> None:
     """Print what a checkpoint is, or those of a run; exit with 1 where one is not whole."""
     path = path if path.name else path.resolve()  # '.'
-    with reading(path):
+    with read_errors(path):
         paths = candidates(path / FOLDER) if (path / FOLDER).is_dir() else [path]
     if not paths:
         raise CheckpointError(

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim import Optimizer
 
-Place: TypeAlias = tuple[int, str]
+GroupKey: TypeAlias = tuple[int, str]
 """The number of a parameter group, and a key in it."""
 
 
@@ -24,10 +24,10 @@ class BaseValue:
         self.written = value
 
 
-_SCHEDULED: WeakKeyDictionary[Optimizer, dict[Place, BaseValue]] = WeakKeyDictionary()
+_SCHEDULED: WeakKeyDictionary[Optimizer, dict[GroupKey, BaseValue]] = WeakKeyDictionary()
 
 
-def take_back(optimizer: Optimizer) -> dict[Place, BaseValue]:
+def restore_base_values(optimizer: Optimizer) -> dict[GroupKey, BaseValue]:
     """Undo what schedules have written to an optimizer, and return the record of it.
 
     Torch keeps an `initial_lr` in the parameter group for this. Here the record belongs to the
@@ -87,7 +87,7 @@ def _note_loaded(optimizer: Optimizer) -> None:
         base.written = plain(group.get(key))
 
 
-def _group(optimizer: Optimizer, place: Place) -> tuple[dict[str, Any], str]:
+def _group(optimizer: Optimizer, place: GroupKey) -> tuple[dict[str, Any], str]:
     number, key = place
     groups = optimizer.param_groups
     return (groups[number] if number < len(groups) else {}), key

@@ -64,7 +64,7 @@ class TorchSchedule(Schedule):
         span = scope.span(self.times()).along(self.every.unit)
         scale, start, interval = integers(span.start, span.length(self.every))
         read = span.axis.read
-        steps = _Steps(self.factory)
+        steps = _SchedulerValues(self.factory)
 
         def value(timestamp: Timestamp) -> float:
             passed = max(0, read(timestamp) * scale - start)
@@ -77,7 +77,7 @@ class TorchSchedule(Schedule):
 
 
 @final
-class _Steps:
+class _SchedulerValues:
     """The factors of a torch scheduler, step by step on an optimizer of its own."""
 
     def __init__(self, factory: Factory) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from stretto.batching import LearningRateRule, NoRule, RuleLike, as_rule, check_pairs
 from stretto.errors import ScheduleError, cannot, shown
-from stretto.optim.base_values import BaseValue, Place, plain, take_back, write
+from stretto.optim.base_values import BaseValue, GroupKey, plain, restore_base_values, write
 from stretto.optim.joined import each_of
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
 from stretto.schedules.names import find_name, parse_name
@@ -45,11 +45,11 @@ class _Record(NamedTuple):
 
     number: int
     """Of the group, in its own optimizer."""
-    bases: dict[Place, BaseValue]
+    bases: dict[GroupKey, BaseValue]
 
 
 def _records(optimizer: Optimizer) -> list[_Record]:
-    bases = take_back(optimizer)
+    bases = restore_base_values(optimizer)
     return [_Record(number, bases) for number in range(len(optimizer.param_groups))]
 
 

@@ -65,13 +65,13 @@ def draw_run(
     rows = list(read_ledger(folder))
     done = f"run of {horizon.max_duration}  ·  {len(rows):,} batches"
     rows, sizes = _thinned(rows, decided_sizes(rows))
-    place = _placing(horizon, target)
+    place = _horizontal_position(horizon, target)
     curves = _curves(plan, target)
     names = list(rows[0].values)[:MAX_VALUES] if rows else []
     with import_optional("matplotlib", "plot").rc_context(STYLE):
         title = f"{folder.name}:  {describe(plan) if plan else done}"
-        told = [line for line in metrics.training if "noise_scale" in line]
-        figure, axes = panels([2.6, 1.3, *([1.2] * (len(names) + bool(told)))], title)
+        noise = [line for line in metrics.training if "noise_scale" in line]
+        figure, axes = panels([2.6, 1.3, *([1.2] * (len(names) + bool(noise)))], title)
         _draw_losses(axes[0], metrics, target)
         xs = [place(row) for row in rows]
         if rows and metrics.training:
@@ -79,9 +79,9 @@ def draw_run(
             rows, xs = [*rows, rows[-1]], [*xs, max(xs[-1], metrics.training[-1][target])]
             sizes = [*sizes, sizes[-1]]
         _draw_sizes(axes[1], xs, sizes, curves)
-        if told:
-            _draw_noise(axes[2], told, target)
-        rest = axes[2 + bool(told) :]
+        if noise:
+            _draw_noise(axes[2], noise, target)
+        rest = axes[2 + bool(noise) :]
         for panel, name, color in zip(rest, names, (ORANGE, GREEN, PURPLE), strict=False):
             _draw_value(panel, xs, [row.values[name] for row in rows], curves, name, color=color)
         end = max(xs[-1] if xs else 0.0, curves.end if curves else 0.0)
@@ -106,7 +106,7 @@ def _unit(metrics: RunMetrics, unit: str | None) -> TimeUnit:
     return target
 
 
-def _placing(horizon: Horizon, unit: TimeUnit) -> Callable[[LedgerRow], float]:
+def _horizontal_position(horizon: Horizon, unit: TimeUnit) -> Callable[[LedgerRow], float]:
     """Where a row of the ledger lies on the horizontal axis."""
 
     def place(row: LedgerRow) -> float:
@@ -205,18 +205,18 @@ def _draw_sizes(
         axes.stairs(curves.sizes, curves.edges, fill=True, color=FAINT, baseline=1e-9)
     axes.plot(xs, sizes, color=BLUE, drawstyle="steps-post")
     finish_size_axis(axes, [*sizes, *(curves.sizes if curves else ())] or [1])
-    _say_planned(axes, curves)
+    _label_planned(axes, curves)
 
 
-def _draw_noise(axes: Axes, told: Sequence[Mapping[str, float]], unit: TimeUnit) -> None:
+def _draw_noise(axes: Axes, noise: Sequence[Mapping[str, float]], unit: TimeUnit) -> None:
     axes.set_title("noise scale, with its interval")
-    xs = [line[unit] for line in told]
+    xs = [line[unit] for line in noise]
     low, high = (
-        [line.get(f"noise_scale_{end}", line["noise_scale"]) for line in told]
+        [line.get(f"noise_scale_{end}", line["noise_scale"]) for line in noise]
         for end in ("low", "high")
     )
     axes.fill_between(xs, low, high, color=FAINT, linewidth=0)
-    axes.plot(xs, [line["noise_scale"] for line in told], color=PURPLE, marker="o", markersize=2)
+    axes.plot(xs, [line["noise_scale"] for line in noise], color=PURPLE, marker="o", markersize=2)
     axes.set_yscale("log", base=2)
     ticker = import_optional("matplotlib.ticker", "plot")
     axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.4g}"))
@@ -239,7 +239,7 @@ def _draw_value(
     finish_value_axis(axes)
 
 
-def _say_planned(axes: Axes, curves: Curves | None) -> None:
+def _label_planned(axes: Axes, curves: Curves | None) -> None:
     if curves is not None:
         patches = import_optional("matplotlib.patches", "plot")
         axes.legend(

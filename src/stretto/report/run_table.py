@@ -17,18 +17,18 @@ _CLOCK = {"ep": "epoch", "ba": "batches", "sp": "samples", "tok": "tokens"}
 def run_table(metrics: RunMetrics, folder: Path) -> str:
     """Return a run as text: a row for each evaluation, or for each log where there was none."""
     rows = metrics.evaluations or metrics.training
-    shown = _spread(list(rows))
+    shown = _evenly_spaced(list(rows))
     counts = [unit for unit in _CLOCK if unit != "tok" or rows[-1]["tok"]]
     names = [name for name in metrics.measured if name not in metrics.references]
-    told = [name for name in FOLLOWED if any(name in line for line in metrics.training)]
+    followed = [name for name in FOLLOWED if any(name in line for line in metrics.training)]
     heads = [*(_CLOCK[unit] for unit in counts), "time", "batch size"]
-    heads += [name.replace("_", " ") for name in told] + ["loss", *names]
+    heads += [name.replace("_", " ") for name in followed] + ["loss", *names]
     table = [heads]
     for row in shown:
         trained = _line_at(metrics, row)
         cells = [_count(row[unit]) for unit in counts]
         cells += [_time(row["sec"]), _count(trained.get("batch_size"))]
-        cells += [_about(trained.get(name)) for name in told] + [_loss(trained.get("loss"))]
+        cells += [_about(trained.get(name)) for name in followed] + [_loss(trained.get("loss"))]
         table.append([*cells, *(_loss(row.get(name)) for name in names)])
     widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
     lines = [
@@ -39,7 +39,7 @@ def run_table(metrics: RunMetrics, folder: Path) -> str:
     return "\n".join([f"{folder}:", "", *lines, *([""] if notes else []), *notes])
 
 
-def _spread(rows: list[Mapping[str, float]]) -> list[Mapping[str, float]]:
+def _evenly_spaced(rows: list[Mapping[str, float]]) -> list[Mapping[str, float]]:
     if len(rows) <= MAX_ROWS:
         return rows
     picked = {round(number * (len(rows) - 1) / (MAX_ROWS - 1)) for number in range(MAX_ROWS)}

@@ -55,7 +55,7 @@ def cycled(sizes: list[int], *, planned: bool = True) -> SizeFunction:
     return SizeFunction(lambda timestamp, _: sizes[timestamp.batch % len(sizes)], planned=planned)
 
 
-class Reading(NamedTuple):
+class StepRecord(NamedTuple):
     """What one rank got in one step."""
 
     sample: int
@@ -68,20 +68,20 @@ class Reading(NamedTuple):
     tokens: int
 
 
-def read(loader: StepLoader, values: Callable[[Any], list[Any]]) -> Iterator[Reading]:
+def read(loader: StepLoader, values: Callable[[Any], list[Any]]) -> Iterator[StepRecord]:
     """Yield what a loader gives, step by step; `values` lists the samples of a batch.
 
     >>> loader = StepLoader(["a", "b", "c"], 2, max_duration="1ep", shuffle=False)
-    >>> [reading.samples for reading in read(loader, list)]
+    >>> [record.samples for record in read(loader, list)]
     [('a', 'b'), ('c',)]
     """
     for step in loader:
-        yield reading_of(step, values)
+        yield record_of(step, values)
         if loader.world_size > 1:
             loader.finish(step, tokens=0, seconds=0.0)
 
 
-def reading_of(step: Step, values: Callable[[Any], list[Any]]) -> Reading:
+def record_of(step: Step, values: Callable[[Any], list[Any]]) -> StepRecord:
     """Return what one step gives."""
     samples: list[Any] = []
     for micro in step:
@@ -90,7 +90,7 @@ def reading_of(step: Step, values: Callable[[Any], list[Any]]) -> Reading:
             samples += values(micro.batch)
     weights = tuple(micro.weight for micro in step)
     at = step.timestamp.sample
-    return Reading(at, step.size, tuple(samples), len(step), weights, step.num_tokens)
+    return StepRecord(at, step.size, tuple(samples), len(step), weights, step.num_tokens)
 
 
 def assert_resumes(
@@ -101,13 +101,13 @@ def assert_resumes(
     >>> assert_resumes(lambda: StepLoader(list("abcde"), 2, max_duration="2ep"), list)
     """
     loader = make_loader()
-    states, readings = [(0, json.dumps(loader.state_dict()))], []
-    for reading in read(loader, values):
+    states, records = [(0, json.dumps(loader.state_dict()))], []
+    for record in read(loader, values):
         number, before = states[-1]
         in_hand = json.dumps(loader.state_dict())
         if _without_job(json.loads(in_hand)) != _without_job(json.loads(before)):
             states.append((number, in_hand))  # what `drop` leaves out has been passed over
-        readings.append(reading)
+        records.append(record)
         loader.finish()
         states.append((number + 1, json.dumps(loader.state_dict())))
     end = _without_job(loader.state_dict())
@@ -115,7 +115,7 @@ def assert_resumes(
         resumed = make_loader()
         resumed.load_state_dict(json.loads(state))
         assert _without_job(resumed.state_dict()) == _without_job(json.loads(state))
-        assert list(read(resumed, values)) == readings[number:]
+        assert list(read(resumed, values)) == records[number:]
         assert _without_job(resumed.state_dict()) == end
 
 

@@ -163,25 +163,25 @@ class Events:
         Raises:
             Exception: the first that is raised; what fails after it becomes its notes.
         """
-        told: list[Callback] = []
+        started: list[Callback] = []
         try:
             for callback in self._callbacks:
                 callback.on_fit_start(self._run)
-                told.append(callback)
+                started.append(callback)
             yield
         except BaseException as error:
-            _add_notes(error, self._end(told))
+            _add_notes(error, self._end(started))
             raise
-        failures = self._end(told)
+        failures = self._end(started)
         if failures:
             _, first = failures.pop(0)
             _add_notes(first, failures)
             raise first
 
-    def _end(self, told: Iterable[Callback]) -> list[tuple[str, Exception]]:
+    def _end(self, started: Iterable[Callback]) -> list[tuple[str, Exception]]:
         """Tell the end; return who failed at that, and how."""
         failures = []
-        for callback in told:
+        for callback in started:
             try:
                 callback.on_fit_end(self._run)
             except Exception as error:  # noqa: BLE001  the others are told nevertheless

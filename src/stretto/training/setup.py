@@ -95,10 +95,10 @@ class BuiltWith:
         self.values = {key: _plain(value) for key, (*_, value) in self._places.items()}
         """By name, or name@group where there are several; as JSON."""
 
-    def prevail(self, saved: Mapping[str, Any]) -> None:
-        """Have the optimizer go on with what it was now built with otherwise than `saved` says.
+    def keep_changed(self, saved: Mapping[str, Any]) -> None:
+        """Keep hyperparameters that changed since the checkpoint; restore the rest.
 
-        Elsewhere what was loaded stays: a callback may have changed it on the way.
+        Other values stay as loaded: a callback may have changed them during training.
         """
         for key, (number, name, value) in self._places.items():
             if key in saved and saved[key] != self.values[key]:

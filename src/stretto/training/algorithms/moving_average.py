@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from stretto.checkpoint import is_spread
+from stretto.checkpoint import is_dtensor
 from stretto.data import Step
 from stretto.errors import TrainingError, cannot
 from stretto.timing import Time, TimeLike, Timestamp, Trigger, parse_trigger
@@ -213,4 +213,4 @@ class ExponentialMovingAverage(Callback):
 
 def _own(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return tensor.to_local() if is_spread(tensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor

@@ -71,7 +71,7 @@ class NoiseReport(Callback):
         self._decided: list[tuple[float, int]] = []
         self._state: PolicyState = {}
         # Between what the noise scale was, wherever it was known.
-        self._told: tuple[float, float] | None = None
+        self._range: tuple[float, float] | None = None
         # The one that the learning rate is meant for, where it is one and nothing goes by it yet.
         self._size: int | None = None
         self._moves = False
@@ -98,8 +98,8 @@ class NoiseReport(Callback):
         self._estimator.add(NoiseTerms.of(signals), signals.num_samples)
         scale = self._estimator.noise_scale
         if scale is not None:
-            lowest, highest = self._told or (scale, scale)
-            self._told = min(lowest, scale), max(highest, scale)
+            lowest, highest = self._range or (scale, scale)
+            self._range = min(lowest, scale), max(highest, scale)
         if not self._decided:
             self._decided = [(0.0, self._bounded(self._minimum or step.batch_size))]
         policy = self._policy(self._decided[0][1]).bind(run.horizon)
@@ -138,7 +138,7 @@ class NoiseReport(Callback):
         """Return batch sizes for a run like this one, as they stand in a run file."""
         if not self._decided:
             return "# no noise was measured: it takes batches of two samples or more"
-        if len(self._decided) == 1 and self._told is None:
+        if len(self._decided) == 1 and self._range is None:
             return (
                 f"# the noise scale is not known after {self._estimator.steps:,} measured steps: "
                 "measure more of them,\n# cut batches into more micro-batches (micro_batch_size), "
@@ -149,8 +149,8 @@ class NoiseReport(Callback):
             part = f"{self._c:g} times the power {self._power:g} of "
         steps = ", ".join(f"{at}: {size}" for at, size in _stages(self._decided))
         known = "the noise scale, of which no more than an end of its interval was known"
-        if self._told is not None:
-            lowest, highest = self._told
+        if self._range is not None:
+            lowest, highest = self._range
             known = f"a noise scale of {lowest:.3g} to {highest:.3g} samples, where it was known"
         lines = [f"# follows {part}{known}", f"batch_size: {{{steps}}}"]
         if self._size is not None and not self._moves:
@@ -166,7 +166,7 @@ class NoiseReport(Callback):
             "estimator": self._estimator.state_dict(),
             "decided": [list(one) for one in self._decided],
             "policy": dict(self._state),
-            "told": None if self._told is None else list(self._told),
+            "range": None if self._range is None else list(self._range),
             "size": self._size,
             "moves": self._moves,
         }
@@ -180,7 +180,7 @@ class NoiseReport(Callback):
             count(self._state, "size", least=1)
             for one in fields(RatioAverage):
                 number(self._state, one.name)
-        self._told = None if state["told"] is None else tuple(state["told"])
+        self._range = None if state["range"] is None else tuple(state["range"])
         self._size, self._moves = state["size"], state["moves"]
 
     def _bounded(self, size: int) -> int:

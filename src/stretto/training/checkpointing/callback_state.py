@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stretto.checkpoint import Stored, shard_like
+from stretto.checkpoint import LazyTensor, shard_like
 from stretto.checkpoint.tensor_file import check_tensor
 from stretto.errors import CheckpointError, StrettoError, TrainingError
 from stretto.packing import PackingError, pack, unpack
@@ -50,7 +50,7 @@ def pack_states(callbacks: Iterable[Callback]) -> tuple[list[dict[str, Any]], di
 def restore_states(
     callbacks: Iterable[Callback],
     records: Iterable[Mapping[str, Any]],
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, LazyTensor],
 ) -> list[str]:
     """Give each callback the saved state of the one of its type; of several, in their order.
 

@@ -34,24 +34,24 @@ def locked(folder: Path) -> Iterator[None]:
     with file:
         if os.name == "posix":
             _watch_forks()
-            _hold(file, folder)
-        _held.add(file)
+            _lock(file, folder)
+        _open_locks.add(file)
         try:
             yield
         finally:
-            _held.discard(file)
+            _open_locks.discard(file)
 
 
-_held: set[IO[bytes]] = set()
+_open_locks: set[IO[bytes]] = set()
 
 
 @cache
 def _watch_forks() -> None:
     """Let no child hold a folder: a loader's workers outlive a killed run for up to 5 s."""
-    os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])
+    os.register_at_fork(after_in_child=lambda: [file.close() for file in _open_locks])
 
 
-def _hold(file: IO[bytes], folder: Path) -> None:
+def _lock(file: IO[bytes], folder: Path) -> None:
     import fcntl  # where there is one
 
     try:

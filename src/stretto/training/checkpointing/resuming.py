@@ -15,7 +15,7 @@ from stretto.checkpoint import (
     open_checkpoint,
     position,
 )
-from stretto.checkpoint.manifest import reading
+from stretto.checkpoint.manifest import read_errors
 from stretto.checkpoint.reading import find
 from stretto.errors import CheckpointError, TrainingError, cannot
 from stretto.timing import Timestamp
@@ -50,7 +50,7 @@ def find_checkpoint(asked: str | Path, run_folder: Path | None, ranks: Ranks) ->
     """
 
     def look() -> str:
-        with _held(run_folder):
+        with _locked_if_there(run_folder):
             found = _find(asked, run_folder)
         return "" if found is None else str(found)
 
@@ -77,7 +77,7 @@ def set_newer_aside(run_folder: Path, sample: int) -> list[Path]:
 
 
 def open_run(
-    held: ExitStack, folder: Path | None, recorder: Recorder, at: Timestamp, ranks: Ranks
+    resources: ExitStack, folder: Path | None, recorder: Recorder, at: Timestamp, ranks: Ranks
 ) -> None:
     """Take hold of the run folder, on the first rank; the others hear if that fails.
 
@@ -89,7 +89,7 @@ def open_run(
 
     def open_folder() -> str:
         if folder is not None:
-            held.enter_context(locked(folder))
+            resources.enter_context(locked(folder))
         recorder.open(at)
         if folder is not None:
             set_newer_aside(folder, at.sample)
@@ -100,7 +100,7 @@ def open_run(
         recorder.open(at)
 
 
-def _held(run_folder: Path | None) -> AbstractContextManager[None]:
+def _locked_if_there(run_folder: Path | None) -> AbstractContextManager[None]:
     """Nobody else writes there while checkpoints are looked at and, if damaged, renamed."""
     try:
         has_folder = run_folder is not None and run_folder.is_dir()
@@ -113,7 +113,7 @@ def _find(asked: str | Path, run_folder: Path | None) -> Path | None:
     if str(asked) not in ("auto", "latest"):
         path = local_path(asked, "resume from", CheckpointError)
         path = path if path.name else path.resolve()  # '.'
-        with reading(path):
+        with read_errors(path):
             is_run = (path / FOLDER).is_dir()
         if is_run:
             is_own = run_folder is not None and path.resolve() == run_folder.resolve()

@@ -150,7 +150,7 @@ class Saver:
         """Return how far this rank is, for the sum over all of them."""
         return Progress() if self._job is None else self._job.progress()
 
-    def advance(self, told: Progress) -> Path | None:
+    def advance(self, total: Progress) -> Path | None:
         """Go on as far as all ranks are, and return the path of a checkpoint that became whole.
 
         A checkpoint that cannot be written is reported and does not stop the run; the ones before
@@ -159,15 +159,15 @@ class Saver:
         job = self._job
         if job is None:
             return None
-        if told.failed:
+        if total.failed:
             self._job = None
             self._report(job.end())
-        elif told.finished:
+        elif total.finished:
             self._job = None
             job.end()
             self._note_whole(job)
             return job.path
-        elif told.written == self._ranks.world_size:
+        elif total.written == self._ranks.world_size:
             job.all_written.set()
         return None
 

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from stretto.checkpoint import (
     CheckpointReader,
-    Part,
-    Stored,
+    LazyTensor,
     Tensors,
+    TensorSlice,
     is_sharded,
     pack_optimizer,
     shard_like,
@@ -166,7 +166,7 @@ class RunState:
         left = self._restore_records(checkpoint, path, is_own=is_own)
         with section(path, "setup"):
             setup = records.get("setup", {})
-            self._built.prevail(setup.get("optimizer", {}))
+            self._built.keep_changed(setup.get("optimizer", {}))
             if self._has_the_size_found(records):
                 setup = {**setup, "micro_batch_size": self._setup["micro_batch_size"]}
             lines = [*changes(setup, self._setup), *map(gone, left)]
@@ -252,11 +252,11 @@ def _pack_step(step: TrainStep) -> tuple[Any, dict[str, Tensor]]:
         raise unpackable.refused(what, CheckpointError) from None
 
 
-def stored_tensors(checkpoint: CheckpointReader, group: str) -> dict[str, Stored]:
+def stored_tensors(checkpoint: CheckpointReader, group: str) -> dict[str, LazyTensor]:
     """Return the tensors of a group, of which each rank reads what it needs."""
 
-    def reader(name: str) -> Callable[[Part | None], Tensor]:
-        def read(part: Part | None) -> Tensor:
+    def reader(name: str) -> Callable[[TensorSlice | None], Tensor]:
+        def read(part: TensorSlice | None) -> Tensor:
             if part is None:
                 return checkpoint.tensor(group, name)
             return checkpoint.part(group, name, *part)
@@ -264,6 +264,6 @@ def stored_tensors(checkpoint: CheckpointReader, group: str) -> dict[str, Stored
         return read
 
     return {
-        name: Stored(checkpoint.shape(group, name), reader(name))
+        name: LazyTensor(checkpoint.shape(group, name), reader(name))
         for name in checkpoint.names(group)
     }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from stretto.checkpoint.sharding import is_sharded, is_spread
+from stretto.checkpoint.sharding import is_dtensor, is_sharded
 from stretto.data.containers import mapped
 from stretto.errors import TrainingError, cannot
 from stretto.runtime.gradients import is_fully_sharded
@@ -38,7 +38,7 @@ def check_sharding(model: nn.Module, *, world_size: int, device: torch.device) -
             "call fully_shard(model) on the whole after its parts",
         )
     for name, parameter in model.named_parameters():
-        if is_spread(parameter):
+        if is_dtensor(parameter):
             _check_mesh(model, name, parameter, world_size=world_size, device=device)
         elif parameter.requires_grad and world_size > 1:
             raise _refused(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.checkpoint.sharding import is_spread
+from stretto.checkpoint.sharding import is_dtensor
 from stretto.errors import StrettoError, TrainingError, cannot
 from stretto.runtime.gradients import is_fully_sharded, touching_all
 from stretto.training.distributed.fully_sharded import check_sharding
@@ -159,7 +159,7 @@ class Ranks:
         """Give `tensors` the values that they have on the first rank, but for those spread."""
         if self.world_size > 1:
             for tensor in tensors:
-                if not is_spread(tensor):
+                if not is_dtensor(tensor):
                     with self.peers.meeting():
                         dist.broadcast(tensor, 0)
 
@@ -172,7 +172,7 @@ class Ranks:
         check_sharding(model, world_size=self.world_size, device=self.device)
         if not is_fully_sharded(model):
             return model.to(self.device)
-        for parameter in filter(is_spread, model.parameters()):
+        for parameter in filter(is_dtensor, model.parameters()):
             for group in parameter.device_mesh.get_all_groups():
                 self._limit_waiting(group)
         return model

@@ -128,12 +128,12 @@ class Evaluator:
                     if micro.weight:
                         self._objects.update(arguments)
                 elif micro.weight:
-                    results = self._in_pieces(micro.batch, micro.num_samples)
+                    results = self._in_chunks(micro.batch, micro.num_samples)
                 if micro.weight:
                     sums = _added(sums, results)
         return sums
 
-    def _in_pieces(self, batch: Any, num_samples: int) -> list[float]:
+    def _in_chunks(self, batch: Any, num_samples: int) -> list[float]:
         """The sums of a batch, in as many pieces as memory asks for; from then on those sizes."""
         if num_samples <= self._most:
             done = attempt(lambda: self._results(batch, num_samples))
@@ -154,7 +154,7 @@ class Evaluator:
         start = 0
         for size in evenly(num_samples, self._most):
             part = self._spec.take_samples(batch, slice(start, start + size), num_samples)
-            results = self._in_pieces(part, size)
+            results = self._in_chunks(part, size)
             sums = results if sums is None else _added(sums, results)
             start += size
         assert sums is not None

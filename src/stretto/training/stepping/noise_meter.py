@@ -16,7 +16,7 @@ from typing import NamedTuple, final
 
 from torch import nn
 
-from stretto.checkpoint.sharding import is_spread
+from stretto.checkpoint.sharding import is_dtensor
 from stretto.data import DataSpec, MicroBatch, Step
 from stretto.errors import DataError
 from stretto.noise import MicroGradients, NoiseSums
@@ -160,5 +160,5 @@ class NoiseMeter:
 
 def _copies_of_parts(parameters: Sequence[nn.Parameter]) -> int:
     """Return on how many ranks each part of a sharded model lies; 1 where none is sharded."""
-    shapes = [p.device_mesh.shape for p in parameters if is_spread(p)]
+    shapes = [p.device_mesh.shape for p in parameters if is_dtensor(p)]
     return math.prod(shapes[0][:-1]) if shapes else 1

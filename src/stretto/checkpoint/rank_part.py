@@ -10,7 +10,7 @@ from stretto.checkpoint.tensor_file import Written
 from stretto.errors import CheckpointError, cannot
 
 
-class Slab(NamedTuple):
+class ShardEntry(NamedTuple):
     """One rank's part of a tensor that is spread over ranks, and the file it lies in."""
 
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class RankPart(NamedTuple):
 
     files: dict[str, Written]
     aliases: Mapping[str, Mapping[str, str]]
-    slabs: dict[str, dict[str, Slab]]
+    entries: dict[str, dict[str, ShardEntry]]
 
     def to_text(self) -> str:
         """Return it as JSON, for the first rank."""
@@ -35,13 +35,15 @@ class RankPart(NamedTuple):
     @staticmethod
     def from_text(text: str) -> RankPart:
         """Return what `to_text` wrote."""
-        files, aliases, slabs = json.loads(text)
+        files, aliases, entries = json.loads(text)
         return RankPart(
             {name: Written(*written) for name, written in files.items()},
             aliases,
             {
-                group: {name: Slab(tuple(shape), *rest) for name, (shape, *rest) in named.items()}
-                for group, named in slabs.items()
+                group: {
+                    name: ShardEntry(tuple(shape), *rest) for name, (shape, *rest) in named.items()
+                }
+                for group, named in entries.items()
             },
         )
 
@@ -55,17 +57,17 @@ def merge(parts: Sequence[RankPart]) -> tuple[str, str]:
     aliases = parts[0].aliases
     shards: dict[str, dict[str, Any]] = {group: {} for group in aliases}
     for group in aliases:
-        gathered: dict[str, list[Slab]] = {}
+        gathered: dict[str, list[ShardEntry]] = {}
         for part in parts:
-            for name, slab in part.slabs.get(group, {}).items():
-                gathered.setdefault(name, []).append(slab)
-        for name, slabs in gathered.items():
-            slabs.sort(key=lambda slab: slab.offset)
-            shape, dim, *_ = slabs[0]
-            ends = [slab.offset + slab.length for slab in slabs]
+            for name, entry in part.entries.get(group, {}).items():
+                gathered.setdefault(name, []).append(entry)
+        for name, entries in gathered.items():
+            entries.sort(key=lambda entry: entry.offset)
+            shape, dim, *_ = entries[0]
+            ends = [entry.offset + entry.length for entry in entries]
             if (
-                any((slab.shape, slab.dim) != (shape, dim) for slab in slabs)
-                or [slab.offset for slab in slabs] != [0, *ends[:-1]]
+                any((entry.shape, entry.dim) != (shape, dim) for entry in entries)
+                or [entry.offset for entry in entries] != [0, *ends[:-1]]
                 or ends[-1] != shape[dim]
                 or name in aliases[group]
             ):
@@ -76,7 +78,7 @@ def merge(parts: Sequence[RankPart]) -> tuple[str, str]:
                         instead="save from every rank that has a part of it, all at the same step",
                     )
                 )
-            pieces = [[slab.file, slab.offset] for slab in slabs]
+            pieces = [[entry.file, entry.offset] for entry in entries]
             shards[group][name] = {"shape": shape, "dim": dim, "pieces": pieces}
     encode = json.JSONEncoder(separators=(",", ":")).encode
     return encode(aliases), encode(shards)
