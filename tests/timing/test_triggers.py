@@ -114,6 +114,20 @@ def test_cutting_a_run_changes_nothing(
 
 
 @given(runs(), triggers(), triggers())
+def test_it_fires_next_when_a_limit_is_reached(
+    run: tuple[Horizon, list[Timestamp]], one: Trigger, other: Trigger
+) -> None:
+    horizon, clock = run
+    assume(is_placeable(horizon, one) and is_placeable(horizon, other))
+    bound = (one | other).bind(horizon)
+    for number, before in enumerate(clock):
+        limits = bound.next(before)
+        for after in clock[number:]:
+            is_reached = any(axis.read(after) >= tick for axis, tick in limits)
+            assert bound(before, after) == is_reached
+
+
+@given(runs(), triggers(), triggers())
 def test_either_of_two(
     run: tuple[Horizon, list[Timestamp]], first: Trigger, second: Trigger
 ) -> None:

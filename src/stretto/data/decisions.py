@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from operator import attrgetter
+from itertools import chain, repeat
 from typing import final
 
 from stretto.batching import NO_SIGNALS, BoundPolicy, PolicyState, Signals
+from stretto.data.fetching.feed import Plans
 from stretto.planning import StepPlan, next_step, walk
-from stretto.timing import Horizon, Timer, Timestamp
-from stretto.timing.epochs import end_tick, repeats_before
+from stretto.timing import Horizon, Timer, Timestamp, TimeUnit
+from stretto.timing.epochs import end_tick, equal_batches, repeats_before
 
 _UNMEASURED_STEPS = 20
 """After so many steps that bring none, missing signals are told."""
@@ -21,8 +22,8 @@ _UNMEASURED_STEPS = 20
 class Decisions:
     """Takes the decisions of `stretto.planning.next_step`, ahead of the run or at each step.
 
-    Most batches are like the one before. As long as the policy's decision stands, and neither the
-    epoch nor the run ends, the next plan is the last one at a later time: 1 us instead of 4.
+    Most batches are like the one before. While a static policy keeps its size, and neither the
+    epoch nor the run ends, all of them share one plan: the first one's.
 
     It knows nothing of the loader, so that a loader which is dropped takes its workers with it.
 
@@ -42,33 +43,46 @@ class Decisions:
         """What that batch measured."""
         self.size: int | None = None
         """The size that was decided for it; None before the first one."""
-        axis, tick = end_tick(horizon)
-        self._run_limit = (axis.read, tick)
-        self._limits: tuple[tuple[Callable[[Timestamp], int], int], ...] = ()
-        self._last: StepPlan | None = None
+        self.last: StepPlan | None = None
+        """What was decided for the last batch that was finished."""
         self.end: Timestamp | None = None
         """The clock at the end of the run, once it is reached."""
         self._unmeasured = 0 if "noise" in policy.reads else -1
 
-    def ahead(self) -> Iterator[StepPlan]:
+    def ahead(self) -> Plans:
         """Yield the batches of the run from here on, as far ahead as they are asked for."""
-        self.end = yield from walk(
-            self._horizon, self._policy, timestamp=self._timer.timestamp, state=self.state
-        )
-
-    def at_each_step(self) -> Iterator[StepPlan]:
-        """Yield the batches of the run, each decided when it is asked for."""
-        timer = self._timer
+        timestamp = self._timer.timestamp
+        plans = walk(self._horizon, self._policy, timestamp=timestamp, state=self.state)
         while True:
-            plan = self._next(timer.timestamp)
-            if plan is None:
+            try:
+                plan = next(plans)
+            except StopIteration as stop:
+                self.end = stop.value
                 return
-            yield plan
+            yield plan, plan.timestamp.sample
+
+    def at_each_step(self) -> Plans:
+        """Yield the batches of the run, each decided when it is asked for."""
+        return chain.from_iterable(self._alike())
+
+    def _alike(self) -> Iterator[Plans]:
+        """Yield batches that need only one decision, until there is none."""
+        while True:
+            now, plan = next_step(
+                self._horizon, self._policy, self._timer.timestamp, self.state, self.signals
+            )
+            if plan is None:
+                self.end = now
+                return
+            start, size = plan.timestamp.sample, plan.size
+            stop = start + self._count(plan) * size
+            yield zip(repeat(plan), range(start, stop, size), strict=False)
 
     def finish(self, plan: StepPlan, signals: Signals, size: int) -> None:
         """Note what was decided for the batch that is finished, and what its samples measured."""
         if signals.noise_numerator is not None and signals.num_samples is None:
             signals = replace(signals, num_samples=size)
+        self.last = plan
         self.state, self.signals, self.size = plan.state, signals, plan.decided
         if self._unmeasured >= 0:
             self._watch(signals)
@@ -89,7 +103,7 @@ class Decisions:
     def restart(self, state: PolicyState, signals: Signals) -> None:
         """Go on from where the timer stands now."""
         self.state, self.signals = state, signals
-        self._last = self.end = None
+        self.last = self.end = None
 
     def _watch(self, signals: Signals) -> None:
         """Warn once where the sizes are to follow what no step brings."""
@@ -107,31 +121,20 @@ class Decisions:
                 stacklevel=5,  # the loop that asks the loader for steps
             )
 
-    def _next(self, timestamp: Timestamp) -> StepPlan | None:
-        last = self._last
-        if last is not None:
-            for read, tick in self._limits:
-                if read(timestamp) >= tick:
-                    break
-            else:
-                _, size, decided, _, _, state = last
-                return tuple.__new__(StepPlan, (timestamp, size, decided, 0, 0, state))
-        now, plan = next_step(self._horizon, self._policy, timestamp, self.state, self.signals)
-        if plan is None:
-            self.end = now
-        else:
-            self._remember(plan)
-        return plan
-
-    def _remember(self, plan: StepPlan) -> None:
-        """Note until when the plan's batch can be repeated, if at all."""
-        timestamp, size, decided, _, ends_epochs, state = plan
-        hold = self._policy.holds_until(timestamp, state)
-        self._last = None
-        if hold is None or size != decided or ends_epochs:
-            return
-        limits = [self._run_limit, *((axis.read, tick) for axis, tick in hold.limits)]
-        sample = repeats_before(self._horizon, timestamp, decided)
-        if sample is not None:
-            limits.insert(0, (attrgetter("sample"), sample))
-        self._last, self._limits = plan, tuple(limits)
+    def _count(self, plan: StepPlan) -> int:
+        """How many batches like this one follow each other, itself included."""
+        timestamp, size, decided, skipped, ends_epochs, state = plan
+        horizon, hold = self._horizon, self._policy.holds_until(timestamp, state)
+        last = repeats_before(horizon, timestamp, size)
+        is_whole = size == decided and not skipped and not ends_epochs
+        if hold is None or horizon.dataset_num_samples is None or last is None or not is_whole:
+            return 1
+        counts = [-(-(last - timestamp.sample) // size)]
+        batches = equal_batches(horizon, timestamp, size)
+        for axis, tick in (*hold.limits, end_tick(horizon)):
+            count = batches.count_until(axis, tick)
+            # Tokens are known only when they are counted, wall time when it has passed.
+            if axis.unit is TimeUnit.TOKEN or count is None:
+                return 1
+            counts.append(count)
+        return max(1, min(counts)) if self._policy.is_static else 1

@@ -16,10 +16,10 @@ from stretto.data.fetching.workers import Workers
 from stretto.data.ranks import agreed, check_shares, is_all, part_of
 from stretto.data.source import Reading, Source, make_source
 from stretto.data.spec import Collate, DataSpec
-from stretto.data.step import Step, weighed
+from stretto.data.step import MicroBatch, Step
 from stretto.data.token_counter import TokenCounter
 from stretto.errors import DataError, cannot
-from stretto.planning import PlannedSizes, Prepared, StepPlan, prepare
+from stretto.planning import PlannedSizes, Prepared, prepare
 from stretto.timing import Horizon, LastBatch, TimeLike, Timer, Timestamp, TimeUnit, tick
 
 
@@ -213,8 +213,11 @@ class StepLoader(Iterator[Step]):
                 break
             self.timer.skip(samples=draw.size)
             self.timer.end_epoch()
-        shares = weighed(draw.pieces, draw.size, self._part.world_size, self._tokens)
-        step = Step(self.timer.timestamp, draw.size, draw.plan.decided, shares)
+        size, world, each, micro_batches = draw.size, self._part.world_size, self._tokens.each, []
+        for batch, samples in draw.pieces:
+            tokens = self._tokens(batch, samples) if each is None else samples * each
+            micro_batches.append(MicroBatch(batch, samples, tokens, samples * world / size))
+        step = Step(self.timer.timestamp, size, draw.plan.decided, micro_batches)
         self._pending = step, draw
         return step
 
@@ -251,16 +254,18 @@ class StepLoader(Iterator[Step]):
         open_step, draw = self._pending
         self._pending = None
         if self._part.world_size > 1:
-            tokens, seconds = self._agreed(draw.plan, open_step, tokens, seconds, signals)
+            tokens, seconds = self._agreed(open_step, tokens, seconds, signals)
+        plan, timer, each = draw.plan, self.timer, self._tokens.each
         if tokens is None:
-            tokens = self._tokens.of(open_step)
-        plan, timer = draw.plan, self.timer
+            tokens = open_step.num_tokens if each is None else draw.size * each
         if plan.ends_epochs or draw.crossings:
             self._cross(draw, open_step, tokens, seconds)
         else:
             timer.update(samples=draw.size, tokens=tokens, seconds=seconds)
-        self._decisions.finish(plan, signals, draw.size)
-        self._source.keep()
+        if plan is not self._decisions.last or signals is not self._decisions.signals:
+            self._decisions.finish(plan, signals, draw.size)
+        if self._source.chunks is not None:
+            self._source.chunks.keep()
         return timer.timestamp
 
     @property
@@ -417,7 +422,6 @@ class StepLoader(Iterator[Step]):
 
     def _agreed(
         self,
-        plan: StepPlan,
         step: Step,
         tokens: int | None,
         seconds: float | None,
@@ -432,7 +436,7 @@ class StepLoader(Iterator[Step]):
         is_open = tokens is None or seconds is None
         if counts or measures or (is_open and self.reads and is_all(self._part)):
             passed = self.timer.seconds_since_update()
-            decision = (plan.timestamp.sample, plan.decided, signals)
+            decision = (step.timestamp.sample, step.batch_size, signals)
             total, passed = agreed(self._part, step.num_tokens, passed, decision)
             return (total if counts else tokens), (passed if measures else seconds)
         return tokens, seconds

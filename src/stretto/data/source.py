@@ -82,11 +82,6 @@ class Source:
         with kept_generators():
             return self.map_source.fetch(indices)
 
-    def keep(self) -> None:
-        """Count what was read so far as seen."""
-        if self.chunks is not None:
-            self.chunks.keep()
-
     def state_dict(self, timestamp: Timestamp) -> dict[str, Any] | None:
         """Return where an iterable is; a map-style data set needs only the clock.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
@@ -87,20 +87,3 @@ class Step:
 
     def __len__(self) -> int:
         return len(self.micro_batches)
-
-
-def weighed(
-    pieces: Sequence[tuple[Any, int]],
-    size: int,
-    world_size: int,
-    count_tokens: Callable[[Any, int], int],
-) -> list[MicroBatch]:
-    """Return a rank's share of a step of `size` samples, given as batches with their samples.
-
-    >>> [micro.weight for micro in weighed([("ab", 2), ("c", 1)], 4, 1, lambda batch, samples: 0)]
-    [0.5, 0.25]
-    """
-    return [
-        MicroBatch(batch, samples, count_tokens(batch, samples), samples * world_size / size)
-        for batch, samples in pieces
-    ]

@@ -30,10 +30,11 @@ class TokenCounter:
         self._spec = spec
         self._source = source
         self._is_needed = is_needed
-        self._each = spec.known_tokens_per_sample
-        self._stated = spec.known_num_tokens if self._each is None else None
+        self.each = spec.known_tokens_per_sample
+        """The tokens of every sample, 0 if none are tracked; None: they must be counted."""
+        self._stated = spec.known_num_tokens if self.each is None else None
         self._tells: bool | None = None
-        if self._each is not None or spec.get_num_tokens_in_batch is not None:
+        if self.each is not None or spec.get_num_tokens_in_batch is not None:
             self._tells = True
         if is_needed and not self.is_tracked:
             raise _uncountable()
@@ -47,32 +48,31 @@ class TokenCounter:
         if self._tells is None and self._source.map_source is not None:
             with kept_generators():
                 batch = self._source.map_source.any_sample()
-            self._tells = self._spec.count_tokens(batch) is not None
+            self._note(tells=self._spec.count_tokens(batch) is not None)
         return self._tells is not False
 
     @property
     def is_counted(self) -> bool:
         """Whether tokens differ from sample to sample and are counted."""
-        return self._each is None and self._tells is not False
+        return self.each is None
 
     def __call__(self, batch: Any, num_samples: int) -> int:
         """Return the tokens of a batch; 0 where they are not tracked."""
-        if self._each is not None:
-            return num_samples * self._each
-        if self._tells is False or (num_samples == 0 and self._tells):
+        if self.each is not None:
+            return num_samples * self.each
+        if num_samples == 0 and self._tells:
             return 0
         tokens = self._spec.count_tokens(batch)
         # A dummy tells as well as any: every rank must know after its first batch.
-        self._tells = tokens is not None
+        self._note(tells=tokens is not None)
         if tokens is None and self._is_needed:
             raise _uncountable()
         return tokens if tokens and num_samples else 0
 
-    def of(self, step: Step) -> int:
-        """Return the tokens of a step over all ranks, of which there is one or all count alike."""
-        if self._each is not None:
-            return step.size * self._each
-        return 0 if self._tells is False else step.num_tokens
+    def _note(self, *, tells: bool) -> None:
+        self._tells = tells
+        if not tells:
+            self.each = 0
 
     def compare(self, counted: int) -> None:
         """Warn, once, if an epoch of `counted` tokens has not as many as is stated."""

@@ -119,7 +119,7 @@ class Hyperparameters:
         ConversionError: a time needs a fact that is not known.
     """
 
-    __slots__ = ("_base", "_columns", "_only", "_optimizer", "_rule", "_settings")
+    __slots__ = ("_base", "_columns", "_only", "_optimizer", "_rule", "_settings", "_varies")
 
     def __init__(
         self,
@@ -136,6 +136,9 @@ class Hyperparameters:
         self._optimizer = optimizer
         groups = optimizer.param_groups
         _part_tensors(groups)
+        self._varies = not isinstance(self._rule, NoRule) or any(
+            factor != as_schedule(1.0) for factor in factors.values()
+        )
         check_pairs(factors, rule=self._rule)
         if bound is None:
             bound = {name: factor.bind(horizon) for name, factor in factors.items()}
@@ -192,6 +195,20 @@ class Hyperparameters:
         for setting in self._settings:
             setting.base.written = value = setting.at(timestamp, rule)
             write(self._optimizer.param_groups[setting.number], setting.key, value)
+
+    def fixed(self) -> list[tuple[dict[str, Any], str, float]] | None:
+        """Return what `apply` writes at any time, if that never changes: group, key and value.
+
+        It holds until a state is loaded into the optimizer. None: call `apply` for each batch.
+        """
+        places = [
+            (self._optimizer.param_groups[one.number], one.key, one.at(Timestamp(), 1.0))
+            for one in self._settings
+        ]
+        if self._varies or any(isinstance(group[key], Tensor) for group, key, _ in places):
+            return None
+        self.apply(Timestamp())
+        return places
 
     def values(self) -> dict[str, float]:
         """Return the values in force: the learning rate, and whatever else is scheduled.

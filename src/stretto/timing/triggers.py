@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
@@ -20,6 +20,8 @@ from stretto.timing.unit import TimeUnit
 
 Count: TypeAlias = Callable[[Timestamp, Timestamp], int]
 """How many boundaries lie in `(before, after]`."""
+Limits: TypeAlias = Sequence[tuple[Axis, int]]
+"""Counters of the clock, each with a tick that it will reach."""
 
 
 @final
@@ -35,6 +37,8 @@ class BoundTrigger:
     """How many boundaries lie in `(before, after]`."""
     needs_wall_clock: bool
     """Whether it reads wall time, so that ranks must be told by one of them."""
+    next: Callable[[Timestamp], Limits]
+    """Where it fires next after a timestamp: as soon as any of the limits is reached."""
 
     def __call__(self, before: Timestamp, after: Timestamp) -> bool:
         """Return whether a boundary lies in `(before, after]`."""
@@ -97,7 +101,10 @@ class Every(Trigger):
         def count(before: Timestamp, after: Timestamp) -> int:
             return read(after) * below // above - read(before) * below // above
 
-        return BoundTrigger(count, axis.unit is TimeUnit.SECOND)
+        def following(before: Timestamp) -> Limits:
+            return [(axis, -((-(read(before) * below // above) - 1) * above // below))]
+
+        return BoundTrigger(count, axis.unit is TimeUnit.SECOND, following)
 
     def scaled(self, ratio: Number) -> Every:
         """Return the trigger with its interval stretched, unless it is a fraction of the run."""
@@ -137,8 +144,18 @@ class At(Trigger):
             axis = horizon.axis(time.unit)
             # Counters are whole: they reach 2.5 where they reach 3.
             marks.setdefault(axis, []).append(math.ceil(horizon.ticks(time, axis)))
-        counts = [_passing(axis.read, sorted(ticks)) for axis, ticks in marks.items()]
-        return BoundTrigger(_sum(counts), any(axis.unit is TimeUnit.SECOND for axis in marks))
+        ordered = [(axis, sorted(ticks)) for axis, ticks in marks.items()]
+
+        def following(before: Timestamp) -> Limits:
+            passed = [bisect_right(ticks, axis.read(before)) for axis, ticks in ordered]
+            pairs = zip(ordered, passed, strict=True)
+            return [(axis, ticks[count]) for (axis, ticks), count in pairs if count < len(ticks)]
+
+        return BoundTrigger(
+            _sum([_passing(axis.read, ticks) for axis, ticks in ordered]),
+            any(axis.unit is TimeUnit.SECOND for axis in marks),
+            following,
+        )
 
     def scaled(self, ratio: Number) -> At:
         """Return the trigger with its times stretched, but for fractions of the run."""
@@ -163,7 +180,11 @@ class AnyOf(Trigger):
         """Resolve all the triggers for one run."""
         bound = [trigger.bind(horizon) for trigger in self.triggers]
         counts = [trigger.count for trigger in bound]
-        return BoundTrigger(_sum(counts), any(trigger.needs_wall_clock for trigger in bound))
+        return BoundTrigger(
+            _sum(counts),
+            any(trigger.needs_wall_clock for trigger in bound),
+            lambda before: [limit for trigger in bound for limit in trigger.next(before)],
+        )
 
     def scaled(self, ratio: Number) -> AnyOf:
         """Return the trigger with each of its triggers stretched."""

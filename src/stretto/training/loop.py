@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
-from stretto.batching import Signals
+from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import Step, StepLoader
 from stretto.data.ranks import all_same, marks
 from stretto.optim import Hyperparameters
@@ -21,12 +22,15 @@ from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.best import Best
 from stretto.training.evaluation.evaluate import Evaluator
 from stretto.training.interrupt import SIGNALS, Interrupts
-from stretto.training.logs.recorder import Recorder
+from stretto.training.logs.recorder import MOST_PENDING, Finished, Recorder
 from stretto.training.logs.running_loss import mean_loss
 from stretto.training.run import Run
 from stretto.training.stepping.finite import spoiled
 from stretto.training.stepping.measuring import Measurements
 from stretto.training.stepping.stepper import Gradient, Stepper
+
+_EPOCH = attrgetter("epoch")
+_BATCH_EVENTS = ("on_batch_start", "transform_batch", "on_gradient", "on_noise", "on_batch_end")
 
 
 class Shared(NamedTuple):
@@ -36,8 +40,8 @@ class Shared(NamedTuple):
     seconds: float | None
     is_spoiled: bool
     """Whether a loss or a gradient is not finite on one of them."""
-    saving: Progress
-    signals: Signals
+    saving: Progress = Progress()
+    signals: Signals = NO_SIGNALS
 
 
 @final
@@ -63,6 +67,14 @@ class Loop:
     signal: str | None = None
     """The signal that this rank or another one has received; None: none."""
     _all_stop: bool = False
+    _is_saving: bool = False
+    """Whether a checkpoint is being written."""
+    _is_alone: bool = False
+    """Whether a step is nobody else's business: one process, and nothing is measured."""
+    _listens: bool = False
+    """Whether a callback listens to single batches."""
+    _fixed: Sequence[tuple[dict[str, Any], str, float]] | None = None
+    """What is written to the optimizer before each batch; None: what the schedules say."""
 
     @property
     def timer(self) -> Timer:
@@ -71,28 +83,55 @@ class Loop:
 
     def train(self) -> None:
         """Train; the clock stands where the run starts or resumes."""
+        self._begin()
+        run, several = self.run, self.ranks.world_size > 1
         self.timer.start()
         before = self.timer.timestamp
-        for step in self._steps():
-            after = self._take(step)
-            self._after_batch(step, before, after)
-            before = after
-        self._end(before)
-
-    def _steps(self) -> Iterator[Step]:
-        """The steps of the loader, until the run is over or stopped."""
-        self._all_stop, self.signal = False, None
-        if self.ranks.agree((self.run.stop_reason is not None,))[0]:
-            self._stop_together()
-        while not self._is_stopped:
+        limits = self._limits(before)
+        while run.stop_reason is None or (several and not self._all_stop):
             try:
                 step = next(self.loader, None)
             except Exception as error:
                 self._save_despite(error)
                 raise
             if step is None:
-                return
-            yield step
+                break
+            after = self._take(step)
+            if self._listens:
+                self.events.tell("on_batch_end", step)
+            for read, tick in limits:
+                if read(after) >= tick:
+                    self._after_batch(before, after)
+                    before, limits = after, self._limits(after)
+                    break
+        self._end(before)
+
+    def _begin(self) -> None:
+        self._all_stop, self.signal = False, None
+        self._is_saving = self.saver.is_busy
+        self._listens = any(map(self.events.listeners, _BATCH_EVENTS))
+        self._is_alone = self.ranks.world_size == 1 and self.measurements.is_idle
+        if self.ranks.agree((self.run.stop_reason is not None,))[0]:
+            self._stop_together()
+
+    def _limits(self, now: Timestamp) -> list[tuple[Callable[[Timestamp], int], int]]:
+        """Return the counters, each with the tick at which something is due next.
+
+        Up to there nothing happens between two steps, so what holds for all of them is noted here.
+        """
+        self._fixed = None if self._listens else self.hyperparameters.fixed()
+        batches = self.loader.horizon.axis("ba").read
+        limits: dict[Callable[[Timestamp], int], int] = {
+            batches: now.batch + MOST_PENDING,
+            _EPOCH: now.epoch + 1,
+        }
+        triggers = [self.log_is_due, self.flush_is_due, *(one.is_due for one in self.evaluators)]
+        if self.saver.trigger is not None:
+            triggers.append(self.saver.trigger)
+        for trigger in triggers:
+            for axis, tick in trigger.next(now):
+                limits[axis.read] = min(tick, limits.get(axis.read, tick))
+        return list(limits.items())
 
     @property
     def _is_stopped(self) -> bool:
@@ -116,12 +155,24 @@ class Loop:
 
     def _take(self, step: Step) -> Timestamp:
         """Compute one step and move the clock."""
-        self.hyperparameters.apply(step.timestamp, step.batch_size)
-        self.run.begin_step(step)
-        self.events.tell("on_batch_start", step)
+        run, fixed = self.run, self._fixed
+        if fixed is None:
+            self.hyperparameters.apply(step.timestamp, step.batch_size)
+        else:
+            for group, key, value in fixed:
+                group[key] = value
+        run.step = step
+        if self._listens:
+            run.begin_step(step)
+            self.events.tell("on_batch_start", step)
         gradient = self.stepper.gradient(step)
-        self.run.set_loss(partial(mean_loss, gradient.losses))
-        shared = self._agree(step, gradient)
+        run.latest_loss = partial(mean_loss, gradient.losses)
+        if self.interrupts.received is not None:
+            run.stop(f"received {self.interrupts.received}")
+        if self._is_alone and not self._is_saving:
+            shared = Shared(gradient.tokens, None, not self.stepper.is_finite(gradient))
+        else:
+            shared = self._agree(step, gradient)
         info = None if shared.is_spoiled else self._update(step)
         if info is None:
             self._leave_out(step, is_spoiled=shared.is_spoiled)
@@ -130,25 +181,39 @@ class Loop:
         )
         if shared.signals.noise_numerator is not None:
             self.events.tell("on_noise", step, shared.signals)
-        self.recorder.batch(
-            step,
-            () if info is None else gradient.losses,
-            after,
-            num_micro_batches=gradient.num_micro_batches,
-        )
-        if self.saver.is_busy:
-            self._announce(self.saver.advance(shared.saving))
+        if fixed:
+            group, key, _ = fixed[0]
+            values: tuple[float, ...] = (group[key],)
+        else:
+            values = tuple(self.hyperparameters.values().values())
+        losses = () if info is None else gradient.losses
+        self.recorder.pending.append(
+            Finished(
+                step.timestamp, step.size, step.batch_size, losses, after,
+                gradient.num_micro_batches, values,
+            )
+        )  # fmt: skip
+        if self._is_saving or self.recorder.console is not None:
+            self._show_and_save(after, shared.saving)
         return after
 
     def _update(self, step: Step) -> Info | None:
-        if self.events.listeners("on_gradient"):
+        if self._listens and self.events.listeners("on_gradient"):
             self.stepper.show(partial(self.events.tell, "on_gradient", step))
         info = self.stepper.update()
         if info is not None:
-            self.run.skipped.end_row()
+            if self.run.skipped.in_a_row:
+                self.run.skipped.end_row()
             for name, value in info.items():
                 self.run.log(name, value)
         return info
+
+    def _show_and_save(self, now: Timestamp, saving: Progress) -> None:
+        """Show the progress of the run, and go on with the checkpoint that is being written."""
+        self.recorder.show_progress(now)
+        if self._is_saving:
+            self._announce(self.saver.advance(saving))
+            self._is_saving = self.saver.is_busy
 
     def _leave_out(self, step: Step, *, is_spoiled: bool) -> None:
         """Count a step whose weights did not move; or end the run, where that is wanted."""
@@ -159,8 +224,6 @@ class Loop:
 
     def _agree(self, step: Step, gradient: Gradient) -> Shared:
         """Tell the other ranks what this one knows, in one sum, and return what all know."""
-        if self.interrupts.received is not None:
-            self.run.stop(f"received {self.interrupts.received}")
         saving, measured = self.saver.progress(), self.measurements.own(gradient)
         if self.ranks.world_size == 1:
             signals = self.measurements.signals(step, measured)
@@ -191,9 +254,10 @@ class Loop:
         signals = self.measurements.signals(step, sums[end:])
         return Shared(int(sums[0]), sums[3], bool(sums[4]), Progress(*sums[7:end]), signals)
 
-    def _after_batch(self, step: Step, before: Timestamp, after: Timestamp) -> None:
+    def _after_batch(self, before: Timestamp, after: Timestamp) -> None:
         """Do everything that is due now."""
-        self.events.tell("on_batch_end", step)
+        if len(self.recorder.pending) >= MOST_PENDING:
+            self.recorder.record()
         if after.epoch != before.epoch:
             self._end_epochs(before, after)
         if self.log_is_due(before, after):
@@ -258,6 +322,7 @@ class Loop:
 
     def _save(self) -> None:
         self._announce(self.recorder.paused(lambda: self.saver.begin(self.timer.timestamp)))
+        self._is_saving = self.saver.is_busy
 
     def _announce(self, path: Path | None) -> None:
         if path is not None:

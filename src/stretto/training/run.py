@@ -93,7 +93,8 @@ class Run:
         self.logged = Logged()
         """What was logged since the last line of metrics; for the loop."""
         self._ranks = Ranks.from_environment() if ranks is None else ranks
-        self._loss: float | Tensor | Callable[[], float] = float("nan")
+        self.latest_loss: float | Tensor | Callable[[], float] = float("nan")
+        """What `loss` reads; for the loop."""
         self._evaluate: Callable[[], dict[str, float]] | None = None
 
     @property
@@ -135,9 +136,10 @@ class Run:
         It is known from `on_gradient` on. Reading it waits for the device, so read it only when
         you need it; `log` takes tensors without waiting.
         """
-        if not isinstance(self._loss, float):
-            self._loss = float(self._loss() if callable(self._loss) else self._loss)
-        return self._loss
+        loss = self.latest_loss
+        if not isinstance(loss, float):
+            loss = self.latest_loss = float(loss() if callable(loss) else loss)
+        return loss
 
     @property
     def skipped_steps(self) -> int:
@@ -254,12 +256,12 @@ class Run:
 
     def begin_step(self, step: Step) -> None:
         """Note that a step begins; for the loop."""
-        self.step, self._loss = step, float("nan")
+        self.step, self.latest_loss = step, float("nan")
 
     def set_loss(self, loss: float | Tensor | Callable[[], float]) -> None:
         """Note the loss of the step, or a function that reads it; for the loop."""
         # `isinstance(loss, Tensor)` takes longer than all the rest: torch overrides it.
-        self._loss = loss if callable(loss) or isinstance(loss, float) else loss.detach()
+        self.latest_loss = loss if callable(loss) or isinstance(loss, float) else loss.detach()
 
 
 def _text(value: Any, verb: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from stretto.data import DataSpec
-from stretto.data.fetching.feed import Draw, Part, evenly
+from stretto.data.fetching.feed import Draw, Part, Plans, evenly
 from stretto.data.fetching.fetch import Fetch
 from stretto.data.fetching.map_feeds import ChunkFeed, MapSource
 from stretto.data.fetching.workers import Workers
@@ -20,17 +19,15 @@ from stretto.planning import StepPlan
 from stretto.timing import Timestamp
 
 
-def plans(start: int, sizes: list[tuple[int, int]]) -> Iterator[StepPlan]:
+def plans(start: int, sizes: list[tuple[int, int]]) -> Plans:
     """Batches of some sizes, with some samples passed over before each."""
     for skipped, size in sizes:
         start += skipped
-        yield StepPlan(Timestamp(sample=start), size, size, 0, 0, {})
+        yield StepPlan(Timestamp(sample=start), size, size, 0, 0, {}), start
         start += size
 
 
-def draws(
-    n: int, part: Part, chunk_size: int, end: int | None, batches: Iterator[StepPlan]
-) -> list[Draw]:
+def draws(n: int, part: Part, chunk_size: int, end: int | None, batches: Plans) -> list[Draw]:
     data = TensorDataset(torch.arange(n))
     order = SampleOrder(n, 1)
     source = MapSource(DataSpec(data), order, part, Fetch(data), Workers(), is_keyed=False)

@@ -15,6 +15,8 @@ from stretto.planning import StepPlan
 _MOST_SHARES = 4096
 
 
+Plans: TypeAlias = Iterator[tuple[StepPlan, int]]
+"""What is decided for each batch, and the position at which it starts."""
 Piece: TypeAlias = tuple[Any, int]
 """A micro-batch and its samples; 0 for a dummy, whose batch is one sample that does not count."""
 
@@ -37,7 +39,7 @@ class Feed(ABC):
     """Reads the data for decided batches, in order."""
 
     @abstractmethod
-    def draws(self, plans: Iterator[StepPlan]) -> Iterator[Draw]:
+    def draws(self, plans: Plans) -> Iterator[Draw]:
         """Yield this rank's part of each batch.
 
         A plan is taken from `plans` only when it is needed: where sizes are decided from

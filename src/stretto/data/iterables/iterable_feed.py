@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import final
 
-from stretto.data.fetching.feed import Draw, Feed, pinned
+from stretto.data.fetching.feed import Draw, Feed, Plans, pinned
 from stretto.data.iterables.streams import Stream
 from stretto.errors import DataError, cannot
 from stretto.planning import StepPlan
@@ -29,13 +29,13 @@ class IterableFeed(Feed):
         self._horizon = horizon
         self._pins = pins
 
-    def draws(self, plans: Iterator[StepPlan]) -> Iterator[Draw]:
+    def draws(self, plans: Plans) -> Iterator[Draw]:
         """Yield this rank's part of each batch."""
         is_sized = self._horizon.dataset_num_samples is not None
-        for plan in plans:
+        for plan, start in plans:
             if is_sized and plan.skipped:
                 self._stream.next_epoch()
-            size, crossings = self._sized(plan) if is_sized else self._unsized(plan)
+            size, crossings = self._sized(plan, start) if is_sized else self._unsized(plan)
             pieces = self._stream.pieces()
             if not is_sized and self._horizon.last_batch == "drop" and size < plan.size:
                 pieces = []
@@ -43,14 +43,14 @@ class IterableFeed(Feed):
                 pieces = [(pinned(batch), count) for batch, count in pieces]
             yield Draw(plan, pieces, size, crossings)
 
-    def _sized(self, plan: StepPlan) -> tuple[int, tuple[int, ...]]:
+    def _sized(self, plan: StepPlan, start: int) -> tuple[int, tuple[int, ...]]:
         """Take exactly the samples of the plan, from as many epochs as it says."""
         num_samples, stream = self._horizon.dataset_num_samples, self._stream
         assert num_samples is not None
-        within, taken = plan.timestamp.sample_in_epoch, 0
+        within, taken = plan.timestamp.sample_in_epoch + start - plan.timestamp.sample, 0
         while taken < plan.size:
             wanted = min(plan.size - taken, num_samples - within)
-            found = stream.take(wanted, plan.timestamp.sample + taken)
+            found = stream.take(wanted, start + taken)
             if not found and not within:
                 raise self._empty()
             if found < wanted:

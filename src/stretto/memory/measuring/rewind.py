@@ -69,7 +69,7 @@ class RandomState(NamedTuple):
             numpy_state = _numpy_state()
             # The second of a pair of normal numbers is kept outside that memory.
             numpy = None if numpy_state is None or numpy_state.get("has_gauss") else numpy
-        devices = {kind: _device_states(kind) for kind in _kinds()}
+        devices = _device_states() if torch.accelerator.is_available() else {}
         torch_state = torch.default_generator.get_state()
         return cls(torch_state, devices, python_state, numpy_state, python, numpy)
 
@@ -249,18 +249,14 @@ def _numpy_state() -> Any:
     return None if numpy is None else numpy.random.get_state(legacy=False)
 
 
-def _kinds() -> list[str]:
-    """The kinds of accelerators that have begun to work."""
-    if not torch.accelerator.is_available():
-        return []
+def _device_states() -> dict[str, tuple[Tensor, ...]]:
+    """The states of the accelerators, by kind, that have begun to work."""
     kind = torch.accelerator.current_accelerator()
     assert kind is not None, "there is one"
-    begun = getattr(torch.get_device_module(kind), "is_initialized", lambda: True)()
-    return [kind.type] if begun else []
-
-
-def _device_states(kind: str) -> tuple[Tensor, ...]:
     module = torch.get_device_module(kind)
-    if kind == "mps":
-        return (module.get_rng_state(),)
-    return tuple(module.get_rng_state(index) for index in range(module.device_count()))
+    if not getattr(module, "is_initialized", lambda: True)():
+        return {}
+    if kind.type == "mps":
+        return {"mps": (module.get_rng_state(),)}
+    states = [module.get_rng_state(index) for index in range(module.device_count())]
+    return {kind.type: tuple(states)}

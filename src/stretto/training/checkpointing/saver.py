@@ -74,7 +74,8 @@ class Saver:
             )
         self.folder = folder / FOLDER if folder is not None else None
         self._settings = settings
-        self._trigger = trigger
+        self.trigger = trigger
+        """When a checkpoint is due."""
         self._ranks = ranks
         self._state = state
         self._best = best
@@ -87,7 +88,7 @@ class Saver:
 
     def is_due(self, before: Timestamp, after: Timestamp) -> bool:
         """Return whether one is due between two timestamps."""
-        return self._trigger is not None and self._trigger(before, after)
+        return self.trigger is not None and self.trigger(before, after)
 
     @property
     def is_busy(self) -> bool:

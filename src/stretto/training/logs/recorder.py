@@ -8,9 +8,8 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
-from stretto.data import Step
 from stretto.errors import CheckpointError, TrainingError, cannot
 from stretto.timing import Horizon, Timestamp
 from stretto.timing.timestamp import NANOSECONDS
@@ -28,7 +27,26 @@ from stretto.training.stepping.stepper import MicroLoss
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.csv"
 FILES = (METRICS, LEDGER)
+MOST_PENDING = 256
+"""Batches that are kept before they are recorded: reading a loss waits for the device."""
 _COLUMNS = ("batch", "epoch", "sample", "token", "size", "tokens", "micro_batches")
+
+
+class Finished(NamedTuple):
+    """One batch that has been trained on."""
+
+    at: Timestamp
+    """The clock before it."""
+    size: int
+    batch_size: int
+    """The size in force; the end of an epoch may have cut the batch."""
+    losses: Sequence[MicroLoss]
+    """Those of this rank; none if the step was left out."""
+    after: Timestamp
+    num_micro_batches: int
+    """Into how many the step was cut on this rank."""
+    values: Sequence[float]
+    """The hyper-parameters in force."""
 
 
 @final
@@ -60,6 +78,8 @@ class Recorder:
         skipped: SkippedSteps,
         logged: Logged,
     ) -> None:
+        self.pending: list[Finished] = []
+        """Batches that are not recorded yet; the loop appends to it."""
         self.loss = RunningLoss()
         self.units = 0.0
         """What the loss in the last line is a mean over: samples, or target tokens."""
@@ -70,8 +90,8 @@ class Recorder:
         self._skipped = skipped
         self._folder = folder
         self._writes = ranks.is_first
-        self._console = console if self._writes else None
-        shown = () if self._console is None else (self._console,)
+        self.console = console if self._writes else None
+        shown = () if self.console is None else (self.console,)
         self._given = [Guarded(one) for one in (*loggers, *shown)] if self._writes else []
         self._config = config
         self._loggers: list[Guarded] = []
@@ -88,7 +108,7 @@ class Recorder:
     @property
     def is_waiting(self) -> bool:
         """Whether there was a batch since the last line of training."""
-        return self._size is not None
+        return self._size is not None or bool(self.pending)
 
     def open(self, timestamp: Timestamp) -> None:
         """Open the files; what is logged first is measured from `timestamp` on.
@@ -104,8 +124,8 @@ class Recorder:
         if self._folder is not None and self._writes:
             self._open_files(self._folder)
         self._loggers = [one for one in self._given if one.start(self._config, timestamp.sample)]
-        if self._console is not None:
-            self._console.show(self.clock(timestamp))
+        if self.console is not None:
+            self.console.show(self.clock(timestamp))
 
     def _open_files(self, folder: Path) -> None:
         ledger = folder / LEDGER
@@ -124,42 +144,35 @@ class Recorder:
             self._ledger.add(",".join((*_COLUMNS, *self._values())) + "\n")
         self._goes_on = True
 
-    def batch(
-        self,
-        step: Step,
-        losses: Sequence[MicroLoss],
-        after: Timestamp,
-        *,
-        num_micro_batches: int,
-    ) -> None:
-        """Take one finished batch.
-
-        Args:
-            step: the batch.
-            losses: those of this rank; none where the step was left out.
-            after: the clock behind it.
-            num_micro_batches: into how many the step was cut on this rank.
-        """
-        # What came behind the batch before lies between the two; what comes behind this one does
-        # not lie before `after`, which the next line of metrics may be measured up to.
+    def record(self) -> None:
+        """Record the batches that are pending."""
+        pending, self.pending = self.pending, []
+        if not pending:
+            return
+        # What came behind the batch before lies between the two; what comes behind the last one
+        # does not lie before its `after`, which the next line of metrics may be measured up to.
         self._paused_nanoseconds += self._paused_after_batch
         self._paused_after_batch = 0
-        self.loss.add(losses)
-        self._size = step.batch_size  # in force, though the end of an epoch has cut this batch
-        at = step.timestamp
-        # The clock also passes over what `last_batch="drop"` leaves out after the batch.
-        passed_over = after.sample - at.sample - step.size
-        tokens = after.token - at.token - passed_over * (self._horizon.tokens_per_sample or 0)
-        self._samples += step.size
-        self._tokens += tokens
-        if self._ledger is not None:
-            values = ",".join(map(repr, self._values().values()))
-            self._ledger.add(
-                f"{at.batch},{at.epoch},{at.sample},{at.token},{step.size},"
-                f"{tokens},{num_micro_batches},{values}\n"
+        self._size = pending[-1].batch_size
+        lines, each = [], self._horizon.tokens_per_sample or 0
+        for at, size, _, _, after, num_micro_batches, values in pending:
+            # The clock also passes over what `last_batch="drop"` leaves out after the batch.
+            tokens = after.token - at.token - (after.sample - at.sample - size) * each
+            self._samples += size
+            self._tokens += tokens
+            shown = ",".join(map(repr, map(float, values)))
+            lines.append(
+                f"{at.batch},{at.epoch},{at.sample},{at.token},{size},"
+                f"{tokens},{num_micro_batches},{shown}\n"
             )
-        if self._console is not None and self._console.is_due:
-            self._console.show(self.clock(after))
+        if self._ledger is not None:
+            self._ledger.add("".join(lines))
+        self.loss.add([loss for one in pending for loss in one.losses])
+
+    def show_progress(self, timestamp: Timestamp) -> None:
+        """Move the bar of the console, if it is time to."""
+        if self.console is not None and self.console.is_due:
+            self.console.show(self.clock(timestamp))
 
     def log(self, timestamp: Timestamp, values: Mapping[str, float]) -> dict[str, float]:
         """Log what was measured since the last call, and `values`. Every rank must call it.
@@ -169,6 +182,7 @@ class Recorder:
         Raises:
             TrainingError: a callback has logged a value by a name that the line has already.
         """
+        self.record()
         assert self._size is not None, "there is something to log"
         before, self._since = self._since, timestamp
         passed = timestamp.run_nanoseconds - before.run_nanoseconds - self._paused_nanoseconds
@@ -217,6 +231,7 @@ class Recorder:
 
     def paused(self, work: Callable[[], Any]) -> Any:
         """Return `work()`, whose time does not count as training time."""
+        self.record()
         start = time.monotonic_ns()
         try:
             return work()
@@ -225,12 +240,14 @@ class Recorder:
 
     def flush(self) -> None:
         """Put everything that was recorded on the disk; what it has no room for is kept."""
+        self.record()
         self._try([one.flush for one in self._outputs], "they are kept and training goes on")
         for logger in self._loggers:
             logger.flush()
 
     def close(self) -> None:
         """Flush and close everything."""
+        self.record()
         self._is_full = False
         self._try([one.close for one in self._outputs], "they are lost")
         self._ledger = self._metrics = None

@@ -11,48 +11,35 @@ from stretto.training.checkpointing.records import number
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.stepping.stepper import MicroLoss
 
-_FOLD = 256
-"""Losses kept as tensors before they are read: reading one waits for the device."""
-
 
 @final
 class RunningLoss:
-    """Sums losses without waiting for the device; reads them when they are asked for."""
+    """The sum of losses over their units."""
 
     def __init__(self) -> None:
-        self._pending: list[MicroLoss] = []
         self._sum = 0.0
         self._weight = 0.0
 
     def add(self, losses: Sequence[MicroLoss]) -> None:
-        """Take the losses of one step."""
-        self._pending += losses
-        if len(self._pending) >= _FOLD:
-            self._fold()
+        """Take the losses of some steps; this waits for the device."""
+        if losses:
+            self._sum, self._weight = _added(losses, self._sum, self._weight)
 
     def take(self) -> tuple[float, float]:
         """Return this rank's sum and weight since the last call, and begin anew."""
-        self._fold()
         sums = self._sum, self._weight
         self._sum = self._weight = 0.0
         return sums
 
     def state_dict(self, ranks: Ranks) -> dict[str, float]:
         """Return the sums over all ranks. Every rank must call it."""
-        self._fold()
         total, weight = ranks.agree((self._sum, self._weight))
         return {"sum": total, "weight": weight}
 
     def load_state_dict(self, state: Mapping[str, float], ranks: Ranks) -> None:
         """Continue from saved sums, which the first rank takes over for all."""
-        self._pending = []
         saved = number(state, "sum"), number(state, "weight")
         self._sum, self._weight = saved if ranks.is_first else (0.0, 0.0)
-
-    def _fold(self) -> None:
-        if self._pending:
-            self._sum, self._weight = _added(self._pending, self._sum, self._weight)
-            self._pending = []
 
 
 def mean_loss(losses: Sequence[MicroLoss]) -> float:

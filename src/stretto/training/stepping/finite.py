@@ -86,7 +86,8 @@ class SkippedSteps:
 
     def __init__(self) -> None:
         self.count = 0
-        self._in_a_row = 0
+        self.in_a_row = 0
+        """Those since the last one that was applied."""
 
     def add(self, at: Timestamp) -> None:
         """Count the step that begins at `at`.
@@ -95,9 +96,9 @@ class SkippedSteps:
             TrainingError: it is the last of too many in a row.
         """
         self.count += 1
-        self._in_a_row += 1
-        if self._in_a_row >= MOST_IN_A_ROW:
-            self._in_a_row = 0
+        self.in_a_row += 1
+        if self.in_a_row >= MOST_IN_A_ROW:
+            self.in_a_row = 0
             raise TrainingError(
                 cannot(
                     f"go on behind {at.get('sp')}",
@@ -110,15 +111,15 @@ class SkippedSteps:
 
     def end_row(self) -> None:
         """Note that a step was applied."""
-        self._in_a_row = 0
+        self.in_a_row = 0
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts."""
-        return {"count": self.count, "in_a_row": self._in_a_row}
+        return {"count": self.count, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from saved counts."""
-        self.count, self._in_a_row = count(state, "count"), count(state, "in_a_row")
+        self.count, self.in_a_row = count(state, "count"), count(state, "in_a_row")
 
 
 def spoiled(at: Timestamp) -> TrainingError:

@@ -54,7 +54,8 @@ class Measurements:
         if NOISE in loader.reads or events.listeners("on_noise"):
             every = _steps_between(stepping.measure_noise)
             stepper.measure_noise(loader.spec, every=every)
-        self._is_idle = not self._reads_loss and stepper.meter is None
+        self.is_idle = not self._reads_loss and stepper.meter is None
+        """Whether nothing is measured."""
         self._metric = followed_metric(loader.reads, metrics_of(evaluations))
 
     def own(self, gradient: Gradient) -> tuple[float, ...]:
@@ -62,7 +63,7 @@ class Measurements:
 
         Every rank must call it, while the gradient is as it was computed.
         """
-        if self._is_idle:
+        if self.is_idle:
             return ()
         total = units = 0.0
         if self._reads_loss and gradient.losses:
@@ -75,7 +76,7 @@ class Measurements:
 
     def signals(self, step: Step, sums: Sequence[float]) -> Signals:
         """Return what all ranks have measured together; the same on each."""
-        if self._is_idle:
+        if self.is_idle:
             return NO_SIGNALS
         total, units, *rest = sums
         noise = NoiseSums(*rest)
