@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.data import sample_seed
-from stretto.data.randomness import kept_generators, seed_generators
+from stretto.data.randomness import seed_generators
+from stretto.runtime.random_state import kept_generators
 
 
 @given(st.integers(), st.integers(0), st.integers(0), st.integers(0, 2), st.integers(1, 5))

@@ -109,9 +109,9 @@ def in_process(code: str) -> list[str]:
     """Run code in a process of its own, and return what it printed."""
     setup = """
         import resource, torch
-        from stretto.memory import is_out_of_memory
+        from stretto.runtime import is_out_of_memory
         from stretto.memory.limits import guard, free_memory, allocated_bytes
-        from stretto.memory.measuring.release import attempt, release_memory
+        from stretto.runtime.out_of_memory import attempt, release_memory
         torch.set_num_threads(1)
         cpu, MiB = torch.device("cpu"), 2**20
         def limits():

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Any
 
 import torch
 
@@ -37,18 +34,3 @@ def seed_generators(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
-
-
-@contextmanager
-def kept_generators() -> Iterator[None]:
-    """Put the generators back afterwards as they were, so that nobody else notices."""
-    torch_state, python_state = torch.default_generator.get_state(), random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state: Any = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(torch_state)
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)

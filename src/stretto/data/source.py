@@ -22,11 +22,11 @@ from stretto.data.iterables.chunks import ChunkSource
 from stretto.data.iterables.iterable_feed import IterableFeed
 from stretto.data.iterables.shards import check_streams, record_of_all, record_of_rank
 from stretto.data.iterables.streams import OwnStreams, SameStream, Stream
-from stretto.data.randomness import kept_generators
 from stretto.data.ranks import gathered
 from stretto.data.spec import DataSpec, is_one_shot
 from stretto.errors import DataError, cannot
 from stretto.ordering import SampleOrder
+from stretto.runtime.random_state import kept_generators
 from stretto.timing import Horizon, Timestamp, TimeUnit
 
 _LEAST_CHUNK = 128  # a batch from a worker costs 0.7 ms, whatever its size: few large ones are best

@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, final
 
-from stretto.data.randomness import kept_generators
 from stretto.data.source import Source
 from stretto.data.spec import DataSpec
 from stretto.data.step import MicroBatch, Step
 from stretto.errors import DataError, cannot
+from stretto.runtime.random_state import kept_generators
 
 
 @final

@@ -5,9 +5,6 @@ from stretto.memory.finding.candidates import CandidateSizes, Found, search
 from stretto.memory.finding.finder import find_batch_size
 from stretto.memory.finding.result import Answer
 from stretto.memory.measuring.probe import Probe, probe
-from stretto.memory.measuring.recognise import is_out_of_memory
-from stretto.memory.measuring.release import attempt, release_memory
-from stretto.memory.measuring.rewind import RandomState, Rewind
 from stretto.memory.measuring.sandbox import sandbox
 from stretto.memory.measuring.trial import Trials, trials
 from stretto.memory.prediction.curve import MemoryCurve, Peak
@@ -23,16 +20,11 @@ __all__ = [
     "Place",
     "Prediction",
     "Probe",
-    "RandomState",
-    "Rewind",
     "CandidateSizes",
     "Trials",
-    "attempt",
     "find_batch_size",
-    "is_out_of_memory",
     "predict",
     "probe",
-    "release_memory",
     "resize_batch",
     "sandbox",
     "search",

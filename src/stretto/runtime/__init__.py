@@ -1,5 +1,20 @@
-"""What a step of training is: the object that the trainer runs and the memory finder asks about."""
+"""What all floors of a run stand on: its step, its random state, its memory and state as JSON."""
 
+from stretto.runtime.out_of_memory import attempt, is_out_of_memory, release_memory
+from stretto.runtime.packing import PackingError, pack, unpack
+from stretto.runtime.random_state import RandomState
+from stretto.runtime.rewind import Rewind
 from stretto.runtime.step import SupervisedStep, TrainStep
 
-__all__ = ["SupervisedStep", "TrainStep"]
+__all__ = [
+    "PackingError",
+    "RandomState",
+    "Rewind",
+    "SupervisedStep",
+    "TrainStep",
+    "attempt",
+    "is_out_of_memory",
+    "pack",
+    "release_memory",
+    "unpack",
+]

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from stretto.data import Step
 from stretto.errors import TrainingError, cannot
 from stretto.optim import Hyperparameters
-from stretto.packing import PackingError, pack, unpack
 from stretto.planning import Plan
+from stretto.runtime.packing import PackingError, pack, unpack
 from stretto.timing import Horizon, Timer
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.logs.logged import Logged, Reduce

@@ -409,7 +409,7 @@ def test_under_a_real_limit_the_answer_fits_and_little_more_does(
         from stretto.memory.step import WholeStep
         from stretto.runtime import SupervisedStep
         from stretto.memory.finding.finder import find_batch_size
-        from stretto.memory.measuring.release import attempt
+        from stretto.runtime.out_of_memory import attempt
         torch.set_num_threads(1)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))

@@ -10,9 +10,10 @@ from torch.utils.data import TensorDataset, default_collate
 
 from stretto.data.fetching.bundle import Bundle
 from stretto.data.fetching.indices import IndexStream
-from stretto.data.randomness import kept_generators, sample_seed, seed_generators
+from stretto.data.randomness import sample_seed, seed_generators
 from stretto.data.spec import Collate
 from stretto.errors import DataError, cannot
+from stretto.runtime.random_state import kept_generators
 
 
 @final

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, final
 
-from stretto.data.randomness import kept_generators, sample_seed, seed_generators
+from stretto.data.randomness import sample_seed, seed_generators
 from stretto.data.spec import DataSpec, is_one_shot
 from stretto.errors import DataError, cannot
-from stretto.packing import PackingError, pack, unpack
+from stretto.runtime.packing import PackingError, pack, unpack
+from stretto.runtime.random_state import kept_generators
 
 _SILENT_SAMPLES = 100_000  # skipping fewer than this takes no time that one would watch
 

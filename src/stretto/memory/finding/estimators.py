@@ -12,7 +12,7 @@ from stretto.memory.finding.ranks import Together
 from stretto.memory.finding.result import MemoryEstimator, RealStepEstimator
 from stretto.memory.limits import MemoryLimit
 from stretto.memory.measuring.calibration import Overhead
-from stretto.memory.measuring.release import Attempt, attempt
+from stretto.runtime.out_of_memory import Attempt, attempt
 
 MOST_MENDS = 8
 """A curve that is still wrong after so many verifications is not trusted."""

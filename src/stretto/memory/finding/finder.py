@@ -19,10 +19,10 @@ from stretto.memory.finding.ranks import Together
 from stretto.memory.finding.request import Request
 from stretto.memory.finding.result import Answer
 from stretto.memory.limits import MemoryLimit, allocated_bytes, free_memory
-from stretto.memory.measuring.release import release_memory
 from stretto.memory.prediction.trace import step_tensors
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
+from stretto.runtime.out_of_memory import release_memory
 
 FindMethod = Literal["auto", "predict", "probe", "try", "halve"]
 METHODS: tuple[FindMethod, ...] = ("auto", "predict", "probe", "try", "halve")

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import final
 
 from stretto.memory.limits import process_status
-from stretto.memory.measuring.release import release_memory
+from stretto.runtime.out_of_memory import release_memory
 
 CHANCE = 0.01
 """The part of what a step takes that it may take or not."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stretto.memory.limits import process_status
-from stretto.memory.measuring.release import release_memory
+from stretto.runtime.out_of_memory import release_memory
 
 
 def footprint(

@@ -12,7 +12,6 @@ from typing import Any, final
 from stretto.errors import FitError
 from stretto.memory.limits import allocated_bytes, free_memory, guard
 from stretto.memory.measuring.real import record_step
-from stretto.memory.measuring.release import release_memory
 from stretto.memory.measuring.sandbox import sandbox
 from stretto.memory.prediction.curve import MAXIMUM, MemoryCurve, Peak
 from stretto.memory.prediction.fit import fit
@@ -20,6 +19,7 @@ from stretto.memory.prediction.predict import SIZES, Certainty
 from stretto.memory.prediction.trace import step_tensors
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
+from stretto.runtime.out_of_memory import release_memory
 
 CALIBRATION_SHARE = 10
 """The real step that checks a probe has about this part of the size that is found."""

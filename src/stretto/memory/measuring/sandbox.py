@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from stretto.errors import FitError, cannot
 from stretto.memory.measuring.copies import Copies, parts_of
-from stretto.memory.measuring.rewind import RandomState
+from stretto.runtime.random_state import RandomState
 
 
 @contextlib.contextmanager

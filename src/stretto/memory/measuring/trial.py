@@ -12,10 +12,10 @@ from torch import nn
 from stretto.errors import FitError, cannot
 from stretto.memory.limits import free_memory, guard
 from stretto.memory.measuring.footprint import footprint
-from stretto.memory.measuring.release import attempt, release_memory
 from stretto.memory.measuring.sandbox import sandbox
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
+from stretto.runtime.out_of_memory import attempt, release_memory
 
 WARM_UP_SIZE = 2
 """Samples of the step that makes the optimizer's state; batch normalisation refuses one."""

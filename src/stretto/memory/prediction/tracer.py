@@ -11,13 +11,13 @@ import torch
 
 from stretto.data import move_batch
 from stretto.errors import FitError, StrettoError, cannot
-from stretto.memory.measuring.rewind import RandomState
 from stretto.memory.prediction.cuda import CudaKernels, use_foreach
 from stretto.memory.prediction.fake_copies import FakeCopies
 from stretto.memory.prediction.fake_values import FakeValues
 from stretto.memory.prediction.recording import Recording
 from stretto.memory.prediction.trace import trace
 from stretto.memory.step import WholeStep
+from stretto.runtime.random_state import RandomState
 
 
 @final

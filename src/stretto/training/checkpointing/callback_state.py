@@ -10,7 +10,7 @@ from torch import Tensor
 from stretto.checkpoint import LazyTensor, shard_like
 from stretto.checkpoint.tensor_file import check_tensor
 from stretto.errors import CheckpointError, StrettoError, TrainingError
-from stretto.packing import PackingError, pack, unpack
+from stretto.runtime.packing import PackingError, pack, unpack
 from stretto.training.callback import Callback
 
 GROUP = "callbacks"

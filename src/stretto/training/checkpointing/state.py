@@ -24,11 +24,11 @@ from stretto.checkpoint import (
 )
 from stretto.data import StepLoader
 from stretto.errors import CheckpointError, cannot
-from stretto.packing import PackingError, pack, unpack
 from stretto.runtime import TrainStep
+from stretto.runtime.packing import PackingError, pack, unpack
+from stretto.runtime.random_state import RandomState
 from stretto.training.callback import Callback
 from stretto.training.checkpointing.callback_state import GROUP, pack_states, restore_states
-from stretto.training.checkpointing.randomness import random_state, restore_random_state
 from stretto.training.checkpointing.records import count, section
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.best import Best
@@ -105,7 +105,7 @@ class RunState:
         """Return tensors by group and name, and the rest as JSON. Every rank must call it."""
         packed = {name: pack_optimizer(one) for name, one in self._optimizers.items()}
         # All that ranks do together comes first: what follows may fail on one of them alone.
-        everybody = self._ranks.gather(json.dumps(random_state()))
+        everybody = self._ranks.gather(json.dumps(pack(RandomState.now().state_dict())))
         groups = {"model": self._model.state_dict()}
         groups |= {name: state for name, (state, _) in packed.items()}
         step: Any = None
@@ -224,7 +224,7 @@ class RunState:
                 one.measured_at = count({one.name: -1} | evaluated, one.name, least=-1)
         with section(path, "random"):
             if self._ranks.rank < len(records["random"]):
-                restore_random_state(records["random"][self._ranks.rank])
+                RandomState.from_state_dict(unpack(records["random"][self._ranks.rank])).restore()
         with section(path, "skipped"):
             self._skipped.load_state_dict(records.get("skipped", {"count": 0, "in_a_row": 0}))
         self._best.start_over()

@@ -16,10 +16,10 @@ from stretto.data import DataSpec, StepLoader, move_batch
 from stretto.data.fetching.feed import evenly
 from stretto.data.spec import Collate
 from stretto.errors import TrainingError, cannot
-from stretto.memory.measuring.release import attempt
 from stretto.runtime.gradients import is_fully_sharded
+from stretto.runtime.out_of_memory import attempt
+from stretto.runtime.random_state import RandomState
 from stretto.timing import BoundTrigger
-from stretto.training.checkpointing.randomness import random_state, restore_random_state
 from stretto.training.distributed.fully_sharded import reshard
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.metrics import MetricObjects, check_predictable, is_object
@@ -96,7 +96,7 @@ class Evaluator:
         # Averaging keeps weights alike on all ranks, but not what batch normalisation has seen.
         self._ranks.copy_from_first(self._model.buffers())
         modes = [(module, module.training) for module in self._model.modules()]
-        chance = random_state()
+        chance = RandomState.now()
         self._model.eval()
         try:
             self._objects.reset()
@@ -105,7 +105,7 @@ class Evaluator:
             with torch.no_grad():
                 values = self._objects.values()
         finally:
-            restore_random_state(chance)
+            chance.restore()
             for module, was_training in modes:
                 module.training = was_training
             reshard(self._model)
@@ -199,9 +199,9 @@ class Evaluator:
 
 
 def _first_batch(loader: StepLoader) -> Any:
-    chance = random_state()
+    chance = RandomState.now()
     batch = next(step.micro_batches[0].batch for step in loader)
-    restore_random_state(chance)
+    chance.restore()
     return batch
 
 

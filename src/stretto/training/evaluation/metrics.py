@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from stretto.data.tokens import shifts_told_by
 from stretto.errors import TrainingError, cannot
-from stretto.memory.measuring.release import attempt
+from stretto.runtime.out_of_memory import attempt
 
 if TYPE_CHECKING:
     from stretto.training.distributed.ranks import Ranks

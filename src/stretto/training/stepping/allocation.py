@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from stretto.errors import TrainingError, cannot
-from stretto.memory.measuring.recognise import is_out_of_memory
+from stretto.runtime.out_of_memory import is_out_of_memory
 
 _NAMES = ("Adadelta", "Adafactor", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop")
 _KINDS = tuple(

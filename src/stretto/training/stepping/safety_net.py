@@ -16,10 +16,9 @@ from torch import nn
 from stretto.data import DataSpec, MicroBatch, Step
 from stretto.data.fetching.feed import evenly
 from stretto.errors import DataError, TrainingError, cannot
-from stretto.memory.measuring.recognise import is_out_of_memory
-from stretto.memory.measuring.release import attempt, release_memory
-from stretto.memory.measuring.rewind import Rewind
 from stretto.runtime.gradients import is_fully_sharded
+from stretto.runtime.out_of_memory import attempt, is_out_of_memory, release_memory
+from stretto.runtime.rewind import Rewind
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.records import count
 from stretto.training.distributed.ranks import Ranks

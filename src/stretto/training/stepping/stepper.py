@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
-from stretto.memory.measuring.recognise import is_out_of_memory
-from stretto.memory.measuring.release import out_of_memory_text
 from stretto.noise import NoiseSums
 from stretto.runtime import TrainStep
 from stretto.runtime.gradients import is_fully_sharded, scalar, sparse_tables
+from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text
 from stretto.runtime.step import Info
 from stretto.training.checkpointing.records import UNFIT, unfit
 from stretto.training.distributed.fully_sharded import sync_gradients, zero_gradient

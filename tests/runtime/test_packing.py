@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.errors import DataError
-from stretto.packing import PackingError, pack, unpack
+from stretto.runtime.packing import PackingError, pack, unpack
 
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.training.checkpointing.randomness import random_state, restore_random_state
+from stretto.runtime import RandomState, pack, unpack
+
+
+def saved_state() -> dict[str, Any]:
+    saved: dict[str, Any] = json.loads(json.dumps(pack(RandomState.now().state_dict())))
+    return saved
+
+
+def restore(saved: dict[str, Any]) -> None:
+    RandomState.from_state_dict(unpack(saved)).restore()
 
 
 def draw() -> list[float]:
@@ -19,9 +28,9 @@ def draw() -> list[float]:
 
 
 def test_generators_go_on_where_they_were() -> None:
-    state = json.loads(json.dumps(random_state()))
+    state = saved_state()
     drawn = draw()
-    restore_random_state(state)
+    restore(state)
     assert draw() == drawn
 
 
@@ -31,20 +40,22 @@ def test_an_accelerator_has_a_generator_of_its_own(
 ) -> None:
     device: Any = SimpleNamespace(state=torch.arange(9, dtype=torch.uint8), is_in_use=False)
     device.is_initialized = lambda: device.is_in_use
-    device.get_rng_state = lambda: device.state
-    device.set_rng_state = lambda state: setattr(device, "state", state)
+    device.device_count = lambda: 1
+    device.current_device = lambda: 0
+    device.get_rng_state = lambda *_: device.state
+    device.set_rng_state = lambda state, *_: setattr(device, "state", state)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda: SimpleNamespace(type=kind)
     )
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    assert kind not in random_state()  # nor is it started by asking
+    assert not saved_state()["devices"]  # nor is it started by asking
     device.is_in_use = True
-    state = random_state()
+    state = saved_state()
     device.state = torch.zeros(9, dtype=torch.uint8)
-    restore_random_state(state)
+    restore(state)
     assert torch.equal(device.state, torch.arange(9, dtype=torch.uint8))
 
 
 def test_a_state_of_an_accelerator_that_is_not_here_is_left_alone() -> None:
-    restore_random_state({**random_state(), "tpu": "AAAA"})
+    restore({**saved_state(), "devices": {"tpu": "AAAA"}})

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.memory.measuring.release import attempt, release_memory
+from stretto.runtime.out_of_memory import attempt, release_memory
 
 
 class Step:
@@ -119,7 +119,7 @@ def test_the_scratch_of_multiplications_is_given_back(limited: Callable[..., str
     code = """
         import torch
         from torch import nn
-        from stretto.memory.measuring.release import release_memory
+        from stretto.runtime.out_of_memory import release_memory
         torch.set_num_threads(1)
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(24)))
 

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stretto.memory.measuring.rewind import RandomState, Rewind
+from stretto.runtime.random_state import RandomState
+from stretto.runtime.rewind import Rewind
 
 
 def draws() -> list[float]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from stretto.errors import FitError, TrainingError, cannot
-from stretto.memory import is_out_of_memory
-from stretto.memory.measuring.release import attempt
+from stretto.runtime import is_out_of_memory
+from stretto.runtime.out_of_memory import attempt
 
 TEXTS = {
     "cuda": "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 7 GiB",

@@ -7,85 +7,20 @@ a quarter.
 
 from __future__ import annotations
 
-import ctypes
-import random
-import struct
-import sys
-from collections.abc import Mapping
-from functools import cache, lru_cache
 from operator import is_
-from typing import Any, NamedTuple, Self, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from stretto.runtime.random_state import RandomState
+
 _ALWAYS_COPIED_BYTES = 1 << 20
 """Up to this size a buffer is copied without asking whether it has changed."""
-_MT19937_BYTES = 625 * 4
-"""The memory of Python's generator and of NumPy's usual one: 624 words and a position."""
 _SEARCHES = 2
 """Number of steps before which all modules are searched for buffers: a first forward pass may
 create some. A search through a thousand modules takes a millisecond."""
-
-
-class RandomState(NamedTuple):
-    """The state of the generators of torch, of every accelerator, of Python and of NumPy.
-
-    >>> state = RandomState.now()
-    >>> first = torch.rand(3)
-    >>> state.restore()
-    >>> bool((torch.rand(3) == first).all())
-    True
-    """
-
-    torch_state: Tensor
-    device_states: Mapping[str, tuple[Tensor, ...]]
-    """One of each device, by the kind of device."""
-    python_state: Any
-    numpy_state: Any
-    """None while nobody has imported NumPy."""
-    python_memory: bytes | None = None
-    """The memory of Python's generator; equal memory means an equal state. None: not known."""
-    numpy_memory: bytes | None = None
-    """The same for NumPy's generator."""
-
-    @classmethod
-    def now(cls, before: RandomState | None = None) -> Self:
-        """Return the state of now.
-
-        Args:
-            before: an earlier state. A generator that was not used since keeps its state from
-                there: comparing memory takes 0.3 us, reading a state 13 us (Python) or 85 (NumPy).
-        """
-        python, numpy = _python_memory(), _numpy_memory()
-        if before is not None and python is not None and python == before.python_memory:
-            python_state = before.python_state
-        else:
-            python_state = random.getstate()
-        if before is not None and numpy is not None and numpy == before.numpy_memory:
-            numpy_state = before.numpy_state
-        else:
-            numpy_state = _numpy_state()
-            # The second of a pair of normal numbers is kept outside that memory.
-            numpy = None if numpy_state is None or numpy_state.get("has_gauss") else numpy
-        devices = _device_states() if torch.accelerator.is_available() else {}
-        torch_state = torch.default_generator.get_state()
-        return cls(torch_state, devices, python_state, numpy_state, python, numpy)
-
-    def restore(self) -> None:
-        """Put all generators back."""
-        torch.set_rng_state(self.torch_state)
-        for kind, states in self.device_states.items():
-            module = torch.get_device_module(kind)
-            for index, state in enumerate(states):
-                if kind == "mps":
-                    module.set_rng_state(state)
-                else:
-                    module.set_rng_state(state, index)
-        random.setstate(self.python_state)
-        if self.numpy_state is not None:
-            sys.modules["numpy"].random.set_state(self.numpy_state)
 
 
 @final
@@ -202,61 +137,3 @@ class _Buffer:
             self._version = self.tensor._version
         # A forward may have put another tensor in its place.
         self.owner._buffers[self.name] = self.tensor
-
-
-def _python_memory() -> bytes | None:
-    """The memory of Python's generator; None if it does not hold all of the state."""
-    words = _python_words()
-    if words is None or _GENERATOR.gauss_next is not None:
-        return None  # the second of a pair of normal numbers is kept elsewhere
-    memory: bytes = words.raw
-    return memory
-
-
-_GENERATOR: Any = random.random.__self__  # type: ignore[attr-defined]
-"""The generator behind the functions of `random`."""
-
-
-@cache
-def _python_words() -> Any:
-    """Where CPython keeps the words of its generator; None if they are not there."""
-    start = object.__basicsize__
-    if start + _MT19937_BYTES > type(_GENERATOR).__basicsize__:
-        return None
-    words = (ctypes.c_char * _MT19937_BYTES).from_address(id(_GENERATOR) + start)
-    *numbers, position = random.getstate()[1]
-    return words if words.raw == struct.pack("625I", position, *numbers) else None
-
-
-def _numpy_memory() -> bytes | None:
-    """The memory of NumPy's generator; None if NumPy is not imported or uses another generator."""
-    numpy = sys.modules.get("numpy")
-    get = None if numpy is None else getattr(numpy.random, "get_bit_generator", None)
-    bits = None if get is None else get()
-    if numpy is None or bits is None or type(bits) is not numpy.random.MT19937:
-        return None
-    memory: bytes = _numpy_words(bits).raw
-    return memory
-
-
-@lru_cache(maxsize=1)
-def _numpy_words(bits: Any) -> Any:
-    return (ctypes.c_char * _MT19937_BYTES).from_address(bits.ctypes.state_address)
-
-
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state(legacy=False)
-
-
-def _device_states() -> dict[str, tuple[Tensor, ...]]:
-    """The states of the accelerators, by kind, that have begun to work."""
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None, "there is one"
-    module = torch.get_device_module(kind)
-    if not getattr(module, "is_initialized", lambda: True)():
-        return {}
-    if kind.type == "mps":
-        return {"mps": (module.get_rng_state(),)}
-    states = [module.get_rng_state(index) for index in range(module.device_count())]
-    return {kind.type: tuple(states)}

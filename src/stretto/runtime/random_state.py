@@ -1,0 +1,178 @@
+"""The state of the generators of torch, of every accelerator, of Python and of NumPy."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+_MT19937_BYTES = 625 * 4
+"""The memory of Python's generator and of NumPy's usual one: 624 words and a position."""
+
+
+class RandomState(NamedTuple):
+    """The state of all generators that training may draw from.
+
+    >>> state = RandomState.now()
+    >>> first = torch.rand(3)
+    >>> state.restore()
+    >>> bool((torch.rand(3) == first).all())
+    True
+    """
+
+    torch_state: Tensor
+    device_states: Mapping[str, Mapping[int, Tensor]]
+    """One of each device, by the kind of device and its index."""
+    python_state: Any
+    numpy_state: Any
+    """None while nobody has imported NumPy."""
+    python_memory: bytes | None = None
+    """The memory of Python's generator; equal memory means an equal state. None: not known."""
+    numpy_memory: bytes | None = None
+    """The same for NumPy's generator."""
+
+    @classmethod
+    def now(cls, before: RandomState | None = None, *, devices: bool = True) -> Self:
+        """Return the state of now.
+
+        Args:
+            before: an earlier state. A generator that was not used since keeps its state from
+                there: comparing memory takes 0.3 us, reading a state 13 us (Python) or 85 (NumPy).
+            devices: whether to read those of accelerators too.
+        """
+        python, numpy = _python_memory(), _numpy_memory()
+        if before is not None and python is not None and python == before.python_memory:
+            python_state = before.python_state
+        else:
+            python_state = random.getstate()
+        if before is not None and numpy is not None and numpy == before.numpy_memory:
+            numpy_state = before.numpy_state
+        else:
+            numpy_state = _numpy_state()
+            # The second of a pair of normal numbers is kept outside that memory.
+            numpy = None if numpy_state is None or numpy_state.get("has_gauss") else numpy
+        torch_state = torch.default_generator.get_state()
+        states = _device_states() if devices and torch.accelerator.is_available() else {}
+        return cls(torch_state, states, python_state, numpy_state, python, numpy)
+
+    def restore(self) -> None:
+        """Put all generators back."""
+        torch.default_generator.set_state(self.torch_state)
+        for kind, states in self.device_states.items():
+            module = torch.get_device_module(kind)
+            for index, state in states.items():
+                if kind == "mps":
+                    module.set_rng_state(state)
+                else:
+                    module.set_rng_state(state, index)
+        random.setstate(self.python_state)
+        if self.numpy_state is not None and "numpy" in sys.modules:
+            sys.modules["numpy"].random.set_state(self.numpy_state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in types that `pack` knows; of accelerators, that of the current device.
+
+        >>> RandomState.from_state_dict(RandomState.now().state_dict()).restore()
+        """
+        devices = {kind: states[_current(kind)] for kind, states in self.device_states.items()}
+        state = {"torch": self.torch_state, "devices": devices, "python": self.python_state}
+        return state | {"numpy": _without_arrays(self.numpy_state)}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
+        """Return what `state_dict` was called on; the accelerator may have another index now."""
+        kind = _kind() if torch.accelerator.is_available() else None
+        devices = state["devices"]
+        here = {kind: {_current(kind): devices[kind]}} if kind and kind in devices else {}
+        return cls(state["torch"], here, state["python"], state["numpy"])
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Put the generators of the host back afterwards as they were, so that nobody else notices."""
+    state = RandomState.now(devices=False)
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+def _python_memory() -> bytes | None:
+    """The memory of Python's generator; None if it does not hold all of the state."""
+    words = _python_words()
+    if words is None or _GENERATOR.gauss_next is not None:
+        return None  # the second of a pair of normal numbers is kept elsewhere
+    memory: bytes = words.raw
+    return memory
+
+
+_GENERATOR: Any = random.random.__self__  # type: ignore[attr-defined]
+"""The generator behind the functions of `random`."""
+
+
+@cache
+def _python_words() -> Any:
+    """Where CPython keeps the words of its generator; None if they are not there."""
+    start = object.__basicsize__
+    if start + _MT19937_BYTES > type(_GENERATOR).__basicsize__:
+        return None
+    words = (ctypes.c_char * _MT19937_BYTES).from_address(id(_GENERATOR) + start)
+    *numbers, position = random.getstate()[1]
+    return words if words.raw == struct.pack("625I", position, *numbers) else None
+
+
+def _numpy_memory() -> bytes | None:
+    """The memory of NumPy's generator; None if NumPy is not imported or uses another generator."""
+    numpy = sys.modules.get("numpy")
+    get = None if numpy is None else getattr(numpy.random, "get_bit_generator", None)
+    bits = None if get is None else get()
+    if numpy is None or bits is None or type(bits) is not numpy.random.MT19937:
+        return None
+    memory: bytes = _numpy_words(bits).raw
+    return memory
+
+
+@lru_cache(maxsize=1)
+def _numpy_words(bits: Any) -> Any:
+    return (ctypes.c_char * _MT19937_BYTES).from_address(bits.ctypes.state_address)
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state(legacy=False)
+
+
+def _without_arrays(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
+def _device_states() -> dict[str, dict[int, Tensor]]:
+    """The states of the accelerators that have begun to work; asking others would start them."""
+    kind = _kind()
+    module = torch.get_device_module(kind)
+    if not getattr(module, "is_initialized", lambda: True)():
+        return {}
+    if kind == "mps":
+        return {kind: {0: module.get_rng_state()}}
+    return {kind: {at: module.get_rng_state(at) for at in range(module.device_count())}}
+
+
+def _kind() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, "there is one"
+    return accelerator.type
+
+
+def _current(kind: str) -> int:
+    index: int = 0 if kind == "mps" else torch.get_device_module(kind).current_device()
+    return index
