@@ -13,6 +13,7 @@ from stretto.memory.prediction.recording import Place
 
 __all__ = [
     "Answer",
+    "CandidateSizes",
     "Certainty",
     "Found",
     "MemoryCurve",
@@ -20,7 +21,6 @@ __all__ = [
     "Place",
     "Prediction",
     "Probe",
-    "CandidateSizes",
     "Trials",
     "find_batch_size",
     "predict",
