@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stretto.checkpoint import pack_optimizer, unpack_optimizer
+from stretto.settings import Stepping
 from stretto.training.distributed.agreement import check_agreement
 from stretto.training.distributed.fully_sharded import check_sharding
 from stretto.training.distributed.peers import Peers
 from stretto.training.distributed.ranks import Ranks
-from stretto.training.settings import Stepping
 
 
 class Two(nn.Module):

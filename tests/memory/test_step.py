@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from stretto.data import StepLoader
 from stretto.memory.step import WholeStep
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.settings import Stepping
 from stretto.training.distributed.ranks import Ranks
-from stretto.training.settings import Stepping
 from stretto.training.stepping.stepper import Stepper
 
 

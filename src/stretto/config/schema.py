@@ -7,12 +7,11 @@ import inspect
 import textwrap
 from typing import Any, final
 
-from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
 from stretto.config.run import RunConfig
 from stretto.config.values.batch_size_schema import batch_size_schemas
-from stretto.config.values.fields import TIME_PATTERN
+from stretto.config.values.fields import TIME_PATTERN, Part
 from stretto.config.values.schedules import KINDS
 from stretto.timing import Time
 
@@ -27,10 +26,10 @@ def run_file_schema() -> dict[str, Any]:
     ['max_duration', 'data', 'batch_size']
     """
     schema = RunConfig.model_json_schema(schema_generator=_Generator)
-    sections = {section.__name__: section for section in _inner_sections(BaseModel)}
+    sections = {section.__name__: section for section in _inner_sections(Part)}
     parts = schema["$defs"]
     for name, part in [("RunConfig", schema), *parts.items()]:
-        _describe(part, sections[name])
+        _describe(part, sections[name].settings or sections[name])
     # Exactly one of these says what kind of schedule it is.
     parts["WrittenCurve"]["oneOf"] = [{"required": [name]} for name in (*KINDS, "periods")]
     target = parts["Target"]["properties"]["target"]
@@ -50,14 +49,14 @@ def run_file_schema() -> dict[str, Any]:
     }
 
 
-def field_texts(section: type[BaseModel]) -> dict[str, str]:
+def field_texts(section: type) -> dict[str, str]:
     """Return the text that stands under each field of a section, those of its bases included.
 
     pydantic can collect them too, but does so at every start: 0.2 s for all our sections.
     """
     texts: dict[str, str] = {}
     for base in reversed(section.__mro__):
-        if not base.__module__.startswith("stretto.config"):
+        if not base.__module__.startswith("stretto."):
             continue
         try:
             source = inspect.getsource(base)
@@ -83,7 +82,7 @@ class _Generator(GenerateJsonSchema):
         return str(dft) if isinstance(dft, Time) else super().encode_default(dft)
 
 
-def _describe(part: dict[str, Any], section: type[BaseModel]) -> None:
+def _describe(part: dict[str, Any], section: type) -> None:
     for name, text in field_texts(section).items():
         if name in part.get("properties", {}):
             part["properties"][name].setdefault("description", text)
@@ -115,5 +114,5 @@ def _tidy(part: Any) -> Any:
     return kept
 
 
-def _inner_sections(root: type[BaseModel]) -> list[type[BaseModel]]:
+def _inner_sections(root: type[Part]) -> list[type[Part]]:
     return [inner for child in root.__subclasses__() for inner in (child, *_inner_sections(child))]

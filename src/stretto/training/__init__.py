@@ -1,5 +1,6 @@
 """The Trainer: one readable loop, events, callbacks, metrics."""
 
+from stretto.settings import Checkpointing, Loading, Stepping
 from stretto.training.callback import Callback
 from stretto.training.distributed.sharding import shard_blocks
 from stretto.training.logs.loggers import (
@@ -9,7 +10,7 @@ from stretto.training.logs.loggers import (
     WandbLogger,
 )
 from stretto.training.run import Run
-from stretto.training.settings import Checkpointing, Evaluation, Loading, Logging, Stepping
+from stretto.training.settings import Evaluation, Logging
 from stretto.training.trainer import Trainer
 
 __all__ = [

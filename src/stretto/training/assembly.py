@@ -19,6 +19,7 @@ from stretto.optim.hyperparameters import read_schedules
 from stretto.planning import Plan, Prepared, prepare
 from stretto.planning.plan import plan_prepared
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.settings import Loading, Stepping
 from stretto.timing import Horizon, Timestamp
 from stretto.training.callback import Events
 from stretto.training.checkpointing.saver import Saver
@@ -39,7 +40,7 @@ from stretto.training.logs.recorder import Recorder
 from stretto.training.loop import Loop
 from stretto.training.run import Run
 from stretto.training.scaling import Timed
-from stretto.training.settings import Loading, LossFunction, Stepping
+from stretto.training.settings import LossFunction
 from stretto.training.setup import BuiltWith, describe_setup
 from stretto.training.stepping.fitting import (
     FoundMaximum,

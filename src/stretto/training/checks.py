@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from stretto.errors import TrainingError, cannot, shown
 from stretto.runtime import TrainStep
+from stretto.settings import Stepping
 from stretto.training.callback import Callback
-from stretto.training.settings import Evaluation, Stepping
+from stretto.training.settings import Evaluation
 
 _TAKEN = ("checkpoint", "log")
 """Names that events of the plan have already."""

@@ -16,10 +16,10 @@ from stretto.errors import TrainingError, cannot
 from stretto.optim import Hyperparameters
 from stretto.planning import Plan
 from stretto.runtime.packing import PackingError, pack, unpack
+from stretto.settings import one_of
 from stretto.timing import Horizon, Timer
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.logs.logged import Logged, Reduce
-from stretto.training.settings import one_of
 from stretto.training.stepping.finite import SkippedSteps
 
 _T = TypeVar("_T", float, Tensor)

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple, final
 from stretto.batching import BatchSizePolicy
 from stretto.errors import TrainingError, cannot, shown
 from stretto.schedules import as_schedule
+from stretto.settings import Checkpointing
 from stretto.timing import Time, TimeLike, Trigger
 from stretto.timing.conversion import rounded
 from stretto.timing.number import exact
 from stretto.timing.time import Number
 from stretto.training.callback import Callback
-from stretto.training.settings import Checkpointing, Evaluation, Logging
+from stretto.training.settings import Evaluation, Logging
 
 
 @final

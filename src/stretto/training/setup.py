@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from stretto.data import StepLoader
 from stretto.optim import Hyperparameters
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.training.settings import Loading, Stepping
+from stretto.settings import Loading, Stepping
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _LONGEST = 200

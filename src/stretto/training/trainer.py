@@ -22,6 +22,7 @@ from stretto.planning import Plan, Prepared
 from stretto.planning.cautions import growth_alone
 from stretto.runtime import TrainStep
 from stretto.schedules import ScheduleLike
+from stretto.settings import Checkpointing, Loading, Stepping, one_of
 from stretto.timing import Horizon, TimeLike, Timer
 from stretto.timing.time import Number
 from stretto.training.assembly import Assembly, make_step
@@ -33,15 +34,7 @@ from stretto.training.distributed.ranks import Ranks
 from stretto.training.interrupt import raise_for
 from stretto.training.run import Run
 from stretto.training.scaling import Timed
-from stretto.training.settings import (
-    Checkpointing,
-    Evaluation,
-    Loading,
-    Logging,
-    LossFunction,
-    Stepping,
-    one_of,
-)
+from stretto.training.settings import Evaluation, Logging, LossFunction
 
 if TYPE_CHECKING:
     from stretto.memory import Answer

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from stretto.config.building.plans import Run, scale_of
-from stretto.config.reading.source import Source
+from stretto.config.reading.source import Path, Source
 from stretto.config.run import RunConfig
 from stretto.config.values.context import Building
 from stretto.config.values.fields import Target
@@ -33,6 +33,7 @@ from stretto.training import (
     WandbLogger,
 )
 
+S = TypeVar("S")
 VALIDATION = "validation"
 """What `split` is for an evaluation that names no data of its own."""
 
@@ -136,83 +137,54 @@ def _tuples(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def make_settings(kind: type[S], section: Any, path: Path, source: Source, **more: Any) -> S:
+    """Return the settings that a section holds, with its targets imported, and some more."""
+    building = Building(source=source)
+
+    def made(value: Any, here: Path) -> Any:
+        if isinstance(value, Target):
+            return building.function(value, here)
+        if isinstance(value, dict):
+            return {name: made(item, (*here, name)) for name, item in value.items()}
+        return value
+
+    names = [name for name in type(section).model_fields if name not in more]
+    values = {name: made(getattr(section, name), (*path, name)) for name in names}
+    with source.at(*path):
+        return kind(**values, **more)
+
+
 def make_loading(config: RunConfig, source: Source) -> Loading:
     """Return how samples are ordered and fetched."""
-    section = config.loading
-    collate = section.collate_fn
-    return Loading(
-        seed=config.seed,
-        last_batch=config.last_batch,
-        shuffle=section.shuffle,
-        num_workers=section.num_workers,
-        prefetch_factor=section.prefetch_factor,
-        pin_memory=section.pin_memory,
-        keyed_randomness=section.keyed_randomness,
-        collate_fn=None
-        if collate is None
-        else bound_target(collate, source=source, path=("loading", "collate_fn")),
-    )
+    more = {"seed": config.seed, "last_batch": config.last_batch}
+    return make_settings(Loading, config.loading, ("loading",), source, **more)
 
 
-def make_checkpointing(config: RunConfig, run: Run) -> Checkpointing | None:
+def make_checkpointing(config: RunConfig, run: Run, source: Source) -> Checkpointing | None:
     """Return when checkpoints are written and which are kept."""
-    section = config.checkpoint
-    if section is None:
+    if config.checkpoint is None:
         return None
-    return Checkpointing(
-        run.triggers["checkpoint"], section.keep, monitor=section.monitor, mode=section.mode
-    )
+    every = run.triggers["checkpoint"]
+    return make_settings(Checkpointing, config.checkpoint, ("checkpoint",), source, every=every)
 
 
 def make_stepping(config: RunConfig, run: Run, source: Source) -> Stepping:
     """Return how a step is computed."""
-    section = config.stepping
-    weight = section.loss_weight
-    return Stepping(
-        learning_rate_rule=run.rule,
-        loss_weight=bound_target(weight, source=source, path=("stepping", "loss_weight"))
-        if isinstance(weight, Target)
-        else weight,
-        shifts_labels=section.shifts_labels,
-        loss_reduction=section.loss_reduction,
-        precision=section.precision,
-        clip_norm=section.clip_norm,
-        non_finite=section.non_finite,
-        measure_noise=section.measure_noise,
-        compile=section.compile,
-        device=section.device,
-        rank_timeout=section.rank_timeout,
-    )
+    rule = run.rule
+    return make_settings(Stepping, config.stepping, ("stepping",), source, learning_rate_rule=rule)
 
 
 def make_evaluation(config: RunConfig, section: Evaluate, run: Run, source: Source) -> Evaluation:
     """Return an evaluation: its data, metrics and interval."""
-    path: tuple[str | int, ...] = ("evaluate",)
+    path: Path = ("evaluate",)
     if isinstance(config.evaluate, list):
         path = ("evaluate", config.evaluate.index(section))
-    building = Building(source=source)
     data = _evaluation_data(config, section, path, source)
-    metrics = {
-        name: building.function(target, (*path, "metrics", name))
-        for name, target in section.metrics.items()
-    }
-    with source.at(*path):
-        return Evaluation(
-            data,
-            every=run.triggers[f"evaluate {section.name}"],
-            metrics=metrics,
-            batch_size=section.batch_size,
-            name=section.name,
-            loss=None if section.loss is None else building.function(section.loss, (*path, "loss")),
-            predict=None
-            if section.predict is None
-            else building.function(section.predict, (*path, "predict")),
-        )
+    every = run.triggers[f"evaluate {section.name}"]
+    return make_settings(Evaluation, section, path, source, data=data, every=every)
 
 
-def _evaluation_data(
-    config: RunConfig, section: Evaluate, path: tuple[str | int, ...], source: Source
-) -> Any:
+def _evaluation_data(config: RunConfig, section: Evaluate, path: Path, source: Source) -> Any:
     if section.data is not None:
         return call_target(section.data, source=source, path=(*path, "data"))
     target = import_target(config.data.target, where=source.where(("data", "target")))
@@ -240,11 +212,14 @@ def _evaluation_data(
 
 def make_logging(config: RunConfig, run: Run, source: Source) -> Logging:
     """Return when metrics are logged, and where they go."""
-    return Logging(
-        run.triggers["log"],
-        Every(config.log.flush).scaled(scale_of(config)),
-        make_loggers(config, source),
-        console=config.log.console,
+    return make_settings(
+        Logging,
+        config.log,
+        ("log",),
+        source,
+        every=run.triggers["log"],
+        flush=Every(config.log.flush).scaled(scale_of(config)),
+        loggers=make_loggers(config, source),
         config=config.model_dump(mode="json"),
     )
 

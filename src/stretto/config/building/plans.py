@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, final
+from typing import Any, cast, final
 
 from stretto.batching import BatchSizePolicy, Fixed, LearningRateRule, couplings_in
 from stretto.batching.adaptive.following import check_monitored, followed_metric, metrics_of
@@ -251,6 +251,6 @@ def _intervals(config: RunConfig) -> dict[str, tuple[Path, Time]]:
         within = (number,) if isinstance(config.evaluate, list) else ()
         found[f"evaluate {one.name}"] = (("evaluate", *within, "every"), one.every)
     if config.checkpoint is not None:
-        found["checkpoint"] = (("checkpoint", "every"), config.checkpoint.every)
+        found["checkpoint"] = (("checkpoint", "every"), cast(Time, config.checkpoint.every))
     found["log"] = (("log", "every"), config.log.every)
     return found

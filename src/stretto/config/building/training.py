@@ -79,7 +79,7 @@ def build_trainer(
         loading=make_loading(config, source),
         stepping=make_stepping(config, run, source),
         evaluate=evaluations,
-        checkpoint=make_checkpointing(config, run),
+        checkpoint=make_checkpointing(config, run, source),
         log=make_logging(config, run, source),
         callbacks=[*make_callbacks(config, source), *callbacks],
         folder=folder if folder is not None else config.folder,

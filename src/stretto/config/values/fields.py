@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -38,6 +38,9 @@ class Part(BaseModel):
     """A mapping in a run file, read strictly and frozen; written out without what is not set."""
 
     model_config = ConfigDict(frozen=True, strict=True)
+
+    settings: ClassVar[type | None] = None
+    """The class whose fields are the keys; None: they are declared here."""
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_set(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:

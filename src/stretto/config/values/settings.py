@@ -1,15 +1,17 @@
-"""The sections of a run file that hold settings and nothing of their own."""
+"""The sections of a run file that hold settings, some derived from the settings of a `Trainer`."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from typing import Annotated, Any, Literal, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast, get_type_hints
 
-from pydantic import AfterValidator, ConfigDict, Field, Tag, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, Tag, create_model, model_validator
 
 from stretto.batching import LearningRateRule, as_rule
 from stretto.config.reading.source import Path
 from stretto.config.values.context import Building
+from stretto.config.values.docstrings import summary_of
 from stretto.config.values.fields import (
     Count,
     CountOrAuto,
@@ -23,6 +25,7 @@ from stretto.config.values.fields import (
     shown,
 )
 from stretto.errors import ConfigError, cannot
+from stretto.settings import Checkpointing, Loading, Stepping
 from stretto.timing import Time
 
 
@@ -133,23 +136,6 @@ def build_rule(value: AnyRule, building: Building, path: Path) -> LearningRateRu
         return as_rule(building.function(value, path))
 
 
-class LoadingSection(Section):
-    """How samples are ordered and fetched."""
-
-    shuffle: bool = True
-    """Whether each epoch has an order of its own."""
-    num_workers: Natural = 0
-    """Processes that fetch samples; 0 fetches in the training process."""
-    prefetch_factor: Count | None = None
-    """Elements that each worker fetches ahead."""
-    pin_memory: bool | None = None
-    """Whether batches are copied to pinned memory; left out: where the device is CUDA."""
-    collate_fn: Target | None = None
-    """Makes a batch of a list of samples: `function(samples) -> batch`."""
-    keyed_randomness: bool = False
-    """Whether chance inside the data set depends on (seed, epoch, sample) alone."""
-
-
 LossWeight: TypeAlias = Annotated[
     Annotated[Literal["samples", "tokens"], Tag("<choice>")] | Annotated[Target, Tag("<target>")],
     shape_of(
@@ -159,31 +145,54 @@ LossWeight: TypeAlias = Annotated[
 ]
 
 
-class SteppingSection(Section):
-    """How one optimizer step is computed."""
+_TYPES: dict[str, Any] = {
+    "bool": bool,
+    "bool | None": bool | None,
+    "int": Count,
+    "int | None": Count | None,
+    "str | None": str | None,
+    "float | None": Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
+    "TimeLike | Trigger": Length,
+    "Callable[[list[Any]], Any] | None": Target | None,
+}
+"""What a run file holds for the annotation of a setting; for any other, the annotation itself."""
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """The type that autocast computes in; weights stay as they are."""
-    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """The largest norm of the whole step's gradient."""
-    non_finite: Literal["stop", "skip", "ignore"] = "stop"
-    """What happens to a step whose loss or gradient is nan or infinite."""
-    measure_noise: CountOrAuto = "auto"
-    """In how many steps the noise of the gradient is measured once, where something follows it;
-    `auto`: in each."""
-    compile: bool = False
-    """Whether the model runs through torch.compile."""
-    loss_weight: LossWeight = "samples"
-    """What the loss is a mean over: samples, tokens, or what a function counts in a batch."""
-    shifts_labels: bool | None = None
-    """With `loss_weight: tokens`: whether the model shifts labels of the shape of its inputs; left
-    out: told from the batches."""
-    loss_reduction: Literal["mean", "sum"] = "mean"
-    """What the loss function returns."""
-    device: str | None = None
-    """Where to compute; left out: CUDA if there is one, else the CPU."""
-    rank_timeout: WallClock | None = None
-    """How long a rank waits for the others; left out: 10 minutes with NCCL, 30 with gloo."""
+
+def _derived(kind: type, *without: str, types: dict[str, Any], **defaults: Any) -> type[Section]:
+    """The section whose keys are the fields of `kind`."""
+    hints = get_type_hints(kind)
+    fields = {
+        one.name: (
+            types.get(one.name, _TYPES.get(str(one.type), hints[one.name])),
+            defaults.get(one.name, one.default),
+        )
+        for one in dataclasses.fields(kind)
+        if one.name not in without
+    }
+    name = f"{kind.__name__}Section"
+    section = create_model(name, __base__=Section, __doc__=summary_of(kind), **cast(Any, fields))
+    section.settings = kind
+    return section
+
+
+if TYPE_CHECKING:
+    LoadingSection: TypeAlias = Loading
+    SteppingSection: TypeAlias = Stepping
+    Checkpoint: TypeAlias = Checkpointing
+else:
+    LoadingSection = _derived(
+        Loading, "seed", "last_batch", types={"num_workers": Natural}, shuffle=True, num_workers=0
+    )
+    SteppingSection = _derived(
+        Stepping,
+        "learning_rate_rule",
+        types={
+            "measure_noise": CountOrAuto,
+            "loss_weight": LossWeight,
+            "rank_timeout": WallClock | None,
+        },
+    )
+    Checkpoint = _derived(Checkpointing, types={}, every=Time("1ep"))
 
 
 class Evaluate(Section):
@@ -205,19 +214,6 @@ class Evaluate(Section):
     """What its lines in the metrics begin with."""
     loss: Target | None = None
     """Left out: the training loss."""
-
-
-class Checkpoint(Section):
-    """When checkpoints are written, and how many are kept."""
-
-    every: Length = Time("1ep")
-    """How often; there is always one at the end."""
-    keep: Count = 3
-    """How many of the newest are kept."""
-    monitor: str | None = None
-    """The metric whose best checkpoint is kept besides, such as `validation/loss`."""
-    mode: Literal["min", "max"] = "min"
-    """Whether less or more of that metric is better."""
 
 
 AnyLogger: TypeAlias = Annotated[

@@ -26,13 +26,13 @@ from stretto.checkpoint import (
     write_part,
 )
 from stretto.errors import CheckpointError, TrainingError, cannot
+from stretto.settings import Checkpointing
 from stretto.timing import BoundTrigger, Timestamp
 from stretto.training.checkpointing.resuming import FOLDER
 from stretto.training.checkpointing.state import RunState
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.best import Best
 from stretto.training.logs.appending import synchronize_file
-from stretto.training.settings import Checkpointing
 
 
 class Progress(NamedTuple):

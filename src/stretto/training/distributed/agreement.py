@@ -24,9 +24,10 @@ from stretto.data import DataSpec
 from stretto.errors import TrainingError, cannot
 from stretto.optim.joined import each_of
 from stretto.runtime import TrainStep
+from stretto.settings import Checkpointing, Loading, Stepping
 from stretto.training.callback import Callback, overrides
 from stretto.training.distributed.ranks import Ranks
-from stretto.training.settings import Checkpointing, Evaluation, Loading, Logging, Stepping
+from stretto.training.settings import Evaluation, Logging
 
 _OWN_OF_A_RANK = frozenset({"num_workers", "prefetch_factor", "pin_memory", "device", "data"})
 """Settings that ranks need not share."""

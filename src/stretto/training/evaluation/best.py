@@ -9,8 +9,9 @@ from typing import Any, final
 
 from stretto.batching.adaptive.following import check_monitored, measured_value, metrics_of
 from stretto.checkpoint import checkpoint_path
+from stretto.settings import Checkpointing
 from stretto.training.checkpointing.records import count, number
-from stretto.training.settings import Checkpointing, Evaluation
+from stretto.training.settings import Evaluation
 
 
 @final

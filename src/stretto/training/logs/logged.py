@@ -9,9 +9,9 @@ from typing import Literal, TypeAlias, cast, final
 from torch import Tensor
 
 from stretto.errors import TrainingError, cannot, shown
+from stretto.settings import one_of
 from stretto.training.checkpointing.records import number
 from stretto.training.distributed.ranks import Ranks
-from stretto.training.settings import one_of
 
 Reduce: TypeAlias = Literal["mean", "sum", "last"]
 

@@ -18,8 +18,9 @@ from stretto.batching.adaptive.following import (
 from stretto.data import Step, StepLoader
 from stretto.errors import TrainingError, cannot
 from stretto.noise import NoiseSums
+from stretto.settings import Stepping
 from stretto.training.callback import Callback, Events
-from stretto.training.settings import Evaluation, Stepping
+from stretto.training.settings import Evaluation
 from stretto.training.stepping.noise_meter import NOTHING
 from stretto.training.stepping.stepper import Gradient, Stepper
 

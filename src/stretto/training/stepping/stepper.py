@@ -26,10 +26,10 @@ from stretto.runtime import TrainStep
 from stretto.runtime.gradients import is_fully_sharded, scalar, sparse_tables
 from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text
 from stretto.runtime.step import Info
+from stretto.settings import Stepping
 from stretto.training.checkpointing.records import UNFIT, unfit
 from stretto.training.distributed.fully_sharded import sync_gradients, zero_gradient
 from stretto.training.distributed.ranks import Ranks
-from stretto.training.settings import Stepping
 from stretto.training.stepping.allocation import allocate_state, no_memory
 from stretto.training.stepping.finite import FiniteCheck
 from stretto.training.stepping.noise_meter import Measured, NoiseMeter, Pass

@@ -9,7 +9,7 @@ from typing import Any, final
 from stretto.data import Step, count_target_tokens
 from stretto.data.tokens import shifts_told_by
 from stretto.errors import TrainingError, cannot
-from stretto.training.settings import Stepping
+from stretto.settings import Stepping
 
 
 def unit_counter(settings: Stepping) -> Callable[[Any], int] | None:
