@@ -32,7 +32,7 @@ BASE = {
 }
 SHORT = (
     *("A batch size policy", "A schedule", "A learning rate rule"),
-    *("A callback", "A metric", "A logger"),
+    *("A callback", "Data", "A metric", "A logger"),
 )
 """The parts that fifteen lines of Python and one block of a run file are enough for."""
 PROJECT = """
@@ -166,12 +166,33 @@ def test_a_policy_gets_every_key_that_is_not_a_bound() -> None:
     assert max(map(int, ledger("size"))) == 8
 
 
+def logged(column: str) -> list[Any]:
+    """What the lines of metrics of a run have under a name."""
+    lines = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
+    return [line[column] for line in lines if column in line]
+
+
 def test_a_callback() -> None:
     stopping = trainer("A callback", max_duration="20ep")
     stopping.fit()
     assert stopping.stop_reason == "the loss is below 0.01"
-    last = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
-    assert last["distance"] == pytest.approx(last["loss"] - 0.01)
+    assert logged("moved")[-1] > 0
+
+
+def test_a_callback_keeps_its_tensors_over_a_resume() -> None:
+    endless = [{"target": "mine:Moved", "loss": 0.0}]
+    trainer("A callback", callbacks=endless).fit()
+    whole = logged("moved")[-1]
+    again = trainer("A callback", callbacks=endless)
+    again.resume(min(Path("run/checkpoints").iterdir()))
+    again.fit()
+    assert logged("moved")[-1] == whole
+
+
+def test_data_of_ones_own() -> None:
+    made = trainer("Data")
+    made.fit()
+    assert (made.timer.sample, made.timer.epoch) == (80, 2)
 
 
 def test_a_step_with_two_optimizers_trains_and_is_resumed() -> None:
