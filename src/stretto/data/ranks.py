@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,14 @@ from stretto.data.fetching.feed import Part
 from stretto.errors import DataError, cannot
 from stretto.planning import Prepared, check_least
 from stretto.planning.plan import plan_prepared
+from stretto.runtime.collectives import (
+    all_gather_rows,
+    all_gather_texts,
+    all_same,
+    all_sum,
+    is_started,
+    marks,
+)
 from stretto.timing import Timestamp
 from stretto.timing.number import whole
 
@@ -37,8 +47,7 @@ def part_of(rank: int | None, world_size: int | None, micro_batch_size: int | No
             )
         )
     if rank is None or world_size is None:
-        started = dist.is_available() and dist.is_initialized()
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_started() else (0, 1)
     world_size = checked_size(world_size, "a world size")
     number = whole(rank)
     if number is None or not 0 <= number < world_size:
@@ -84,17 +93,12 @@ def check_shares(
         check_least(run.bound_policy, world_size=part.world_size, size=size)
 
 
-def can_agree() -> bool:
-    """Return whether the ranks can speak to each other."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def is_all(part: Part) -> bool:
     """Return whether the processes that can speak to each other are the ranks that share a batch.
 
     Where several hold parts of one model, say, they are more.
     """
-    return can_agree() and dist.get_world_size() == part.world_size
+    return is_started() and dist.get_world_size() == part.world_size
 
 
 def gathered(part: Part, values: Sequence[int]) -> list[tuple[int, ...]]:
@@ -108,16 +112,30 @@ def gathered(part: Part, values: Sequence[int]) -> list[tuple[int, ...]]:
         DataError: the ranks cannot speak to each other, or several processes are one rank and have
             not the same values. All of them raise it.
     """
-    own = (part.rank, *values)
     if part.world_size == 1:
-        return [own[1:]]
-    if not can_agree():
-        raise _not_started(f"read streams that are sharded over {part.world_size} ranks")
-    packed = torch.tensor(own, dtype=torch.int64, device=_device())
-    rows = [torch.empty_like(packed) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, packed)
-    found = {tuple(row.tolist()) for row in rows}
-    if sorted(row[0] for row in found) != list(range(part.world_size)):
+        return [tuple(values)]
+    _check_started(f"read streams that are sharded over {part.world_size} ranks")
+    rows = all_gather_rows(torch.tensor((part.rank, *values), dtype=torch.int64))
+    return [row[1:] for row in _of_ranks(part, [tuple(row.tolist()) for row in rows])]
+
+
+def gathered_texts(part: Part, text: str) -> list[str]:
+    """Return the texts of every rank, in their order. Every process must call it.
+
+    Raises:
+        DataError: as `gathered`.
+    """
+    if part.world_size == 1:
+        return [text]
+    _check_started(f"read streams that are sharded over {part.world_size} ranks")
+    rows = [tuple(json.loads(one)) for one in all_gather_texts(json.dumps((part.rank, text)))]
+    return [row[1] for row in _of_ranks(part, rows)]
+
+
+def _of_ranks(part: Part, rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Return the row of each rank, from those of all processes, which begin with their rank."""
+    found = sorted(set(rows))
+    if [row[0] for row in found] != list(range(part.world_size)):
         raise DataError(
             cannot(
                 f"read streams that are sharded over {part.world_size} ranks",
@@ -127,15 +145,7 @@ def gathered(part: Part, values: Sequence[int]) -> list[tuple[int, ...]]:
                 "same stream to those with the same rank",
             )
         )
-    return [row[1:] for row in sorted(found)]
-
-
-def gathered_texts(part: Part, text: str) -> list[str]:
-    """Return the texts of every rank, in their order. Every process must call it."""
-    data = text.encode()
-    lengths = [length for (length,) in gathered(part, (len(data),))]
-    rows = gathered(part, data.ljust(max(lengths), b" "))
-    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+    return found
 
 
 def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[int, float]:
@@ -154,11 +164,10 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
         DataError: the ranks cannot speak to each other, or would decide apart; or no number of
             whole processes is each of them. All of them do.
     """
-    if not can_agree():
-        raise _not_started(
-            f"count the tokens and seconds of {part.world_size} ranks",
-            "call loader.finish(tokens=..., seconds=...) with those of all ranks, or ",
-        )
+    _check_started(
+        f"count the tokens and seconds of {part.world_size} ranks",
+        "call loader.finish(tokens=..., seconds=...) with those of all ranks, or ",
+    )
     copies, odd = divmod(dist.get_world_size(), part.world_size)
     if odd or not copies:
         raise DataError(
@@ -174,9 +183,7 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
         seconds if dist.get_rank() == 0 else 0.0,
         *marks(zlib.crc32(repr(decision).encode())),
     ]
-    packed = torch.tensor(own, dtype=torch.float64, device=_device())
-    dist.all_reduce(packed)
-    total, measured, *sums = packed.tolist()
+    total, measured, *sums = all_sum(own)
     if is_all(part) and not all_same(sums, part.world_size):
         raise DataError(
             cannot(
@@ -189,31 +196,12 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
     return int(total) // copies, measured
 
 
-def marks(number: int) -> tuple[int, int]:
-    """Return two numbers whose sums over ranks show whether `number` is the same on all of them."""
-    mark = number % 2**20  # so that sums of squares are exact
-    return mark, mark * mark
-
-
-def all_same(sums: Sequence[float], world_size: int) -> bool:
-    """Return whether all ranks had the same marks, from their sums: the same answer on each.
-
-    >>> all_same([3 + 3, 9 + 9], 2), all_same([1 + 2 + 3, 1 + 4 + 9], 3)
-    (True, False)
-    """
-    total, squares = map(int, sums)
-    return squares * world_size == total**2  # by Cauchy-Schwarz, of whole numbers
-
-
-def _device() -> str:
-    return "cuda" if dist.get_backend() == "nccl" else "cpu"
-
-
-def _not_started(what: str, instead: str = "call ") -> DataError:
-    return DataError(
-        cannot(
-            what,
-            why="torch.distributed is not started",
-            instead=f"{instead}torch.distributed.init_process_group()",
+def _check_started(what: str, instead: str = "call ") -> None:
+    if not is_started():
+        raise DataError(
+            cannot(
+                what,
+                why="torch.distributed is not started",
+                instead=f"{instead}torch.distributed.init_process_group()",
+            )
         )
-    )

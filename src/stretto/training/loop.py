@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple, final
 
 from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import Step, StepLoader
-from stretto.data.ranks import all_same, marks
 from stretto.optim import Hyperparameters
+from stretto.runtime.collectives import all_same, marks
 from stretto.runtime.step import Info
 from stretto.timing import BoundTrigger, Timer, Timestamp
 from stretto.training.callback import Events

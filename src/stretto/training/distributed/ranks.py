@@ -8,7 +8,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from stretto.checkpoint.sharding import is_dtensor
 from stretto.errors import StrettoError, TrainingError, cannot
+from stretto.runtime.collectives import all_gather_texts, all_sum, is_started
 from stretto.runtime.gradients import is_fully_sharded, touching_all
 from stretto.training.distributed.fully_sharded import check_sharding
 from stretto.training.distributed.peers import Peers, own_store
@@ -39,7 +40,7 @@ class Ranks:
         self.device = device
         self._timeout = timeout
         self._group: Any = None
-        if dist.is_available() and dist.is_initialized():
+        if is_started():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         else:
             self.rank, self.world_size = 0, 1
@@ -76,10 +77,8 @@ class Ranks:
         """Return the sums of `values` over all ranks; exact for integers up to 2^53."""
         if self.world_size == 1:
             return list(values)
-        packed = torch.tensor(values, dtype=torch.float64)
         with self.peers.meeting():
-            dist.all_reduce(packed, group=self._group)
-        return cast(list[float], packed.tolist())
+            return all_sum(values, self._group)
 
     def reduce(self, tensor: Tensor, operation: str) -> None:
         """Replace a tensor by its "sum", "max" or "min" over all ranks, element by element."""
@@ -111,19 +110,8 @@ class Ranks:
         return list(texts)
 
     def _gather(self, text: str) -> list[str]:
-        payload = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        lengths = [0] * self.world_size
-        lengths[self.rank] = payload.numel()
-        lengths = [int(length) for length in self.agree(lengths)]
-        room = torch.zeros(max(lengths), dtype=torch.uint8)
-        room[: payload.numel()] = payload
-        gathered = [torch.empty_like(room) for _ in lengths]
         with self.peers.meeting():
-            dist.all_gather(gathered, room, group=self._group)
-        return [
-            bytes(one[:length].tolist()).decode()
-            for one, length in zip(gathered, lengths, strict=True)
-        ]
+            return all_gather_texts(text, self._group)
 
     def collect(self, value: object) -> list[Any]:
         """Return the values of all ranks, in their order, on the first; nothing on the others.
