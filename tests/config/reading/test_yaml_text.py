@@ -82,8 +82,8 @@ def test_an_alias_is_a_copy() -> None:
     [
         ("a: 1\na: 2", r"the key 'a' stands twice, first on line 1; .* \(line 2, column 1 of f\)"),
         ("a: !!python/object:os.system x", "would make an object"),
-        ("a: *x", "there is no finished '&x'"),
-        ("a: &x [*x]", "there is no finished '&x'"),
+        ("a: *x", "there is no such '&' name"),
+        ("a: &x [*x]", "nest deeper than 30"),
         ("<<: {a: 1}", "merges are not read"),
         ("? [a]\n: 1", "a key is not plain text"),
         ("a: 1\n---\nb: 2", "a second document begins"),

@@ -8,6 +8,13 @@ from stretto.errors import ConfigError, cannot
 
 _PROBLEMS = (
     (
+        "but found another document",
+        "a second document begins",
+        "keep one run in a file, without '---'",
+    ),
+    ("found undefined alias", "there is no such '&' name before it", "write the value out"),
+    ("found duplicate anchor", "the same '&' name stands twice", "write the values out"),
+    (
         "mapping values are not allowed here",
         "a second ':' stands where a value should be",
         "put the text in quotes, or the inner 'key: value' on its own indented line",

@@ -1,6 +1,6 @@
 """YAML text to plain values with the line of each: safe, strict and bounded for any text.
 
-PyYAML's safe loader does the parsing; the values are made here, because YAML 1.1 has habits that
+PyYAML composes the nodes; the values are made here, because YAML 1.1 has habits that
 surprise in a run file: `1e3` is a text, `1:30` is 90, `on` is true and a date is an object.
 Here a plain word is null, a boolean, a number or a text, as in YAML 1.2, and a key is always a
 text. Tags are refused, so nothing in a file makes an object.
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeGuard, final
+from typing import Any, TypeAlias, final
 
 import yaml
 
@@ -63,30 +62,38 @@ def parse_yaml(text: str, name: str) -> Document:
     """
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > MAX_BYTES:
-        raise ConfigError(
-            cannot(
-                f"read {name}",
-                why=f"it has {size} bytes and a run file has at most {MAX_BYTES}",
-                instead="write lists of values into code and name it with 'target:'",
-            )
+        raise _refused(
+            name,
+            None,
+            f"it has {size} bytes and a run file has at most {MAX_BYTES}",
+            "write lists of values into code and name it with 'target:'",
         )
     try:
-        return _Reader(name, yaml.parse(text, Loader=yaml.SafeLoader)).document()
+        node = _Composer(text, name).get_single_node()
+    except ConfigError:
+        raise
+    except (ValueError, OverflowError):  # of int() and chr(), which PyYAML calls unguarded
+        raise _refused(
+            name,
+            None,
+            "an escape or a '%YAML' line holds a number that is too large",
+            "write the character itself, and no '%YAML' line",
+        ) from None
     except yaml.reader.ReaderError as error:
-        raise ConfigError(
-            cannot(
-                f"read {name}",
-                why=f"the character U+{int(error.character):04X} is not allowed in YAML",
-                instead="write plain UTF-8 text",
-                where=f"at character {error.position + 1}",
-            )
+        raise _refused(
+            name,
+            f"at character {error.position + 1}",
+            f"the character U+{int(error.character):04X} is not allowed in YAML",
+            "write plain UTF-8 text",
         ) from None
     except yaml.MarkedYAMLError as error:
         raise broken_yaml(error, name) from None
     except yaml.YAMLError:
-        raise ConfigError(
-            cannot(f"read {name}", why="it is not YAML", instead="write 'key: value' lines")
-        ) from None
+        raise _refused(name, None, "it is not YAML", "write 'key: value' lines") from None
+    if node is None:
+        raise _refused(name, None, "it is empty", "write at least 'max_duration: 2ep'")
+    values = _Values(name)
+    return Document(values.of(node, ()), values.lines)
 
 
 def parse_scalar(text: str) -> bool | int | float | str | None:
@@ -108,149 +115,99 @@ def parse_scalar(text: str) -> bool | int | float | str | None:
     return text
 
 
-@dataclass(slots=True)
-class _Reader:
-    """Builds plain values from the parser's events, one look ahead, nothing kept of the parser."""
+class _Composer(yaml.SafeLoader):
+    """Makes nodes of a text, and stops where one holds too much or would make an object."""
 
-    name: str
-    events: Iterator[yaml.Event]
-    lines: dict[Path, int] = field(default_factory=dict)
-    anchors: dict[str, Value] = field(default_factory=dict)
-    count: int = 0
+    def __init__(self, text: str, name: str) -> None:
+        super().__init__(text)
+        self.name = name
+        self.depth = 0
+        self.count = 0
 
-    def document(self) -> Document:
-        event = self._next()  # StreamStart
-        event = self._next()
-        if isinstance(event, yaml.StreamEndEvent):
-            raise self._refused("it is empty", "write at least 'max_duration: 2ep'", event)
-        value = self._value(self._next(), ())
-        self._next()  # DocumentEnd
-        event = self._next()
-        if not isinstance(event, yaml.StreamEndEvent):
-            raise self._refused(
-                "a second document begins", "keep one run in a file, without '---'", event
-            )
-        return Document(value, self.lines)
-
-    def _next(self) -> yaml.Event:
-        try:
-            return next(self.events)
-        except (ValueError, OverflowError):  # of int() and chr(), which PyYAML calls unguarded
-            raise ConfigError(
-                cannot(
-                    f"read {self.name}",
-                    why="an escape or a '%YAML' line holds a number that is too large",
-                    instead="write the character itself, and no '%YAML' line",
-                )
-            ) from None
-
-    def _value(self, event: yaml.Event, path: Path) -> Value:
-        self._count(1, event)
-        if len(path) > MAX_DEPTH:
-            raise self._refused(
-                f"values nest deeper than {MAX_DEPTH}", "write it with less nesting", event
-            )
-        if isinstance(event, yaml.AliasEvent):
-            return self._alias(event)
-        assert isinstance(event, yaml.NodeEvent)
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        self.count += 1
+        _check_bounds(self.name, event.start_mark, self.depth, self.count)
         tag = getattr(event, "tag", None)
         if tag is not None:
-            raise self._refused(
-                f"the tag {shown(tag)} would make an object", "write the plain value", event
-            )
-        value = self._untagged(event, path)
-        if event.anchor is not None:
-            self.anchors[event.anchor] = value
-        return value
+            why = f"the tag {shown(tag)} would make an object"
+            raise _refused(self.name, event.start_mark, why, "write the plain value")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
-    def _untagged(self, event: yaml.Event, path: Path) -> Value:
-        if isinstance(event, yaml.ScalarEvent):
-            text = self._text(event)
-            return text if event.style else parse_scalar(text)
-        if isinstance(event, yaml.SequenceStartEvent):
-            items: list[Value] = []
-            while not isinstance(event := self._next(), yaml.SequenceEndEvent):
-                inner = (*path, len(items))
-                self.lines[inner] = _place(event)[0]
-                items.append(self._value(event, inner))
-            return items
+
+@dataclass(slots=True)
+class _Values:
+    """Makes plain values of nodes, aliases followed."""
+
+    name: str
+    lines: dict[Path, int] = field(default_factory=dict)
+    count: int = 0
+
+    def of(self, node: yaml.Node, path: Path) -> Value:
+        self.count += 1
+        _check_bounds(self.name, node.start_mark, len(path), self.count)
+        if isinstance(node, yaml.ScalarNode):
+            text = self._text(node)
+            return text if node.style else parse_scalar(text)
+        if isinstance(node, yaml.SequenceNode):
+            return [self._inner(item, item, (*path, n)) for n, item in enumerate(node.value)]
         entries: dict[str, Value] = {}
-        while not isinstance(event := self._next(), yaml.MappingEndEvent):
-            key = self._key(event)
-            inner = (*path, key)
+        for key_node, item in node.value:
+            key = self._key(key_node)
             if key in entries:
-                raise self._refused(
-                    f"the key {shown(key)} stands twice, first on line {self.lines[inner]}",
-                    "keep one of them",
-                    event,
-                )
-            self.lines[inner] = _place(event)[0]
-            after = self._next()
-            if ":" in key and _is_bare(event) and _is_bare(after) and after.value == "":
+                first = self.lines[(*path, key)]
+                why = f"the key {shown(key)} stands twice, first on line {first}"
+                raise _refused(self.name, key_node.start_mark, why, "keep one of them")
+            if ":" in key and _is_bare(key_node) and _is_bare(item) and item.value == "":
                 # In braces, '{0ep:8}' is the key '0ep:8' without a value.
-                first, _, second = key.partition(":")
-                raise self._refused(
-                    f"{shown(key)} has no value",
-                    f"write {shown(f'{first}: {second}')}, with a space",
-                    event,
-                )
-            entries[key] = self._value(after, inner)
+                instead = f"write {shown(key.replace(':', ': ', 1))}, with a space"
+                why = f"{shown(key)} has no value"
+                raise _refused(self.name, key_node.start_mark, why, instead)
+            entries[key] = self._inner(key_node, item, (*path, key))
         return entries
 
-    def _key(self, event: yaml.Event) -> str:
-        if not isinstance(event, yaml.ScalarEvent) or event.tag is not None:
-            raise self._refused("a key is not plain text", "write 'key: value'", event)
-        if event.value == "<<" and not event.style:
-            raise self._refused("'<<' merges are not read", "write the keys out", event)
-        return self._text(event)
+    def _inner(self, at: yaml.Node, node: yaml.Node, path: Path) -> Value:
+        self.lines[path] = at.start_mark.line + 1
+        return self.of(node, path)
 
-    def _text(self, event: yaml.ScalarEvent) -> str:
-        text = str(event.value)
+    def _key(self, node: yaml.Node) -> str:
+        if not isinstance(node, yaml.ScalarNode):
+            why = "a key is not plain text"
+            raise _refused(self.name, node.start_mark, why, "write 'key: value'")
+        if node.value == "<<" and not node.style:
+            why = "'<<' merges are not read"
+            raise _refused(self.name, node.start_mark, why, "write the keys out")
+        return self._text(node)
+
+    def _text(self, node: yaml.ScalarNode) -> str:
+        text = str(node.value)
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise self._refused(
-                "half of a surrogate pair is not a character", "write the character itself", event
-            )
+            why = "half of a surrogate pair is not a character"
+            raise _refused(self.name, node.start_mark, why, "write the character itself")
         return text
 
-    def _alias(self, event: yaml.AliasEvent) -> Value:
-        if event.anchor not in self.anchors:
-            raise self._refused(
-                f"there is no finished '&{event.anchor}' before it", "write the value out", event
-            )
-        return self._copied(self.anchors[event.anchor], event)
 
-    def _copied(self, value: Value, event: yaml.Event) -> Value:
-        """A copy, counted, so that aliases of aliases can't grow without end."""
-        self._count(1, event)
-        if isinstance(value, list):
-            return [self._copied(item, event) for item in value]
-        if isinstance(value, dict):
-            return {key: self._copied(item, event) for key, item in value.items()}
-        return value
-
-    def _count(self, more: int, event: yaml.Event) -> None:
-        self.count += more
-        if self.count > MAX_VALUES:
-            raise self._refused(
-                f"it holds more than {MAX_VALUES} values", "name code with 'target:'", event
-            )
-
-    def _refused(self, why: str, instead: str, event: yaml.Event) -> ConfigError:
-        line, column = _place(event)
-        where = f"line {line}, column {column} of {self.name}"
-        return ConfigError(cannot(f"read {self.name}", why=why, instead=instead, where=where))
-
-
-def _is_bare(event: yaml.Event) -> TypeGuard[yaml.ScalarEvent]:
+def _is_bare(node: yaml.Node) -> bool:
     """Whether it is a word without quotes."""
-    return isinstance(event, yaml.ScalarEvent) and not event.style
+    return isinstance(node, yaml.ScalarNode) and not node.style
 
 
-def _place(event: yaml.Event) -> tuple[int, int]:
-    """The line and the column, from 1, at which an event begins."""
-    mark = event.start_mark
-    assert mark is not None, "the pure Python parser marks every event"
-    return mark.line + 1, mark.column + 1
+def _check_bounds(name: str, mark: Any, depth: int, count: int) -> None:
+    if depth > MAX_DEPTH:
+        why = f"values nest deeper than {MAX_DEPTH}"
+        raise _refused(name, mark, why, "write it with less nesting")
+    if count > MAX_VALUES:
+        why = f"it holds more than {MAX_VALUES} values"
+        raise _refused(name, mark, why, "name code with 'target:'")
+
+
+def _refused(name: str, mark: Any, why: str, instead: str) -> ConfigError:
+    if mark is not None and not isinstance(mark, str):
+        mark = f"line {mark.line + 1}, column {mark.column + 1} of {name}"
+    return ConfigError(cannot(f"read {name}", why=why, instead=instead, where=mark))
 
 
 def check_mapping(value: Value, name: str) -> dict[str, Any]:
