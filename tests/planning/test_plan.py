@@ -36,7 +36,7 @@ from stretto.errors import (
     TimeError,
 )
 from stretto.planning import check_least, plan, prepare, walk
-from stretto.schedules import Constant, Cosine, Linear, Periods, StepDecay
+from stretto.schedules import Constant, Cosine, Custom, Linear, Periods, StepDecay
 from stretto.timing import (
     At,
     BatchSizes,
@@ -44,6 +44,7 @@ from stretto.timing import (
     Horizon,
     LastBatch,
     Time,
+    Timer,
     Timestamp,
     TimeUnit,
     advance,
@@ -316,7 +317,7 @@ def test_what_only_the_run_knows_is_left_out_of_the_plan() -> None:
         8,
         schedules={
             "lr": StepDecay("900tok"),
-            "lr@head": lambda timer: 1 / (1 + float(timer.get("sec"))),
+            "lr@head": Custom(lambda timer: 1 / (1 + float(timer.get("sec"))), reads="sec"),
             "weight_decay": 0.1,
         },
         triggers={"evaluate": "1Mtok", "save": At("5m"), "log": "1ba"},
@@ -333,15 +334,28 @@ def test_what_only_the_run_knows_is_left_out_of_the_plan() -> None:
     assert "evaluate: by epochs, so its times are only known in the run" in unsized.table()
 
 
+def test_a_schedule_function_that_reads_more_than_it_says_has_no_plan() -> None:
+    def by_tokens(timer: Timer) -> float:
+        return 0.5 if timer.token else 1.0
+
+    with pytest.raises(PlanError, match=r"'lr': its function reads 'token', .*reads='tok'"):
+        plan(HORIZON, 8, schedules={"lr": by_tokens})
+    counted = Horizon("2ep", dataset_num_samples=1000, tokens_per_sample=10)
+    assert plan(counted, 8, schedules={"lr": by_tokens}).values_at(1) == {"lr": 0.5}
+    assert not plan(HORIZON, 8, schedules={"lr": Custom(by_tokens, "tok")}).values_at(1)
+
+
 def test_a_function_that_reads_what_only_the_run_knows_has_no_plan() -> None:
     def by_tokens(timestamp: Timestamp, current: int | None) -> int:
         return 8 if timestamp.token < 1000 else 16
 
     policy = SizeFunction(by_tokens)
-    with pytest.raises(PlanError, match="they follow tokens"):
+    with pytest.raises(BatchSizeError, match=r"reads 'token', .*planned=False"):
         plan(HORIZON, policy)
-    with pytest.raises(PlanError, match="they follow tokens"):
+    with pytest.raises(BatchSizeError, match=r"reads 'token', .*planned=False"):
         plan(HORIZON, PeriodSizes([("rest", AtLeast(policy, 8))]))
+    with pytest.raises(PlanError, match="what the run measures"):
+        plan(HORIZON, SizeFunction(by_tokens, planned=False))
     counted = Horizon("2ep", dataset_num_samples=1000, tokens_per_sample=10)
     assert [stage.size for stage in plan(counted, policy).stages] == [8, 16]
 

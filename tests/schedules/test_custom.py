@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from stretto.errors import ConversionError, ScheduleError
+from stretto.errors import ConversionError, ScheduleError, TimeError
 from stretto.schedules import Constant, Cosine, Custom, Periods, as_schedule
 from stretto.testing.schedules import by_batch, values
 from stretto.timing import Horizon, Time, Timer, Timestamp
@@ -26,6 +26,20 @@ def test_it_reads_the_clock_at_the_timestamp() -> None:
     assert seen[0].timestamp == stamp
     assert seen[0].get("ep") == Time("1.3ep")
     assert seen[0].get("tok") == Time("99tok")
+
+
+def test_it_says_what_it_reads() -> None:
+    def by_tokens(timer: Timer) -> float:
+        return 0.5 ** float(timer.get("tok").amount)
+
+    run = Horizon("4Ktok")
+    assert Custom(by_tokens).reads(run) == {"ep", "ba", "sp", "tok"}  # "dur" is of the run's length
+    schedule = Custom(by_tokens, reads="tok sec")
+    assert schedule.reads(run) == {"tok", "sec"}
+    assert repr(schedule).endswith(", reads='tok sec')")
+    assert schedule.scaled(2) == schedule != Custom(by_tokens)
+    with pytest.raises(TimeError, match="'hours'"):
+        Custom(by_tokens, reads="hours")
 
 
 def test_in_a_period_it_still_reads_the_clock_of_the_run() -> None:

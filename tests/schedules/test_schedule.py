@@ -36,6 +36,7 @@ from stretto.schedules import (
 )
 from stretto.testing.schedules import RUN, by_batch, leaves, samples_of_run, schedules, values
 from stretto.timing import Horizon, Time, Timer, Timestamp
+from stretto.timing.known import KnownCounts, unknown_counters
 
 ENDLESS = 10**30
 
@@ -304,3 +305,9 @@ def test_products_are_written_with_a_star() -> None:
 def test_the_rest_is_a_value_of_its_own() -> None:
     assert Rest() == Rest()
     assert str(Rest()) == "rest"
+
+
+@given(schedules(), samples_of_run())
+def test_a_schedule_reads_no_more_than_it_says(schedule: Schedule, timestamp: Timestamp) -> None:
+    hidden = unknown_counters(Horizon("1ba"), but=schedule.reads(RUN))
+    schedule.bind(RUN)(KnownCounts.of(timestamp, hidden))

@@ -160,9 +160,9 @@ class Hyperparameters:
         return {name: column.schedule for name, column in self._columns.items()}
 
     @property
-    def bound(self) -> dict[str, BoundSchedule]:
-        """The same, bound to the run."""
-        return {name: column.bound for name, column in self._columns.items()}
+    def bound(self) -> dict[str, tuple[Schedule, BoundSchedule]]:
+        """The same, each with what it is when bound to the run."""
+        return {name: (one.schedule, one.bound) for name, one in self._columns.items()}
 
     @property
     def base(self) -> dict[str, float]:

@@ -5,12 +5,11 @@ A plan, the data loader and the trainer all take their batches from here, so the
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import NamedTuple
 
 from stretto.batching.policy import NO_SIGNALS, BoundPolicy, PolicyState, Signals
 from stretto.errors import Argument, BatchSizeError, PlanError, Text, cannot
-from stretto.planning.watch import unknown_read
 from stretto.timing import Horizon, Timestamp, TimeUnit, advance
 from stretto.timing.epochs import cut, is_countable, next_epoch, outgrows_epoch, rollover
 
@@ -150,19 +149,25 @@ def check_plannable(horizon: Horizon, policy: BoundPolicy) -> None:
 
 def unplannable(horizon: Horizon, policy: BoundPolicy) -> tuple[str, Text] | None:
     """Return why the sizes are not known before the run and what to write instead, or None."""
-    for unit in sorted(policy.units):
-        if not is_countable(horizon, unit):
-            return _UNKNOWN[_COUNTS[horizon.axis(unit).unit]]
+    unknown = unknown_count(horizon, {horizon.axis(unit).unit for unit in policy.units})
+    if unknown is not None:
+        return _UNKNOWN[unknown]
     if not policy.is_static:
         instead = "run it without a plan"
         if policy.bounds is not None:
             least, most = policy.bounds
             instead += f", or plan it once with batches of {least} and once of {most}"
         return "they follow what the run measures", instead
-    # A function of the user's own does not say what it reads, so it is watched.
-    state = policy.start()
-    counts = unknown_read(horizon, lambda now: policy.decide(now, state, NO_SIGNALS), [Timestamp()])
-    return None if counts is None else _UNKNOWN[counts]
+    return None
+
+
+def unknown_count(horizon: Horizon, units: Iterable[TimeUnit]) -> str | None:
+    """Return which of the units of a run only the run knows, in words; None: it knows them all.
+
+    >>> unknown_count(Horizon("1ep"), [TimeUnit.SAMPLE, TimeUnit.SECOND])
+    'the wall clock'
+    """
+    return next((_COUNTS[unit] for unit in sorted(units) if not is_countable(horizon, unit)), None)
 
 
 _COUNTS = {TimeUnit.EPOCH: "epochs", TimeUnit.TOKEN: "tokens", TimeUnit.SECOND: "the wall clock"}

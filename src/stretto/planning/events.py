@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+from stretto.planning.clock import unknown_count
 from stretto.planning.sizes import PlannedSizes
-from stretto.planning.watch import reading, unknown_read
 from stretto.timing import BoundTrigger, Timestamp
 
 FIRST = 5
@@ -34,7 +34,7 @@ class Event:
 
 def make_event(name: str, trigger: BoundTrigger, sizes: PlannedSizes) -> Event:
     """Return when `trigger` fires on a planned run."""
-    follows = unknown_read(sizes.horizon, reading(trigger), [Timestamp()])
+    follows = unknown_count(sizes.horizon, trigger.units)
     if follows is not None:
         return Event(name, follows=follows)
     times = _times(trigger, sizes, FIRST)

@@ -26,8 +26,8 @@ from stretto.planning.stages import (
     known_schedules,
     make_stage,
 )
-from stretto.planning.tokens import check_run_tokens, check_tokens
-from stretto.schedules import BoundSchedule, ScheduleLike
+from stretto.planning.tokens import check_tokens
+from stretto.schedules import BoundSchedule, Schedule, ScheduleLike
 from stretto.timing import Horizon, TimeLike, Timestamp, Trigger
 
 
@@ -249,7 +249,7 @@ def plan_prepared(
     world_size: int = 1,
     micro_batch_size: int | None = None,
     even: bool = False,
-    values: Mapping[str, BoundSchedule] | None = None,
+    values: Mapping[str, tuple[Schedule, BoundSchedule]] | None = None,
     base: Mapping[str, float] | None = None,
     tracks_tokens: bool = True,
     resume_at: Timestamp | None = None,
@@ -261,8 +261,8 @@ def plan_prepared(
         world_size: how many ranks share a batch.
         micro_batch_size: the most samples that a rank takes at once.
         even: refuse sizes that are not multiples of `world_size * micro_batch_size`.
-        values: the schedules by hyper-parameter, as an optimizer combines them; None: those of
-            the run.
+        values: by hyper-parameter, its schedule and the same bound, as an optimizer combines them;
+            None: the schedules of the run.
         base: what the schedules' factors multiply; 1 where it is left out.
         tracks_tokens: whether the data can count the tokens of a batch.
         resume_at: where a run goes on from; stages that are over there are not checked.
@@ -273,15 +273,14 @@ def plan_prepared(
     world_size = checked_world_size(world_size)
     if micro_batch_size is not None:
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
-    values = run.bound_schedules if values is None else values
+    if values is None:
+        values = {name: (one, run.bound_schedules[name]) for name, one in run.schedules.items()}
     if not tracks_tokens:
-        check_run_tokens(run.facts, run.bound_policy)
+        check_tokens(run)
     sizes = run.planned_sizes()
-    if not tracks_tokens:
-        check_tokens(values, run.bound_triggers)
-    known, unknown = known_schedules(sizes, values)
+    known, unknown = known_schedules(run.facts, values)
     horizon = run.horizon if sizes.is_exact else run.facts.with_batch_sizes(sizes)
-    at = hyperparameters(known, _known(base or {}, values), run.rule)
+    at = hyperparameters(run.facts, known, _known(base or {}, values), run.rule)
     stages = tuple(
         make_stage(
             run.facts,

@@ -10,10 +10,11 @@ from stretto.batching import BoundPolicy, LearningRateRule
 from stretto.batching.rules import is_learning_rate
 from stretto.batching.split import even_unit, not_even, split
 from stretto.errors import Argument, PlanError, cannot
-from stretto.planning.sizes import PlannedSizes, Stretch
-from stretto.planning.watch import unknown_read
-from stretto.schedules import BoundSchedule
+from stretto.planning.clock import unknown_count
+from stretto.planning.sizes import Stretch
+from stretto.schedules import BoundSchedule, Schedule
 from stretto.timing import Horizon, Timestamp
+from stretto.timing.known import KnownCounts, UnknownCountError, unknown_counters
 
 Values: TypeAlias = Callable[[Timestamp, int], dict[str, float]]
 """Every hyper-parameter at a timestamp, for a batch of a decided size."""
@@ -177,21 +178,21 @@ def _where(stage: Stage) -> str:
 
 
 def known_schedules(
-    sizes: PlannedSizes, bound: Mapping[str, BoundSchedule]
+    horizon: Horizon, schedules: Mapping[str, tuple[Schedule, BoundSchedule]]
 ) -> tuple[dict[str, BoundSchedule], list[str]]:
     """Return the schedules whose values are known before the run, and a line for each other."""
-    starts = [stretch.batches.first for stretch in sizes.stretches]
     known, lines = {}, []
-    for name, schedule in bound.items():
-        follows = unknown_read(sizes.horizon, schedule, starts)
+    for name, (schedule, bound) in schedules.items():
+        follows = unknown_count(horizon, schedule.reads(horizon))
         if follows is None:
-            known[name] = schedule
+            known[name] = bound
         else:
             lines.append(f"{name} follows {follows}, so its values are only known in the run")
     return known, lines
 
 
 def hyperparameters(
+    horizon: Horizon,
     bound: Mapping[str, BoundSchedule],
     base: Mapping[str, float],
     rule: LearningRateRule,
@@ -200,12 +201,27 @@ def hyperparameters(
 
     A value is its base times the schedule's factor; learning rates are times the rule's too.
     """
+    hidden = unknown_counters(horizon)
 
     def values(timestamp: Timestamp, size: int) -> dict[str, float]:
         found = {}
+        now = KnownCounts.of(timestamp, hidden)
         for name, schedule in bound.items():
-            value = base.get(name, 1.0) * schedule(timestamp)
+            try:
+                value = base.get(name, 1.0) * schedule(now)
+            except UnknownCountError as error:
+                raise _undeclared(name, error) from None
             found[name] = value * rule(size) if is_learning_rate(name) else value
         return found
 
     return values
+
+
+def _undeclared(name: str, error: UnknownCountError) -> PlanError:
+    return PlanError(
+        cannot(
+            f"plan {name!r}",
+            why=f"its function reads {error.name!r}, which only the run knows",
+            instead=f"say so: Custom(function, reads='{error.unit}')",
+        )
+    )

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from stretto.batching import BoundPolicy
 from stretto.errors import PlanError, cannot
-from stretto.planning.watch import counters_read, reading
-from stretto.schedules import BoundSchedule
-from stretto.timing import BoundTrigger, Horizon, Timestamp, TimeUnit
+from stretto.planning.prepare import Prepared
+from stretto.timing import TimeUnit
 
 
-def check_run_tokens(horizon: Horizon, policy: BoundPolicy) -> None:
-    """Refuse a run or a batch size that follows tokens, which the data do not count.
+def check_tokens(run: Prepared) -> None:
+    """Refuse a run that follows tokens, which the data do not count.
 
     Raises:
-        PlanError: the length of the run or the batch size follows tokens.
+        PlanError: its length, the batch size, a schedule or a trigger follows tokens.
     """
-    if horizon.max_duration.unit is TimeUnit.TOKEN:
-        _refuse(f"run for {horizon.max_duration}", "max_duration")
-    if TimeUnit.TOKEN in policy.units:
+    if run.facts.max_duration.unit is TimeUnit.TOKEN:
+        _refuse(f"run for {run.facts.max_duration}", "max_duration")
+    if TimeUnit.TOKEN in run.bound_policy.units:
         _refuse("follow tokens with the batch size", "batch_size")
-
-
-def check_tokens(
-    schedules: Mapping[str, BoundSchedule], triggers: Mapping[str, BoundTrigger]
-) -> None:
-    """Refuse schedules and triggers that follow tokens, which the data do not count.
-
-    Raises:
-        PlanError: a schedule or a trigger follows tokens.
-    """
-    for name, schedule in schedules.items():
-        if "token" in counters_read(schedule, [Timestamp()]):
+    for name, schedule in run.schedules.items():
+        if TimeUnit.TOKEN in schedule.reads(run.facts):
             _refuse("follow tokens with a schedule", name)
-    for name, trigger in triggers.items():
-        if "token" in counters_read(reading(trigger), [Timestamp()]):
+    for name, trigger in run.bound_triggers.items():
+        if TimeUnit.TOKEN in trigger.units:
             _refuse("wait for tokens", name)
 
 

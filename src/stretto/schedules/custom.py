@@ -11,8 +11,12 @@ from stretto.schedules.arguments import checked_factor, factor
 from stretto.schedules.constant import Constant
 from stretto.schedules.schedule import BoundSchedule, Schedule, fill
 from stretto.schedules.scope import Scope
-from stretto.timing import Time, Timer, Timestamp
+from stretto.timing import Horizon, Time, Timer, Timestamp, TimeUnit
 from stretto.timing.number import is_number
+from stretto.timing.unit import parse_unit
+
+READS = "ep ba sp dur"
+"""What a function of the timer is taken to read."""
 
 
 @final
@@ -23,6 +27,9 @@ class Custom(Schedule):
     The callable gets a `Timer` that stands at the timestamp: `timer.epoch`, `timer.get("tok")`,
     `timer.get_elapsed_duration()`. It must depend on nothing else, since a plan calls it out of
     order and a resumed run calls it again. `scaled` leaves the callable as it is.
+
+    A plan must know what it reads: epochs, batches, samples and the fraction of the run, unless you
+    say otherwise. If it reads tokens or wall time, write `Custom(function, reads="tok")`.
 
     The counters are those of the whole run. Inside `Periods`, `timer.get_current_period_time(unit)`
     and `timer.get_current_period_frac_elapsed()` are those of the period.
@@ -36,15 +43,18 @@ class Custom(Schedule):
 
     Args:
         function: the factor at the time that a timer shows.
+        reads: the units that it reads from the timer, separated by spaces.
 
     Raises:
+        TimeError: `reads` has a unit that there is not.
         ScheduleError: the function can't be called; when it is, it does not return a finite number
             of at least 0.
     """
 
     function: Callable[[Timer], float]
+    units: str
 
-    def __init__(self, function: Callable[[Timer], float]) -> None:
+    def __init__(self, function: Callable[[Timer], float], reads: str = READS) -> None:
         if not callable(function):
             raise ScheduleError(
                 cannot(
@@ -53,11 +63,15 @@ class Custom(Schedule):
                     instead="write a function of the timer, such as lambda timer: 0.5**timer.epoch",
                 )
             )
-        fill(self, function=function)
+        fill(self, function=function, units=" ".join(map(parse_unit, reads.split())))
 
     def times(self) -> tuple[Time, ...]:
         """Return no time: the callable reads the clock itself."""
         return ()
+
+    def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
+        """Return the units that were given."""
+        return frozenset(horizon.axis(unit).unit for unit in self.units.split())
 
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the factor as a function of the timestamp."""
@@ -67,6 +81,10 @@ class Custom(Schedule):
             return checked_factor(function(Timer.at(timestamp, horizon, period=clock)), function)
 
         return value
+
+    def __repr__(self) -> str:
+        reads = "" if self.units == READS else f", reads={self.units!r}"
+        return f"Custom(function={self.function!r}{reads})"
 
     def __str__(self) -> str:
         return f"custom {getattr(self.function, '__name__', type(self.function).__name__)}"

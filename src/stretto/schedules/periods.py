@@ -15,7 +15,7 @@ from stretto.schedules.arguments import length
 from stretto.schedules.custom import as_schedule
 from stretto.schedules.schedule import BoundSchedule, Schedule, ScheduleLike, fill
 from stretto.schedules.scope import END, Scope, Span
-from stretto.timing import Time, TimeLike, Timestamp, TimeUnit
+from stretto.timing import Horizon, Time, TimeLike, Timestamp, TimeUnit
 
 
 @final
@@ -92,6 +92,11 @@ class Periods(Schedule):
                 times += [duration, *(time for time in inner if time.unit is not TimeUnit.DURATION)]
         # What follows the rest is measured back from the end.
         return (*times, END) if self._around_rest()[1] else tuple(times)
+
+    def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
+        """Return the units of the durations, and what any of the schedules reads."""
+        own = frozenset(horizon.axis(time.unit).unit for time in self.times())
+        return own.union(*(schedule.reads(horizon) for _, schedule in self.periods))
 
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the factor over `scope` as a function of the timestamp.

@@ -10,7 +10,7 @@ from stretto.errors import ScheduleError, cannot
 from stretto.schedules.custom import as_schedule
 from stretto.schedules.schedule import BoundSchedule, Schedule, ScheduleLike, fill
 from stretto.schedules.scope import Scope
-from stretto.timing import Time, Timestamp
+from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 
 
 @final
@@ -49,6 +49,10 @@ class Product(Schedule):
     def times(self) -> tuple[Time, ...]:
         """Return the times of all the schedules."""
         return tuple(time for schedule in self.schedules for time in schedule.times())
+
+    def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
+        """Return what any of the schedules reads."""
+        return frozenset[TimeUnit]().union(*(one.reads(horizon) for one in self.schedules))
 
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the product over `scope` as a function of the timestamp."""

@@ -67,6 +67,13 @@ class Schedule(ABC):
             ScheduleError: the times contradict each other or do not fit into the scope.
         """
 
+    def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
+        """Return the units that it reads from the clock of a run: those of its times.
+
+        A plan leaves out what follows a count that only the run knows.
+        """
+        return frozenset(horizon.axis(time.unit).unit for time in self.times())
+
     def scaled(self, ratio: Number) -> Self:
         """Return the schedule with every time stretched by `ratio`; scale the horizon with it.
 

@@ -35,10 +35,15 @@ class BoundTrigger:
 
     count: Count
     """How many boundaries lie in `(before, after]`."""
-    needs_wall_clock: bool
-    """Whether it reads wall time, so that ranks must be told by one of them."""
+    units: frozenset[TimeUnit]
+    """The units that it reads from the clock."""
     next: Callable[[Timestamp], Limits]
     """Where it fires next after a timestamp: as soon as any of the limits is reached."""
+
+    @property
+    def needs_wall_clock(self) -> bool:
+        """Whether it reads wall time, so that the first rank decides for all."""
+        return TimeUnit.SECOND in self.units
 
     def __call__(self, before: Timestamp, after: Timestamp) -> bool:
         """Return whether a boundary lies in `(before, after]`."""
@@ -104,7 +109,7 @@ class Every(Trigger):
         def following(before: Timestamp) -> Limits:
             return [(axis, -((-(read(before) * below // above) - 1) * above // below))]
 
-        return BoundTrigger(count, axis.unit is TimeUnit.SECOND, following)
+        return BoundTrigger(count, frozenset({axis.unit}), following)
 
     def scaled(self, ratio: Number) -> Every:
         """Return the trigger with its interval stretched, unless it is a fraction of the run."""
@@ -153,7 +158,7 @@ class At(Trigger):
 
         return BoundTrigger(
             _sum([_passing(axis.read, ticks) for axis, ticks in ordered]),
-            any(axis.unit is TimeUnit.SECOND for axis in marks),
+            frozenset(axis.unit for axis in marks),
             following,
         )
 
@@ -182,7 +187,7 @@ class AnyOf(Trigger):
         counts = [trigger.count for trigger in bound]
         return BoundTrigger(
             _sum(counts),
-            any(trigger.needs_wall_clock for trigger in bound),
+            frozenset[TimeUnit]().union(*(one.units for one in bound)),
             lambda before: [limit for trigger in bound for limit in trigger.next(before)],
         )
 

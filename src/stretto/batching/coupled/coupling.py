@@ -24,7 +24,7 @@ from stretto.schedules import (
     Scope,
     as_schedule,
 )
-from stretto.timing import Horizon, Time, Timestamp
+from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.number import exact
 from stretto.timing.time import Number
 
@@ -217,6 +217,11 @@ class CoupledSchedule(Schedule):
     def times(self) -> tuple[Time, ...]:
         """Return the times of the decaying schedule."""
         return self.coupling.decay.times()
+
+    def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
+        """Return what the schedule reads, and the units of the sizes."""
+        own = frozenset(horizon.axis(time.unit).unit for time in self.coupling.size.times())
+        return own | self.coupling.decay.reads(horizon)
 
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the factor over the run as a function of the timestamp.

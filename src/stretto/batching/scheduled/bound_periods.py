@@ -171,7 +171,6 @@ class BoundPeriods(BoundPolicy):
 
     def _since(self, timestamp: Timestamp, began: Timestamp) -> Timestamp:
         """The clock of a period: what has passed since it began."""
-        # Unpacked, not read by name: planning watches what the policy inside reads by name.
         epoch, batch, sample, token, _, within, _, wall, *_ = timestamp
         epoch, sample = epoch - began.epoch, sample - began.sample
         num_samples = self.horizon.dataset_num_samples

@@ -18,6 +18,7 @@ from stretto.batching.policy import (
 )
 from stretto.errors import Argument, BatchSizeError, cannot, shown
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
+from stretto.timing.known import KnownCounts, UnknownCountError, unknown_counters
 from stretto.timing.time import Number
 
 SizeCallable: TypeAlias = Callable[[Timestamp, int | None], int]
@@ -31,7 +32,7 @@ class SizeFunction(BatchSizePolicy):
 
     It must be pure: the same arguments give the same size, or a plan, a resumed run and the other
     ranks come to other sizes. Only without a plan may it look at wall time, or at tokens that
-    the data cannot count beforehand: say `planned=False`.
+    the data cannot count beforehand: say `planned=False`. Else reading one of them is an error.
 
     >>> grow = SizeFunction(lambda timestamp, current: current * 2, 4, every="1ep")
     >>> bound = grow.bind(Horizon("2ep", dataset_num_samples=100))
@@ -85,10 +86,15 @@ class SizeFunction(BatchSizePolicy):
     def bind(self, horizon: Horizon) -> BoundPolicy:
         """Resolve `every` for one run."""
         if self.every is None:
-            return BoundFunction(self)
+            return BoundFunction(self, self._hidden(horizon))
         axis = horizon.axis(self.every.unit)
         ticks = horizon.ticks(self.every, axis)
-        return BoundPeriodicFunction(self, axis, ticks.numerator, ticks.denominator)
+        hidden = self._hidden(horizon, axis.unit)
+        return BoundPeriodicFunction(self, hidden, axis, ticks.numerator, ticks.denominator)
+
+    def _hidden(self, horizon: Horizon, *units: TimeUnit) -> frozenset[str]:
+        """The counters that the function must not read."""
+        return unknown_counters(horizon, but=units) if self.planned else frozenset()
 
     def scaled(self, ratio: Number) -> SizeFunction:
         """Return the policy with `every` stretched; times inside the function stay."""
@@ -112,6 +118,7 @@ class BoundFunction(BoundPolicy):
     """A function asked before every batch."""
 
     policy: SizeFunction
+    hidden: frozenset[str]
 
     @property
     def is_static(self) -> bool:
@@ -137,7 +144,7 @@ class BoundFunction(BoundPolicy):
     ) -> tuple[int, PolicyState]:
         """Return what the function says."""
         del signals
-        size = asked(self.policy.function, timestamp, state)
+        size = asked(self.policy.function, timestamp, state, self.hidden)
         return size, {"size": size}
 
     def holds_until(self, timestamp: Timestamp, state: PolicyState) -> None:
@@ -150,6 +157,7 @@ class BoundPeriodicFunction(BoundPolicy):
     """A function asked when another `above / below` ticks have passed."""
 
     policy: SizeFunction
+    hidden: frozenset[str]
     axis: Axis
     above: int
     below: int
@@ -181,7 +189,7 @@ class BoundPeriodicFunction(BoundPolicy):
         interval = self._interval(timestamp)
         if state["asked"] == interval:
             return cast(int, state["size"]), state
-        size = asked(self.policy.function, timestamp, state)
+        size = asked(self.policy.function, timestamp, state, self.hidden)
         return size, {"size": size, "asked": interval}
 
     def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold:
@@ -194,9 +202,22 @@ class BoundPeriodicFunction(BoundPolicy):
         return self.axis.read(timestamp) * self.below // self.above
 
 
-def asked(function: SizeCallable, timestamp: Timestamp, state: PolicyState) -> int:
-    """Return the size that `function` gives, checked."""
-    size = function(timestamp, cast("int | None", state["size"]))
+def asked(
+    function: SizeCallable, timestamp: Timestamp, state: PolicyState, hidden: frozenset[str]
+) -> int:
+    """Return the size that `function` gives, checked; it must not read counters in `hidden`."""
+    known = KnownCounts.of(timestamp, hidden) if hidden else timestamp
+    try:
+        size = function(known, cast("int | None", state["size"]))
+    except UnknownCountError as error:
+        unplanned = f"SizeFunction({name_of(function)}, planned=False)"
+        raise BatchSizeError(
+            cannot(
+                f"ask {name_of(function)} for a batch size before the run",
+                why=f"it reads {error.name!r}, which only the run knows",
+                instead=("write ", Argument("planned", value=False, python=unplanned)),
+            )
+        ) from None
     return checked_size(
         size,
         f"the batch size that {name_of(function)} returned",
