@@ -197,15 +197,18 @@ class Hyperparameters:
             write(self._optimizer.param_groups[setting.number], setting.key, value)
 
     def fixed(self) -> list[tuple[dict[str, Any], str, float]] | None:
-        """Return what `apply` writes at any time, if that never changes: group, key and value.
+        """Return what `apply` writes at any time: group, key and value, the learning rate first.
 
-        It holds until a state is loaded into the optimizer. None: call `apply` for each batch.
+        It holds until a state is loaded into the optimizer. None: a value changes, or others are
+        scheduled beside the learning rate, so `apply` is called for each batch.
         """
+        if self._varies or len(self._columns) > 1:
+            return None
         places = [
             (self._optimizer.param_groups[one.number], one.key, one.at(Timestamp(), 1.0))
             for one in self._settings
         ]
-        if self._varies or any(isinstance(group[key], Tensor) for group, key, _ in places):
+        if any(isinstance(group[key], Tensor) for group, key, _ in places):
             return None
         self.apply(Timestamp())
         return places

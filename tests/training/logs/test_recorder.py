@@ -429,3 +429,13 @@ def test_the_last_line_is_written_where_only_dropped_samples_were_left(
     (line,), (whole,) = metrics(tmp_path / "cut"), metrics(tmp_path / "whole")
     same = ("ep", "ba", "sp", "dur", "loss", "batch_size")
     assert [line[name] for name in same] == [whole[name] for name in same]
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_the_ledger_has_every_scheduled_value_also_where_none_moves(
+    problem: Make, tmp_path: Path, factor: float
+) -> None:
+    problem().trainer(schedules={"lr": 1.0, "momentum": factor}, folder=tmp_path).fit()
+    with (tmp_path / "ledger.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["momentum"] for row in rows} == {f"{0.9 * factor:g}"}
