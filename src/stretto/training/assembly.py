@@ -1,178 +1,39 @@
-"""What a `Trainer` is given, and how its parts are made of it."""
+"""What runs, put together of what a `Trainer` was given and its data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from dataclasses import dataclass
+from typing import Any, final
 
-from torch import nn
-from torch.optim import Optimizer
-
-from stretto.batching import BatchSizePolicy
-from stretto.data import DataSpec, StepLoader
-from stretto.data.loader import horizon_of
+from stretto.data import StepLoader
 from stretto.optim import Hyperparameters
-from stretto.optim.hyperparameters import read_schedules
-from stretto.planning import Plan, Prepared, prepare
-from stretto.planning.plan import plan_prepared
-from stretto.runtime import SupervisedStep, TrainStep
-from stretto.settings import Loading, Stepping
-from stretto.timing import Horizon, Timestamp
+from stretto.timing import Horizon
 from stretto.training.callback import Events
 from stretto.training.checkpointing.saver import Saver
 from stretto.training.checkpointing.state import RunState
-from stretto.training.distributed.agreement import (
-    as_config,
-    as_texts,
-    check_agreement,
-    describe_settings,
-)
-from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.best import Best
 from stretto.training.evaluation.evaluate import Evaluator
-from stretto.training.evaluation.metrics import check_merging
 from stretto.training.interrupt import Interrupts
 from stretto.training.logs.console import ConsoleLogger, has_terminal
 from stretto.training.logs.recorder import Recorder
 from stretto.training.loop import Loop
+from stretto.training.preparation import Given
 from stretto.training.run import Run
-from stretto.training.scaling import Timed
-from stretto.training.settings import LossFunction
 from stretto.training.setup import BuiltWith, describe_setup
-from stretto.training.stepping.fitting import (
-    FoundMaximum,
-    find_fitting,
-    largest_share,
-    with_found_maximum,
-)
-from stretto.training.stepping.measuring import Measurements, keeps_gradients_apart
+from stretto.training.stepping.measuring import Measurements
 from stretto.training.stepping.safety_net import SafetyNet
 from stretto.training.stepping.stepper import Stepper
-
-if TYPE_CHECKING:
-    from stretto.memory import Answer
 
 _EVALUATION_BATCH = 64
 """Samples of a forward pass in evaluation where no micro-batch size is set."""
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Assembly:
-    """What a trainer was given; each method makes a part of the run from it."""
+    """Makes the parts of a loop."""
 
-    step: TrainStep
-    optimizer: Optimizer
-    """The optimizers of the step as one."""
-    timed: Timed
-    """Whatever has times in it."""
-    folder: Path | None
-    ranks: Ranks
-    """The processes of the run."""
-    loading: Loading
-    stepping: Stepping
-
-    def spec(self, train_data: Any) -> DataSpec:
-        """Return the training data, as callbacks change them."""
-        spec = DataSpec.of(train_data)
-        changes_tokens = any(callback.changes_tokens for callback in self.timed.callbacks)
-        return replace(spec, tokens_vary=True) if changes_tokens else spec
-
-    def compare_ranks(self, spec: DataSpec, micro_batch_size: int | str | None) -> None:
-        """Compare the settings of all ranks, before any of them can wait for another.
-
-        Raises:
-            TrainingError: they differ, or a metric cannot be computed over several ranks.
-        """
-        if self.ranks.world_size == 1:
-            return
-        settings = self._settings(
-            spec,
-            schedules=self.timed.schedules,
-            max_duration=str(self.timed.max_duration),
-            batch_size=self.timed.batch_size,
-            micro_batch_size=micro_batch_size,
-        )
-        check_agreement(
-            as_texts(settings, self.step.model, self.optimizer), self.ranks, call="Trainer()"
-        )
-        for one in self.timed.evaluations:
-            check_merging(one.metrics)
-
-    def find_maximum(self, spec: DataSpec) -> tuple[BatchSizePolicy, FoundMaximum | None]:
-        """Return the policy, and the largest batch size if it had to be found."""
-        return with_found_maximum(
-            self.timed.batch_size,
-            spec,
-            self.timed.max_duration,
-            partial(find_fitting, self.step, ranks=self.ranks),
-            ranks=self.ranks,
-            measures=self._keeps_gradients_apart,
-            collate_fn=self.loading.collate_fn,
-        )
-
-    def prepare(
-        self, spec: DataSpec, policy: BatchSizePolicy, *, known: Prepared | None
-    ) -> Prepared:
-        """Return the run with all that has times bound to it."""
-        return prepare(
-            horizon_of(spec, self.timed.max_duration, self.loading.last_batch),
-            policy,
-            schedules=read_schedules(self.optimizer, self.timed.schedules),
-            triggers=self.timed.triggers,
-            rule=self.stepping.learning_rate_rule,
-            known=known,
-        )
-
-    def loader(self, spec: DataSpec, run: Prepared, micro_batch_size: int | None) -> StepLoader:
-        """Return the loader of this rank's share of every batch."""
-        settings = {field.name: getattr(self.loading, field.name) for field in fields(Loading)}
-        del settings["last_batch"]
-        return StepLoader(
-            spec,
-            run,
-            micro_batch_size=micro_batch_size,
-            rank=self.ranks.rank,
-            world_size=self.ranks.world_size,
-            **settings,
-        )
-
-    def plan(
-        self,
-        loader: StepLoader,
-        hyperparameters: Hyperparameters,
-        *,
-        resume_at: Timestamp | None = None,
-    ) -> Plan | None:
-        """Return the run as it will be, and refuse every stage that cannot be; None if unknown.
-
-        Stages that are over at `resume_at` are not checked.
-        """
-        if loader.prepared.sizes is None:
-            return None
-        return plan_prepared(
-            loader.prepared,
-            world_size=loader.world_size,
-            micro_batch_size=loader.micro_batch_size,
-            values=hyperparameters.bound,
-            base=hyperparameters.base,
-            tracks_tokens=loader.tracks_tokens,
-            resume_at=resume_at,
-        )
-
-    def find_micro_batch_size(self, loader: StepLoader, plan: Plan | None) -> Answer:
-        """Return how much of a batch a rank can take at once."""
-        return find_fitting(
-            self.step,
-            ranks=self.ranks,
-            loader=loader,
-            most=largest_share(plan, loader),
-            accumulates=True,
-            measures_noise=self._keeps_gradients_apart(loader.reads),
-        )
+    given: Given
 
     def loop(
         self,
@@ -184,14 +45,14 @@ class Assembly:
         finds_micro_batch_size: bool,
     ) -> tuple[Loop, RunState]:
         """Return what runs, and what of it a checkpoint keeps."""
-        timed, due = self.timed, loader.prepared.bound_triggers
+        timed, due = self.given.timed, loader.prepared.bound_triggers
         stepper = self._stepper(loader, is_found=finds_micro_batch_size)
         evaluators = self._evaluators(loader, stepper)
         best = Best(timed.checkpoint, timed.evaluations)
         recorder = self._recorder(run, loader, hyperparameters)
-        built = BuiltWith(self.optimizer)
+        built = BuiltWith(self.given.optimizer)
         state = RunState(
-            self.step,
+            self.given.step,
             loader=loader,
             recorder=recorder,
             stepper=stepper,
@@ -201,14 +62,23 @@ class Assembly:
             best=best,
             setup=self._setup(loader, hyperparameters, built, is_found=finds_micro_batch_size),
             built=built,
-            ranks=self.ranks,
+            ranks=self.given.ranks,
         )
         trigger = due.get("checkpoint")
         saver = Saver(
-            timed.checkpoint, self.folder, trigger=trigger, ranks=self.ranks, state=state, best=best
+            timed.checkpoint,
+            self.given.folder,
+            trigger=trigger,
+            ranks=self.given.ranks,
+            state=state,
+            best=best,
         )
         measurements = Measurements(
-            loader, stepper, stepping=self.stepping, events=events, evaluations=timed.evaluations
+            loader,
+            stepper,
+            stepping=self.given.stepping,
+            events=events,
+            evaluations=timed.evaluations,
         )
         loop = Loop(
             run=run,
@@ -220,53 +90,14 @@ class Assembly:
             saver=saver,
             evaluators=evaluators,
             best=best,
-            non_finite=self.stepping.non_finite,
+            non_finite=self.given.stepping.non_finite,
             events=events,
-            ranks=self.ranks,
+            ranks=self.given.ranks,
             interrupts=Interrupts(),
             log_is_due=due["log"],
             flush_is_due=timed.log.flush_trigger.bind(run.horizon),
         )
         return loop, state
-
-    def _keeps_gradients_apart(self, reads: frozenset[str]) -> bool:
-        return keeps_gradients_apart(reads, callbacks=list(map(type, self.timed.callbacks)))
-
-    def _settings(
-        self, spec: DataSpec, *, schedules: Mapping[str, Any], **given: Any
-    ) -> dict[str, Any]:
-        """Return the settings of the run by name."""
-        return describe_settings(
-            given=given | {f"schedules.{name}": one for name, one in schedules.items()},
-            spec=spec,
-            optimizer=self.optimizer,
-            step=self.step,
-            loading=self.loading,
-            stepping=self.stepping,
-            evaluations=self.timed.evaluations,
-            checkpoint=self.timed.checkpoint,
-            log=self.timed.log,
-            callbacks=self.timed.callbacks,
-            has_folder=self.folder is not None,
-            device=self.ranks.device.type,
-        )
-
-    def _config(self, loader: StepLoader, hyperparameters: Hyperparameters) -> dict[str, Any]:
-        """Return the settings of the run as plain values, for loggers."""
-        config = self.timed.log.config
-        if not self.timed.log.loggers:
-            return {}
-        if config is None:
-            settings = self._settings(
-                loader.spec,
-                max_duration=str(loader.horizon.max_duration),
-                batch_size=loader.policy,
-                micro_batch_size=loader.micro_batch_size,
-                schedules=hyperparameters.schedules,
-                world_size=self.ranks.world_size,
-            )
-            config = as_config(settings, self.step.model, self.timed.callbacks)
-        return {**config, "folder": None if self.folder is None else str(self.folder)}
 
     def _setup(
         self,
@@ -279,28 +110,28 @@ class Assembly:
         return describe_setup(
             loader,
             hyperparameters,
-            loading=self.loading,
-            stepping=self.stepping,
-            step=self.step,
-            device=self.ranks.device.type,
+            loading=self.given.loading,
+            stepping=self.given.stepping,
+            step=self.given.step,
+            device=self.given.ranks.device.type,
             finds_micro_batch_size=is_found,
             optimizer=built.values,
         )
 
     def _console(self, horizon: Horizon) -> ConsoleLogger | None:
         """Return what shows the run, on the first rank only."""
-        asked = self.timed.log.console
-        if not self.ranks.is_first or not (has_terminal() if asked is None else asked):
+        asked = self.given.timed.log.console
+        if not self.given.ranks.is_first or not (has_terminal() if asked is None else asked):
             return None
         return ConsoleLogger(horizon.max_duration)
 
     def _recorder(self, run: Run, loader: StepLoader, hyperparameters: Hyperparameters) -> Recorder:
         return Recorder(
-            self.folder,
-            self.timed.log.loggers,
+            self.given.folder,
+            self.given.timed.log.loggers,
             console=self._console(run.horizon),
-            config=self._config(loader, hyperparameters),
-            ranks=self.ranks,
+            config=self.given.config(loader, hyperparameters),
+            ranks=self.given.ranks,
             horizon=run.horizon,
             values=hyperparameters.values,
             skipped=run.skipped,
@@ -308,18 +139,18 @@ class Assembly:
         )
 
     def _stepper(self, loader: StepLoader, *, is_found: bool) -> Stepper:
-        step, spec = self.step, loader.spec
+        step, spec = self.given.step, loader.spec
         stepper = Stepper(
             step,
-            settings=self.stepping,
-            ranks=self.ranks,
+            settings=self.given.stepping,
+            ranks=self.given.ranks,
             # Where nobody changes them, the loader has counted what the data have.
             count_tokens=spec.count_tokens if spec.tokens_vary else None,
         )
         stepper.net = SafetyNet(
             step.model,
             spec,
-            self.ranks,
+            self.given.ranks,
             size=loader.micro_batch_size,
             is_found=is_found,
         )
@@ -329,42 +160,15 @@ class Assembly:
         return [
             Evaluator(
                 settings,
-                self.step.model,
-                loss=self.step.loss,
-                loss_is_sum=self.step.loss_reduction == "sum",
+                self.given.step.model,
+                loss=self.given.step.loss,
+                loss_is_sum=self.given.step.loss_reduction == "sum",
                 count=stepper.count,
-                autocast=self.step.autocast,
+                autocast=self.given.step.autocast,
                 batch_size=loader.micro_batch_size or _EVALUATION_BATCH,
-                collate_fn=self.loading.collate_fn,
-                ranks=self.ranks,
+                collate_fn=self.given.loading.collate_fn,
+                ranks=self.given.ranks,
                 is_due=loader.prepared.bound_triggers[settings.name],
             )
-            for settings in self.timed.evaluations
+            for settings in self.given.timed.evaluations
         ]
-
-
-def make_step(
-    model: nn.Module | TrainStep,
-    optimizer: Optimizer | None,
-    loss: LossFunction | None,
-    *,
-    stepping: Stepping,
-    ranks: Ranks,
-) -> TrainStep:
-    """Return the step of a run, its model on the device of this rank."""
-    if isinstance(model, TrainStep):
-        model.model = ranks.place(model.model)
-        model.transforms = ()  # those of another run
-        return model
-    assert optimizer is not None, "checked"
-    assert loss is not None, "checked"
-    return SupervisedStep(
-        ranks.place(model),
-        optimizer,
-        loss,
-        precision=stepping.precision,
-        clip_norm=stepping.clip_norm,
-        loss_reduction=stepping.loss_reduction,
-        compile=stepping.compile,
-        device=ranks.device.type,
-    )

@@ -25,13 +25,14 @@ from stretto.schedules import ScheduleLike
 from stretto.settings import Checkpointing, Loading, Stepping, one_of
 from stretto.timing import Horizon, TimeLike, Timer
 from stretto.timing.time import Number
-from stretto.training.assembly import Assembly, make_step
+from stretto.training.assembly import Assembly
 from stretto.training.callback import Callback, Events
 from stretto.training.checkpointing.callback_state import check_states
 from stretto.training.checkpointing.resuming import find_checkpoint, open_run, open_verified
 from stretto.training.checks import check_parts
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.interrupt import raise_for
+from stretto.training.preparation import Given, MicroBatchSize, make_step
 from stretto.training.run import Run
 from stretto.training.scaling import Timed
 from stretto.training.settings import Evaluation, Logging, LossFunction
@@ -102,7 +103,7 @@ class Trainer:
         loss: LossFunction | None = None,
         max_duration: TimeLike,
         batch_size: PolicyLike,
-        micro_batch_size: int | Literal["auto"] | None = None,
+        micro_batch_size: MicroBatchSize = None,
         schedules: Mapping[str, ScheduleLike | Sequence[ScheduleLike]] | None = None,
         loading: Loading = Loading(),  # noqa: B008  a frozen value
         stepping: Stepping = Stepping(),  # noqa: B008
@@ -118,9 +119,9 @@ class Trainer:
         check_parts(
             model, optimizer, loss, stepping=stepping, evaluations=evaluations, callbacks=callbacks
         )
-        policy = as_policy(batch_size)
+        sizes = as_policy(batch_size)
         timed = Timed(
-            max_duration, policy, schedules or {}, evaluations, checkpoint, log, callbacks
+            max_duration, sizes, schedules or {}, evaluations, checkpoint, log, callbacks
         ).scaled(scale_schedule)
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
         self.callbacks = tuple(timed.callbacks)
@@ -133,7 +134,7 @@ class Trainer:
         self.model = self.step.model
         self.optimizer = joined(self.step.optimizers)
         """The optimizer; of several one that has the parameter groups of all, in order."""
-        self._assembly = Assembly(
+        self._given = Given(
             step=self.step,
             optimizer=self.optimizer,
             timed=timed,
@@ -145,21 +146,14 @@ class Trainer:
         self._load(train_data, micro_batch_size, prepared)
         self._build(finds_micro_batch_size=micro_batch_size == "auto")
 
-    def _load(
-        self,
-        train_data: Any,
-        micro_batch_size: int | Literal["auto"] | None,
-        prepared: Prepared | None,
-    ) -> None:
+    def _load(self, train_data: Any, size: MicroBatchSize, prepared: Prepared | None) -> None:
         """Bind the run to its data."""
-        assembly = self._assembly
-        spec = assembly.spec(train_data)
-        assembly.compare_ranks(spec, micro_batch_size)
-        policy, self.found_maximum = assembly.find_maximum(spec)
+        given, spec = self._given, self._given.spec(train_data)
+        given.compare_ranks(spec, size)
+        policy, self.found_maximum = given.find_maximum(spec)
         """What was found for `max_batch_size="auto"`, and how; None where it was given."""
-        run = assembly.prepare(spec, policy, known=prepared)
-        size = None if micro_batch_size == "auto" else micro_batch_size
-        self.loader = assembly.loader(spec, run, size)
+        run = given.prepare(spec, policy, known=prepared)
+        self.loader = given.loader(spec, run, size)
         self.hyperparameters = Hyperparameters(
             self.optimizer, run.schedules, run.horizon, rule=run.rule, bound=run.bound_schedules
         )
@@ -188,10 +182,10 @@ class Trainer:
         self.fitting: Answer | None = None
         """How the micro-batch size was found; None where it was given."""
         if finds_micro_batch_size:
-            self.fitting = self._assembly.find_micro_batch_size(self.loader, self.plan)
+            self.fitting = self._given.find_micro_batch_size(self.loader, self.plan)
             self.loader.set_micro_batch_size(self.fitting.size)
             self.run.plan, self._refusal = self._planned()
-        self._loop, self._state = self._assembly.loop(
+        self._loop, self._state = Assembly(self._given).loop(
             self.run,
             events,
             self.loader,
@@ -334,7 +328,7 @@ class Trainer:
         saver = self._loop.saver
         is_own = saver.owns(found)
         self.changes = tuple(self._state.restore(open_verified(found), found, is_own=is_own))
-        self.run.plan = self._assembly.plan(
+        self.run.plan = self._given.plan(
             self.loader, self.hyperparameters, resume_at=self.timer.timestamp
         )
         self._refusal = None
@@ -347,7 +341,7 @@ class Trainer:
         A stage that so many ranks cannot share may be over in the checkpoint that is resumed next.
         """
         try:
-            return self._assembly.plan(self.loader, self.hyperparameters), None
+            return self._given.plan(self.loader, self.hyperparameters), None
         except PlanError as refusal:
             if self._ranks.world_size == 1:
                 raise
