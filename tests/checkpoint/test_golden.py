@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from stretto.checkpoint import (
     read_checkpoint,
     write_part,
 )
+from stretto.training import Checkpointing, Trainer
 
 GOLDEN = Path(__file__).parent / "golden"
 RECORDS = {
@@ -91,23 +93,31 @@ def test_the_present_format_is_written_as_pinned(
     assert content(tmp_path / name) == content(GOLDEN / name)
 
 
-def test_a_run_goes_on_from_a_checkpoint_of_format_1(tmp_path: Path) -> None:
-    from stretto.training import Trainer
-
+def make_trainer(folder: Path) -> Trainer:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
-    trainer = Trainer(
+    return Trainer(
         model,
         TensorDataset(torch.randn(24, 3), torch.randn(24, 1)),
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
         loss=lambda m, b: (m(b[0]) - b[1]).square().mean(),
         max_duration="2ep",
         batch_size=6,
-        folder=tmp_path,
+        folder=folder,
+        checkpoint=Checkpointing("18sp"),
     )
-    trainer.resume(GOLDEN / "run-format-1")
+
+
+def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    golden = GOLDEN / "run-format-2"
+    if os.environ.get("STRETTO_UPDATE_GOLDEN") and not golden.exists():
+        make_trainer(tmp_path / "first").fit()
+        shutil.copytree(tmp_path / "first" / "checkpoints" / "checkpoint-000000000018", golden)
+    trainer = make_trainer(tmp_path)
+    trainer.resume(golden)
     assert trainer.timer.timestamp.sample == 18
-    saved = read_checkpoint(GOLDEN / "run-format-1").tensors["model"]
-    for key, value in model.state_dict().items():
+    saved = read_checkpoint(golden).tensors["model"]
+    for key, value in trainer.model.state_dict().items():
         assert torch.equal(value, saved[key])
     trainer.fit()
     assert trainer.timer.timestamp.sample == 48

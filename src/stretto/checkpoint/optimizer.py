@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from stretto.checkpoint.optimizer_values import check_groups, check_value, has_shape_of
 from stretto.checkpoint.sharding import LazyTensor, is_dtensor, replicate_like, shard_like
 from stretto.errors import CheckpointError, cannot
+from stretto.runtime.packing import packed, unpack
 
 
 def pack_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -42,13 +43,14 @@ def pack_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, A
         for name, value in group.items():
             if isinstance(value, Tensor):
                 tensors[f"group.{number}.{name}"] = value
-            elif isinstance(value, tuple):
-                plain[name] = {"tuple": list(value)}
             else:
                 plain[name] = value
         groups.append(plain)
     kind = type(optimizer).__name__
-    return tensors, {"type": kind, "values": values, "param_groups": groups}
+    rest = packed(
+        {"values": values, "param_groups": groups}, f"the state of {kind}", CheckpointError
+    )
+    return tensors, {"type": kind, **rest}
 
 
 def unpack_optimizer(
@@ -70,11 +72,8 @@ def unpack_optimizer(
     try:
         if record["type"] != type(optimizer).__name__:
             raise _other(optimizer, f"it was saved from {str(record['type'])[:80]}")
-        groups = [
-            {name: _value(value) for name, value in group.items()}
-            for group in record["param_groups"]
-        ]
-        state = _states(optimizer, groups, tensors, record["values"])
+        groups = unpack(record["param_groups"])
+        state = _states(optimizer, groups, tensors, unpack(record["values"]))
         check_groups(optimizer, groups)
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -131,7 +130,3 @@ def _other(optimizer: Optimizer, why: str) -> CheckpointError:
             instead="resume with the optimizer and the parameters that it was saved from",
         )
     )
-
-
-def _value(value: Any) -> Any:
-    return tuple(value["tuple"]) if isinstance(value, dict) and "tuple" in value else value

@@ -18,22 +18,6 @@ _KIND = "__kind__"
 class PackingError(ValueError):
     """A value that no checkpoint can hold; the message names its key and its type."""
 
-    def refused(self, what: str, error: type[StrettoError]) -> StrettoError:
-        """Return the error for the user.
-
-        Args:
-            what: what was to be saved.
-            error: its type.
-        """
-        return error(
-            cannot(
-                f"save {what}",
-                why=f"{self}; a checkpoint holds None, bools, numbers, texts, bytes, tensors, and "
-                "lists, tuples and dicts of them",
-                instead="return only those from state_dict()",
-            )
-        )
-
 
 def pack(state: Any, tensors: dict[str, Tensor] | None = None, *, name: str = "") -> Any:
     """Return `state` as JSON; `unpack` gives it back.
@@ -70,8 +54,35 @@ def pack(state: Any, tensors: dict[str, Tensor] | None = None, *, name: str = ""
     if isinstance(state, bytes):
         return {_KIND: "bytes", "base64": _text(state)}
     if isinstance(state, Tensor):
-        return _packed(state, tensors, name)
+        return _packed_tensor(state, tensors, name)
     raise PackingError(f"{name or 'it'} is of type {type(state).__name__}")
+
+
+def packed(
+    state: Any, what: str, error: type[StrettoError], tensors: dict[str, Tensor] | None = None
+) -> Any:
+    """Return `pack(state, tensors)` of what a user has given.
+
+    Args:
+        state: what is to be saved.
+        what: what it is called in the error.
+        error: the type of the error.
+        tensors: see `pack`.
+
+    Raises:
+        StrettoError: one of that type, if no checkpoint can hold the state.
+    """
+    try:
+        return pack(state, tensors)
+    except PackingError as unpackable:
+        raise error(
+            cannot(
+                f"save {what}",
+                why=f"{unpackable}; a checkpoint holds None, bools, numbers, texts, bytes, "
+                "tensors, and lists, tuples and dicts of them",
+                instead="return only those from state_dict()",
+            )
+        ) from None
 
 
 def unpack(packed: Any, tensor: Callable[[str], Tensor] | None = None) -> Any:
@@ -104,7 +115,7 @@ def unpack(packed: Any, tensor: Callable[[str], Tensor] | None = None) -> Any:
     return tuple(items) if kind == "tuple" else dict(items)
 
 
-def _packed(value: Tensor, tensors: dict[str, Tensor] | None, name: str) -> dict[str, Any]:
+def _packed_tensor(value: Tensor, tensors: dict[str, Tensor] | None, name: str) -> dict[str, Any]:
     if value.is_meta or value.is_quantized or value.layout is not torch.strided:
         raise PackingError(f"{name or 'it'} is a tensor that is sparse, quantized or meta")
     if tensors is not None:

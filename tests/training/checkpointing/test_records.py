@@ -13,6 +13,7 @@ import torch
 
 from stretto.checkpoint import open_checkpoint
 from stretto.errors import CheckpointError, StrettoError
+from stretto.runtime.packing import pack
 from stretto.training import Callback, Checkpointing, Evaluation, Logging
 
 Make = Callable[..., Any]
@@ -114,10 +115,41 @@ def test_any_value_of_the_wrong_kind_is_an_error_of_ours_that_says_where(
         ("optimizer.param_groups.0.eps", None, "param_groups.0.eps is None"),
         ("optimizer.param_groups.0.eps", REMOVED, "param_groups.0.eps is missing"),
         ("optimizer.param_groups.0.betas", 3, "param_groups.0.betas is 3"),
-        ("optimizer.param_groups.0.betas", {"tuple": [0.9]}, r"param_groups.0.betas is \(0.9,\)"),
-        ("optimizer.param_groups.0.betas", {"tuple": [0.9, "x"]}, r"betas is \(0.9, 'x'\)"),
-        ("optimizer.param_groups.0.betas", {"tuple": [1, 0.9]}, r"betas is \(1, 0.9\)"),
-        ("optimizer.param_groups.0.betas", {"tuple": [-1, 0.9]}, r"betas is \(-1, 0.9\)"),
+        (
+            "optimizer.param_groups.0.betas",
+            pack((0.9,)),
+            r"param_groups.0.betas is \(0.9,\)",
+        ),
+        (
+            "optimizer.param_groups.0.betas",
+            pack(
+                (
+                    0.9,
+                    "x",
+                )
+            ),
+            r"betas is \(0.9, 'x'\)",
+        ),
+        (
+            "optimizer.param_groups.0.betas",
+            pack(
+                (
+                    1,
+                    0.9,
+                )
+            ),
+            r"betas is \(1, 0.9\)",
+        ),
+        (
+            "optimizer.param_groups.0.betas",
+            pack(
+                (
+                    -1,
+                    0.9,
+                )
+            ),
+            r"betas is \(-1, 0.9\)",
+        ),
         ("optimizer.param_groups.0.amsgrad", "x", "param_groups.0.amsgrad is 'x'"),
         ("optimizer.param_groups.0.params", [0, 0, 1, 2], "param_groups.params is"),
         ("optimizer.param_groups.0.amsgrad", True, r"AdamW: .*KeyError: 'max_exp_avg_sq'"),

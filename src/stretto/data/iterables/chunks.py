@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 from stretto.data.randomness import sample_seed, seed_generators
 from stretto.data.spec import DataSpec, is_one_shot
 from stretto.errors import DataError, cannot
-from stretto.runtime.packing import PackingError, pack, unpack
+from stretto.runtime.packing import packed, unpack
 from stretto.runtime.random_state import kept_generators
 
 _SILENT_SAMPLES = 100_000  # skipping fewer than this takes no time that one would watch
@@ -155,10 +155,7 @@ class ChunkSource:
         kept = self._kept
         if kept.epoch != epoch:
             kept = Position(epoch, None, 0, 0)
-        try:
-            own = pack(kept.state)
-        except PackingError as error:
-            raise error.refused("the position in the data", DataError) from None
+        own = packed(kept.state, "the position in the data", DataError)
         skip = kept.passed if own is None else kept.offset
         return {"epoch": epoch, "state": own, "skip": skip, "passed": kept.passed}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from stretto.checkpoint import LazyTensor, shard_like
 from stretto.checkpoint.tensor_file import check_tensor
 from stretto.errors import CheckpointError, StrettoError, TrainingError
-from stretto.runtime.packing import PackingError, pack, unpack
+from stretto.runtime.packing import packed, unpack
 from stretto.training.callback import Callback
 
 GROUP = "callbacks"
@@ -81,10 +81,8 @@ def restore_states(
 
 def _packed(callback: Callback, error: type[StrettoError]) -> tuple[Any, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
-    try:
-        return pack(callback.state_dict(), tensors), tensors
-    except PackingError as unpackable:
-        raise unpackable.refused(f"the state of {_kind(callback)}", error) from None
+    state = callback.state_dict()
+    return packed(state, f"the state of {_kind(callback)}", error, tensors), tensors
 
 
 def _kind(callback: Callback) -> str:

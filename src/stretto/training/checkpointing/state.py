@@ -25,7 +25,7 @@ from stretto.checkpoint import (
 from stretto.data import StepLoader
 from stretto.errors import CheckpointError, cannot
 from stretto.runtime import TrainStep
-from stretto.runtime.packing import PackingError, pack, unpack
+from stretto.runtime.packing import pack, packed, unpack
 from stretto.runtime.random_state import RandomState
 from stretto.training.callback import Callback
 from stretto.training.checkpointing.callback_state import GROUP, pack_states, restore_states
@@ -237,19 +237,15 @@ class RunState:
 
 def restore_step(step: TrainStep, checkpoint: CheckpointReader) -> None:
     """Give a step the state of its own that a checkpoint has."""
-    # Before steps had state, the loss scale had a place of its own.
-    record = checkpoint.records.get(_STEP, {"scaler": checkpoint.records.get("scaler")})
     tensors = stored_tensors(checkpoint, _STEP)
+    record = checkpoint.records[_STEP]
     step.load_state_dict(unpack(record, lambda name: tensors[name].read(None)))
 
 
 def _pack_step(step: TrainStep) -> tuple[Any, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
-    try:
-        return pack(step.state_dict(), tensors), tensors
-    except PackingError as unpackable:
-        what = f"the state of {type(step).__qualname__}"
-        raise unpackable.refused(what, CheckpointError) from None
+    what = f"the state of {type(step).__qualname__}"
+    return packed(step.state_dict(), what, CheckpointError, tensors), tensors
 
 
 def stored_tensors(checkpoint: CheckpointReader, group: str) -> dict[str, LazyTensor]:
