@@ -45,7 +45,7 @@ def test_a_kill_between_any_two_file_operations_leaves_a_good_one(tmp_path: Path
 
 @pytest.mark.slow
 def test_a_full_disk_is_an_error_that_leaves_what_was_there(tmp_path: Path) -> None:
-    assert "File too large; make room or choose another folder" in run("full", tmp_path / "runs")
+    assert "File too large; free space or choose another folder" in run("full", tmp_path / "runs")
 
 
 class Failing:

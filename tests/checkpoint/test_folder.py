@@ -197,7 +197,7 @@ def test_what_was_there_before_survives_a_write_that_fails(tmp_path: Path) -> No
 
 def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="make room or choose another folder"):
+    with pytest.raises(CheckpointError, match="free space or choose another folder"):
         write_checkpoint(tmp_path / "file" / "a", TENSORS, RECORDS)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -323,7 +323,7 @@ def test_too_little_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monk
         raise MemoryError("Cannot allocate memory (os error 12)")
 
     monkeypatch.setattr("stretto.checkpoint.reading.safe_open", refuse)
-    with pytest.raises(CheckpointError, match=r"not enough memory.*; free some"):
+    with pytest.raises(CheckpointError, match=r"not enough memory.*; free memory"):
         latest_good(tmp_path, sleep=lambda _: None)
     assert names(tmp_path) == ["1", "2"]
 
@@ -337,7 +337,7 @@ def test_a_folder_that_holds_damaged_ones_alone_is_an_error_again_and_again(
     for path in paths:
         damage(path)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="delete them to begin anew") as caught:
+        with pytest.raises(CheckpointError, match="delete them to start over") as caught:
             latest_good(tmp_path)
         for path in paths:
             assert f"{path.name}: model.safetensors is not what was written" in str(caught.value)

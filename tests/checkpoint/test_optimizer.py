@@ -69,7 +69,7 @@ def test_another_optimizers_state_is_refused() -> None:
     model = nn.Linear(3, 2)
     tensors, record = pack_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    with pytest.raises(CheckpointError, match="cannot give the saved state to SGD"):
+    with pytest.raises(CheckpointError, match="cannot load the saved state into SGD"):
         unpack_optimizer(other, tensors, record)
 
 

@@ -78,7 +78,7 @@ def test_a_tensor_that_no_rank_has_anything_of_keeps_its_type(tmp_path: Path) ->
 def test_parts_that_do_not_make_a_whole_are_refused(
     parts: list[dict[str, torch.Tensor | Shard]], tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match="parts of the ranks do not make a tensor"):
+    with pytest.raises(CheckpointError, match="shards of the ranks do not form a tensor"):
         write_parts(tmp_path / "a", *parts)
     assert not (tmp_path / "a").exists()
 

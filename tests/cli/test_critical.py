@@ -470,7 +470,7 @@ def test_the_scale_of_the_loss_goes_on(
     assert called_back[0] == 32.0, "what it was at the checkpoint"
 
 
-def test_a_yardstick_that_diverges_ends_it_at_once(stretto: Stretto, trained: Path) -> None:
+def test_a_baseline_that_diverges_ends_it_at_once(stretto: Stretto, trained: Path) -> None:
     text = Path("cli_project.py").read_text()
     Path("cli_nan.py").write_text(text.replace("batch[1])", "batch[1]) * float('nan')"))
     said = stretto(
@@ -478,7 +478,7 @@ def test_a_yardstick_that_diverges_ends_it_at_once(stretto: Stretto, trained: Pa
         *("--checkpoint", trained, *SIZES),
     )
     assert said.code == 2
-    assert "cannot hold losses against that of batches of 2" in said.err
+    assert "cannot compare losses with the baseline run (batch size 2)" in said.err
     assert said.err.count("seed 0") == 1
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, verified when read, never unpickled."""
+"""Checkpoints on disk: atomic, verified when read, never unpickled."""
 
 from stretto.checkpoint.description import Description, TensorGroup, describe
 from stretto.checkpoint.folder import (

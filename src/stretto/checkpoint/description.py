@@ -1,4 +1,4 @@
-"""What a checkpoint is, for people and for programs, without loading it."""
+"""Describe a checkpoint without loading it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TensorGroup:
 
     name: str
     num_tensors: int
-    """Those that share memory count once."""
+    """Tensors that share memory count once."""
     num_bytes: int
     dtypes: Mapping[str, int]
     """Number of tensors by type."""
@@ -38,30 +38,30 @@ class TensorGroup:
 @final
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a checkpoint is; `str()` of it is what `stretto inspect` prints."""
+    """Describes a checkpoint; `stretto inspect` prints its `str()`."""
 
     path: str
     damage: str | None
-    """What is wrong with it; None if it is whole."""
+    """What is wrong with it; None if it is undamaged."""
     format: int | None
     """Version of the layout; None if unknown."""
     created: str | None
-    """When it was written, in UTC; older formats do not say."""
+    """When it was written, in UTC; None for older formats."""
     position: Mapping[str, float]
-    """Where the run stands, by unit of time; only the units that are known."""
+    """The position of the run, by unit of time; only known units."""
     groups: tuple[TensorGroup, ...]
     num_parameters: int
-    """Numbers in the group `model`, the model's buffers of floating-point type included."""
+    """Number of elements in the group `model`, floating-point buffers included."""
     files: Mapping[str, int]
     """Bytes of each file."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether every byte is as it was written."""
+        """Whether every byte is unchanged since it was written."""
         return self.damage is None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the same as a record that JSON keeps."""
+        """Return the description as JSON."""
         return {"is_whole": self.is_whole, **asdict(self)}
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Description:
 
 
 def describe(path: Path) -> Description:
-    """Return what the checkpoint at `path` is; every byte is verified, no tensor is kept.
+    """Describe the checkpoint at `path`; every byte is verified.
 
     >>> import tempfile, torch
     >>> from stretto.checkpoint import checkpoint_path, write_checkpoint
@@ -91,7 +91,7 @@ def describe(path: Path) -> Description:
     (True, 6, {'float32': 1})
 
     Raises:
-        CheckpointError: no checkpoint is there, or one of a newer format, or it must not be read.
+        CheckpointError: there is no checkpoint, or it has a newer format, or it cannot be read.
     """
     place = find(path)
     with read_errors(path):
@@ -108,7 +108,7 @@ def describe(path: Path) -> Description:
         try:
             reader = open_or_damage(place, verify=False)
         except DamagedError as damage:
-            # What stands in a file that is damaged is no second piece of news.
+            # A damaged file explains this error, so do not report it twice.
             return _described(path, "; ".join(wrong) or str(damage), manifest)
     return _described(path, "; ".join(wrong) or None, manifest, reader)
 
@@ -152,7 +152,7 @@ def _num_parameters(reader: CheckpointReader) -> int:
 
 
 def _position(records: Mapping[str, Any]) -> dict[str, float]:
-    """Where a run stands in every unit that its records tell."""
+    """The position of a run, in every unit that its records contain."""
     position: dict[str, float] = {}
     try:
         timestamp = Timestamp.from_state(records["loader"]["clock"])
@@ -165,7 +165,7 @@ def _position(records: Mapping[str, Any]) -> dict[str, float]:
         horizon = Horizon(records["setup"]["max_duration"], dataset_num_samples=samples)
         position["dur"] = horizon.elapsed(timestamp)
     except (StrettoError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
-        pass  # records of somebody else's, or of an older version: report what is known
+        pass  # foreign records, or an older version: report what is known
     return position
 
 

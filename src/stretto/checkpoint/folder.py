@@ -1,4 +1,4 @@
-"""The checkpoints of a run: their names, which one is the newest good one, which ones stay."""
+"""The checkpoints of a run: their names, the newest intact one, and which to keep."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from stretto.errors import CheckpointError, cannot
 
 
 def checkpoint_path(folder: Path, sample: int) -> Path:
-    """Return where the checkpoint at position `sample` belongs; names sort by position.
+    """Return the path of the checkpoint at position `sample`; names sort by position.
 
     >>> checkpoint_path(Path("runs/a"), 4096).name
     'checkpoint-000000004096'
@@ -40,7 +40,7 @@ def checkpoint_path(folder: Path, sample: int) -> Path:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder` that were finished, oldest first; nothing is verified.
+    """Return the finished checkpoints in `folder`, oldest first, without verification.
 
     >>> checkpoints(Path("runs/none"))
     []
@@ -50,7 +50,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Return everything in `folder` that is called like a checkpoint, whatever it is, oldest first.
+    """Return all paths in `folder` that are named like a checkpoint, oldest first.
 
     Raises:
         OSError: the folder cannot be read.
@@ -63,7 +63,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def position(path: Path) -> int:
-    """Return the position of the run that a checkpoint is named after.
+    """Return the position in the name of a checkpoint.
 
     >>> position(Path("runs/a/checkpoints/checkpoint-000000004096"))
     4096
@@ -72,19 +72,19 @@ def position(path: Path) -> int:
 
 
 class Newest(NamedTuple):
-    """What was found in a folder of checkpoints."""
+    """The newest intact checkpoint of a folder, and damaged ones."""
 
     good: Path | None
-    """The newest one whose every byte is as it was written."""
+    """The newest intact checkpoint."""
     bad: list[tuple[Path, str]]
-    """Those newer than it, the newest first, and what is wrong with each."""
+    """Newer checkpoints that are damaged, newest first, with the reasons."""
 
 
 def find_newest(folder: Path, *, sleep: Callable[[float], None] = time.sleep) -> Newest:
-    """Return the newest good checkpoint in `folder`, and nothing is changed there.
+    """Return the newest intact checkpoint in `folder`; nothing is changed there.
 
     Raises:
-        CheckpointError: all are damaged; or a newer one is of a newer format or cannot be read.
+        CheckpointError: all are damaged; or one has a newer format or cannot be read.
     """
     bad: list[tuple[Path, str]] = []
     with read_errors(folder):
@@ -101,32 +101,32 @@ def find_newest(folder: Path, *, sleep: Callable[[float], None] = time.sleep) ->
         raise CheckpointError(
             cannot(
                 f"resume from a checkpoint in {folder}",
-                why=f"all that are there are damaged ({'; '.join(damaged)})",
-                instead="restore one from a copy or name another checkpoint; delete them to begin "
-                "anew",
+                why=f"all checkpoints there are damaged ({'; '.join(damaged)})",
+                instead="restore one from a copy or name another checkpoint; delete them to start "
+                "over",
             )
         )
     return Newest(None, [])
 
 
 def latest_good(folder: Path, *, sleep: Callable[[float], None] = time.sleep) -> Path | None:
-    """Return the newest checkpoint in `folder` whose every byte is as it was written.
+    """Return the newest intact checkpoint in `folder`; rename newer ones that are damaged.
 
-    Each newer one that is damaged is renamed to end in `.bad`, with a `RuntimeWarning` that says
-    what is wrong with it. One that the system cannot read now is not damaged: after a second try
-    that is an error. Only who holds the folder may call this.
+    The name of a damaged checkpoint gets the ending `.bad`, with a `RuntimeWarning` that gives the
+    reason. A checkpoint that the system cannot read now does not count as damaged; after retries it
+    is an error. Call this only while holding the lock of the folder.
 
     >>> latest_good(Path("runs/none"))
 
     Args:
-        folder: where they lie.
-        sleep: waits some seconds before a file that could not be read is tried again.
+        folder: the folder of checkpoints.
+        sleep: waits some seconds before a retry.
 
     Returns:
-        Its path, or None if there has never been one.
+        Its path, or None if the folder has no checkpoint.
 
     Raises:
-        CheckpointError: all are damaged; or a newer one is of a newer format or cannot be read.
+        CheckpointError: all are damaged; or one has a newer format or cannot be read.
     """
     good, bad = find_newest(folder, sleep=sleep)
     if good is None:
@@ -143,21 +143,21 @@ def latest_good(folder: Path, *, sleep: Callable[[float], None] = time.sleep) ->
 
 
 def keep(folder: Path, newest: int = 3, also: Iterable[Path] = ()) -> None:
-    """Delete older checkpoints, and what unfinished ones have left behind.
+    """Delete older checkpoints and remains of unfinished ones.
 
-    Nothing is deleted unless the newest one is there as its manifest says.
+    Nothing is deleted unless the newest checkpoint matches its manifest.
 
     Args:
-        folder: where they lie.
-        newest: how many of the newest stay.
-        also: others that stay.
+        folder: the folder of checkpoints.
+        newest: how many of the newest to keep.
+        also: others to keep.
 
     >>> keep(Path("runs/none"))
     """
     try:
         found = checkpoints(folder)
     except CheckpointError:
-        return  # which ones there are will be seen next time
+        return  # try again next time
     if not found or not _is_there(found[-1]):
         return
     for path in folder.glob("checkpoint-*"):
@@ -179,11 +179,11 @@ def _is_finished(place: Path) -> bool:
 
 
 def _damage(path: Path, sleep: Callable[[float], None]) -> str | None:
-    """What is wrong with a checkpoint that could be read; None if nothing is."""
+    """What is wrong with a checkpoint that could be read; None if it is intact."""
 
     def verify() -> None:
         if find(path).is_symlink():
-            raise DamagedError("it is a link, and only folders are looked into")
+            raise DamagedError("it is a link, and links are not followed")
         open_or_damage(path)
 
     with read_errors(path):
@@ -195,7 +195,7 @@ def _damage(path: Path, sleep: Callable[[float], None]) -> str | None:
 
 
 def _rename_damaged(path: Path) -> str:
-    """Rename a bad checkpoint, and return what was done."""
+    """Rename a damaged checkpoint; return a sentence about it."""
     try:
         target = rename_bad(find(path))
     except OSError as error:
@@ -219,11 +219,11 @@ def _is_left_over(path: Path, newest: Path) -> bool:
     finished, ending = path.with_suffix(""), path.suffix
     if ending not in (UNFINISHED, REPLACED) or not CHECKPOINT.fullmatch(finished.name):
         return False
-    # What is being written now is newer than the newest.
+    # A checkpoint that is being written now is newer than the newest.
     return position(finished) <= position(newest) and (ending == UNFINISHED or finished.exists())
 
 
 def _try(act: Callable[[Path], None], path: Path) -> None:
-    """Remove what can be removed; what cannot is in nobody's way."""
+    """Remove a path if possible; what remains does no harm."""
     with suppress(OSError):
         act(path)

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint, and the only ways in which files of a checkpoint are opened.
+"""The manifest of a checkpoint, and the functions that open files of a checkpoint.
 
-The manifest says which files there are, how long each is and what its SHA-256 is, and last what
-its own is. It has one spelling: a reader that would have written another text refuses it.
+The manifest lists the files with their sizes and SHA-256 digests, and ends with its own digest. Its
+text is canonical: any other text with the same content is refused.
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ from typing import Any, NamedTuple
 from stretto.errors import CheckpointError, cannot, shown
 
 FORMAT = 2
-"""Version of the layout; raised when an older reader could not understand it."""
+"""Version of the layout; it grows if older readers cannot read it."""
 MANIFEST = "manifest.json"
 RECORDS = "state.json"
 LONGEST_MANIFEST = 16 << 20
 """Bytes; 100,000 files fit."""
 LONGEST_RECORDS = 128 << 20
-"""Bytes; parsed it takes at most about twenty times as much."""
+"""Bytes; parsed, it needs up to about twenty times as much."""
 
 CHECKPOINT = re.compile(r"checkpoint-\d{12,}")
-"""What the folders of checkpoints are called in the folder of a run."""
+"""Names of checkpoint folders."""
 _MEMBER = re.compile(r"state\.json|(?P<group>[A-Za-z0-9_]+)(-(\d{5})-of-(\d{5}))?\.safetensors")
 _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class DamagedError(Exception):
-    """A checkpoint is not what was written; becomes a `CheckpointError` where it leaves."""
+    """A checkpoint is damaged; `read_errors` turns this into a `CheckpointError`."""
 
 
 class Entry(NamedTuple):
-    """What the manifest says of a file."""
+    """The size and digest of a file."""
 
     size: int
     digest: str
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint consists of."""
+    """The content of a manifest."""
 
     format: int
     created: str | None
-    """When, in UTC; format 1 does not say."""
+    """When it was written, in UTC; None in format 1."""
     files: dict[str, Entry]
 
 
 @contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Turn whatever goes wrong while a checkpoint is read into the error that users see."""
+    """Turn errors of reading into a `CheckpointError`."""
     instead = "resume from another checkpoint"
     try:
         yield
     except DamagedError as damage:
         why = str(damage)
     except MemoryError:
-        why, instead = "there is not enough memory", "free some and try again"
+        why, instead = "there is not enough memory", "free memory and try again"
     except OSError as error:
         name = Path(os.fsdecode(error.filename)).name if error.filename else path.name
         why = error.strerror or " ".join(map(str, error.args))
@@ -75,7 +75,7 @@ def read_errors(path: Path) -> Iterator[None]:
 
 
 def group_of(file: str) -> str | None:
-    """Return the group whose tensors a file holds.
+    """Return the group of tensors in a file; None for other files.
 
     >>> group_of("model-00000-of-00002.safetensors"), group_of("state.json")
     ('model', None)
@@ -93,8 +93,8 @@ def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the checkpoint at `path`.
 
     Raises:
-        DamagedError: it is not one of ours.
-        CheckpointError: no checkpoint is there, or one of a newer format.
+        DamagedError: it is not a manifest of stretto.
+        CheckpointError: there is no checkpoint, or it has a newer format.
     """
     if not _is_there(path / MANIFEST):
         if CHECKPOINT.match(path.name) and _is_there(path):
@@ -134,10 +134,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_member(path: Path, name: str, entry: Entry, *, content: bool = True) -> None:
-    """Check that a file is there with the right size, and with the right content if asked to.
+    """Check the size of a file, and its digest if `content` is set.
 
     Raises:
-        DamagedError: it is not.
+        DamagedError: the file is missing or changed.
     """
     with with_file_name(path / name), open(_open(path, name), "rb", buffering=0) as file:
         if os.fstat(file.fileno()).st_size != entry.size:
@@ -150,7 +150,7 @@ def read_member(path: Path, name: str, limit: int) -> bytes:
     """Return the content of a file of at most `limit` bytes.
 
     Raises:
-        DamagedError: it is missing, no regular file, or longer.
+        DamagedError: the file is missing, not a regular file, or longer.
     """
     with with_file_name(path / name), open(_open(path, name), "rb") as file:
         size = os.fstat(file.fileno()).st_size  # so much is allocated at once
@@ -160,7 +160,7 @@ def read_member(path: Path, name: str, limit: int) -> bytes:
 
 
 def parse_json(text: str, name: str) -> Any:
-    """Return what a JSON text says; no key may be there twice.
+    """Parse JSON; duplicate keys are refused.
 
     Raises:
         DamagedError: it is not JSON, or too deep.
@@ -179,7 +179,7 @@ def _decoded(content: bytes, name: str) -> str:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Return what stands in `state.json`.
+    """Return the content of `state.json`.
 
     Raises:
         DamagedError: it is not a JSON object.
@@ -224,7 +224,7 @@ def _seal(text: str) -> str:
 
 @contextmanager
 def with_file_name(file: Path) -> Iterator[None]:
-    """Add the file's name to errors of the system; those of a descriptor or a library lack it."""
+    """Add the file's name to an `OSError`, which lacks it for descriptors and libraries."""
     try:
         yield
     except OSError as error:
@@ -233,7 +233,7 @@ def with_file_name(file: Path) -> Iterator[None]:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether anything is there; raises what `os.path.lexists` takes for no."""
+    """Whether anything is at the path; unlike `os.path.lexists`, other errors are raised."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -242,14 +242,14 @@ def _is_there(path: Path) -> bool:
 
 
 def _open(path: Path, name: str) -> int:
-    """Open a regular file that lies in the folder itself; nothing else is ever opened."""
+    """Open a regular file directly in the folder; nothing else is ever opened."""
     try:
         mode = (path / name).lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedError(f"{name} is missing") from None
     if not stat.S_ISREG(mode):
         raise DamagedError(f"{name} is not a plain file")
-    # What has taken its place since is not followed, and does not block.
+    # If another file has taken its place since, do not follow links and do not block.
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     descriptor = os.open(path / name, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

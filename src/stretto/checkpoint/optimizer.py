@@ -1,4 +1,4 @@
-"""The state of a torch optimizer as named tensors and JSON, and back."""
+"""Convert the state of a torch optimizer to named tensors and JSON, and back."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from stretto.runtime.packing import packed, unpack
 
 
 def pack_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of an optimizer's state by name, and the rest of it as JSON.
+    """Return the tensors of an optimizer's state by name, and the rest as JSON.
 
-    The tensors are the optimizer's own: spread over ranks where its parameters are.
+    The tensors are not copied. They are DTensors if the parameters are.
 
     >>> import torch
     >>> weight = torch.zeros(2, requires_grad=True)
@@ -56,18 +56,17 @@ def pack_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, A
 def unpack_optimizer(
     optimizer: Optimizer, tensors: Mapping[str, Tensor | LazyTensor], record: Mapping[str, Any]
 ) -> None:
-    """Give an optimizer the state that `pack_optimizer` returned.
+    """Load the state that `pack_optimizer` returned into an optimizer.
 
-    What was saved of a parameter is laid out over ranks as that parameter is now, however it was
-    laid out before.
+    The state of a parameter is sharded like the parameter, however it was sharded before.
 
     Args:
-        optimizer: an optimizer of as many parameters, in the same order.
-        tensors: whole tensors, in memory or to be read in parts.
-        record: the rest.
+        optimizer: an optimizer with the same number and order of parameters.
+        tensors: whole tensors, in memory or read lazily.
+        record: the JSON part.
 
     Raises:
-        CheckpointError: it was another optimizer's.
+        CheckpointError: the state is from another optimizer.
     """
     try:
         if record["type"] != type(optimizer).__name__:
@@ -86,7 +85,7 @@ def _states(
     tensors: Mapping[str, Tensor | LazyTensor],
     values: Mapping[str, Any],
 ) -> dict[int, dict[str, Any]]:
-    """The state of each parameter; what belongs to a group is put there."""
+    """Return the state of each parameter; put values of groups into `groups`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for key, value in values.items():
@@ -97,7 +96,7 @@ def _states(
             number, name = name.split(".", 1)
             groups[int(number)][name] = _whole(value)
         elif int(head) >= len(parameters):
-            raise _other(optimizer, f"it is of more than {len(parameters)} parameters")
+            raise _other(optimizer, f"it has more than {len(parameters)} parameters")
         else:
             parameter = parameters[int(head)]
             if not has_shape_of(optimizer, parameter, value):
@@ -108,13 +107,13 @@ def _states(
 
 
 def _laid_out(parameter: Tensor, value: Any) -> Any:
-    """A piece of a parameter's state, where that parameter is."""
+    """Shard a value of the state like its parameter."""
     if not isinstance(value, (Tensor, LazyTensor)) or not is_dtensor(parameter):
         return _whole(value)
     shape = tuple(value.shape)
     if shape == tuple(parameter.shape):
         return shard_like(parameter, value)
-    # A count of steps is a plain tensor; factors of a second moment mix with what is spread.
+    # Step counts stay plain tensors. Factored second moments are replicated DTensors.
     return replicate_like(parameter, value) if shape else _whole(value)
 
 
@@ -125,8 +124,8 @@ def _whole(value: Any) -> Any:
 def _other(optimizer: Optimizer, why: str) -> CheckpointError:
     return CheckpointError(
         cannot(
-            f"give the saved state to {type(optimizer).__name__}",
+            f"load the saved state into {type(optimizer).__name__}",
             why=why,
-            instead="resume with the optimizer and the parameters that it was saved from",
+            instead="resume with the same optimizer and parameters as in the checkpoint",
         )
     )

@@ -1,4 +1,4 @@
-"""What may stand in the saved groups of an optimizer, judged by what stands in those it has."""
+"""Check saved hyperparameters of an optimizer against its present ones."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.optim import Optimizer
 from stretto.errors import CheckpointError, cannot, shown
 
 _IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
-"""How torch computes a step on the devices there are: those of the present run hold."""
+"""How torch computes a step on the present device; taken from the present run."""
 _MOST = 2**63
-"""Integers of this size and above are no floats and no tensors."""
+"""Larger integers do not fit into tensors."""
 
 
 def check_groups(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """Check that an optimizer can compute with saved groups; torch finds out in the next step.
+    """Check that an optimizer can compute with saved groups, which torch checks only in a step.
 
-    Flags that the torch that saved them did not know yet keep their present values.
+    Flags that an older torch did not save keep their present values.
 
     Raises:
-        CheckpointError: a value is missing, or of another kind than the present one.
+        CheckpointError: a value is missing, or has another type than the present one.
     """
     numbers = [number for group in groups for number in group["params"]]
     if numbers != list(range(len(numbers))) or any(type(number) is not int for number in numbers):
@@ -43,7 +43,7 @@ def check_groups(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None
 
 
 def check_value(optimizer: Optimizer, key: str, value: object) -> None:
-    """Check a plain value of the state of a parameter; only torch's own optimizers are known.
+    """Check a plain value of a parameter's state, for optimizers of torch only.
 
     Raises:
         CheckpointError: it is neither a finite number nor None.
@@ -54,9 +54,9 @@ def check_value(optimizer: Optimizer, key: str, value: object) -> None:
 
 
 def has_shape_of(optimizer: Optimizer, parameter: Tensor, value: Any) -> bool:
-    """Whether a part of a parameter's state has its shape, or is a single number.
+    """Return whether a value has the shape of its parameter, or is a single number.
 
-    Only torch's own optimizers are known, and some of them keep other shapes.
+    It is checked for optimizers of torch only. Some of these have state of other shapes.
     """
     shape = getattr(value, "shape", ())
     is_known = type(optimizer).__module__.startswith("torch.optim.")
@@ -65,7 +65,7 @@ def has_shape_of(optimizer: Optimizer, parameter: Tensor, value: Any) -> bool:
 
 
 def _is_compatible(saved: Any, own: Any) -> bool:
-    """Whether a saved value is of the kind of the present one."""
+    """Return whether a saved value has the type of the present one."""
     if isinstance(own, Tensor) or isinstance(saved, Tensor):
         sizes = [one.numel() if isinstance(one, Tensor) else 1 for one in (own, saved)]
         plain = saved if isinstance(own, Tensor) else own
@@ -78,7 +78,7 @@ def _is_compatible(saved: Any, own: Any) -> bool:
     if isinstance(own, (int, float)):
         if isinstance(saved, bool) or not isinstance(saved, (int, float)):
             return False
-        is_signed = saved >= 0 or own < 0  # a negative momentum divides by zero one day
+        is_signed = saved >= 0 or own < 0  # a negative momentum can divide by zero
         return is_signed and (abs(saved) < _MOST or (math.isinf(own) and isinstance(saved, float)))
     if isinstance(own, (tuple, list)):
         return (
@@ -90,16 +90,16 @@ def _is_compatible(saved: Any, own: Any) -> bool:
 
 
 def _are_below_one(name: str, value: Any) -> bool:
-    """Whether betas are: with others a step divides by zero."""
+    """Return whether betas are below 1; otherwise a step divides by zero."""
     return name != "betas" or all(float(one) < 1 for one in value)
 
 
 def _wrong(optimizer: Optimizer, where: str, *value: object) -> CheckpointError:
-    told = f"is {shown(value[0])}" if value else "is missing"
+    problem = f"is {shown(value[0])}" if value else "is missing"
     return CheckpointError(
         cannot(
-            f"give the saved state to {type(optimizer).__name__}",
-            why=f"{where} {told}",
+            f"load the saved state into {type(optimizer).__name__}",
+            why=f"{where} {problem}",
             instead="resume from another checkpoint",
         )
     )

@@ -1,4 +1,4 @@
-"""What each rank wrote of a checkpoint, and how the parts make a whole."""
+"""The parts of a checkpoint that ranks write, and how they are merged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stretto.errors import CheckpointError, cannot
 
 
 class ShardEntry(NamedTuple):
-    """One rank's part of a tensor that is spread over ranks, and the file it lies in."""
+    """One rank's shard of a tensor, and its file."""
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
@@ -22,7 +22,7 @@ class ShardEntry(NamedTuple):
 
 
 class RankPart(NamedTuple):
-    """What one rank wrote."""
+    """The files and shards that one rank wrote."""
 
     files: dict[str, Written]
     aliases: Mapping[str, Mapping[str, str]]
@@ -34,7 +34,7 @@ class RankPart(NamedTuple):
 
     @staticmethod
     def from_text(text: str) -> RankPart:
-        """Return what `to_text` wrote."""
+        """Read the text of `to_text`."""
         files, aliases, entries = json.loads(text)
         return RankPart(
             {name: Written(*written) for name, written in files.items()},
@@ -49,10 +49,10 @@ class RankPart(NamedTuple):
 
 
 def merge(parts: Sequence[RankPart]) -> tuple[str, str]:
-    """Return the aliases and the shards of a whole checkpoint as JSON; parts are in rank order.
+    """Return aliases and shards of the whole checkpoint as JSON; parts are in rank order.
 
     Raises:
-        CheckpointError: the parts of a tensor do not make a whole.
+        CheckpointError: the shards of a tensor are incomplete or overlap.
     """
     aliases = parts[0].aliases
     shards: dict[str, dict[str, Any]] = {group: {} for group in aliases}
@@ -74,8 +74,8 @@ def merge(parts: Sequence[RankPart]) -> tuple[str, str]:
                 raise CheckpointError(
                     cannot(
                         f"save {name!r} of {group}",
-                        why=f"the parts of the ranks do not make a tensor of shape {shape}",
-                        instead="save from every rank that has a part of it, all at the same step",
+                        why=f"the shards of the ranks do not form a tensor of shape {shape}",
+                        instead="save from every rank that has a shard, all at the same step",
                     )
                 )
             pieces = [[entry.file, entry.offset] for entry in entries]

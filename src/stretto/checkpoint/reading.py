@@ -1,6 +1,6 @@
-"""Reading a checkpoint: verified first, a part at a time, and never unpickled.
+"""Read a checkpoint: verified first, in parts, and never unpickled.
 
-Nothing is allocated that the files do not hold.
+Nothing is allocated beyond the size of the files.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from stretto.checkpoint.writing import REPLACED
 from stretto.errors import CheckpointError, cannot, shown
 
 PAUSES = (0.1, 0.4)
-"""Seconds to wait before a file that could not be read is tried again."""
+"""Seconds to wait before each retry of a failed read."""
 _T = TypeVar("_T")
 
 
 class Checkpoint(NamedTuple):
-    """What is in a checkpoint."""
+    """The content of a checkpoint."""
 
     tensors: dict[str, dict[str, Tensor]]
     """Tensors by group and name, on the CPU."""
     records: dict[str, Any]
-    """Everything else, as JSON."""
+    """All other state, as JSON."""
 
 
 class FilePart(NamedTuple):
-    """A part of a tensor, and the file it lies in."""
+    """The part of a tensor in one file."""
 
     file: str
     offset: int
@@ -55,14 +55,14 @@ class FilePart(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """Where a tensor lies, and what it is like."""
+    """The type, shape and files of a stored tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     dim: int
-    """The dimension along which it was cut."""
+    """The dimension along which it is sharded."""
     parts: tuple[FilePart, ...]
-    """One after the other; a single one if it was not cut."""
+    """In order; a single part if it is not sharded."""
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +72,7 @@ class TensorEntry(NamedTuple):
 
 @final
 class CheckpointReader:
-    """An open checkpoint, from which tensors are read one at a time, or in part.
+    """An open checkpoint; reads one tensor, or part of one, at a time.
 
     >>> import tempfile, torch
     >>> from stretto.checkpoint import checkpoint_path, write_checkpoint
@@ -100,7 +100,7 @@ class CheckpointReader:
         unknown = {group_of(name) for name in manifest.files} - {None, *self._entries}
         if unknown:
             raise DamagedError(
-                f"{RECORDS} does not say what is in {', '.join(sorted(map(str, unknown)))}"
+                f"{RECORDS} does not describe {', '.join(sorted(map(str, unknown)))}"
             )
 
     @property
@@ -121,18 +121,18 @@ class CheckpointReader:
         return self._entry(group, name).dtype
 
     def entries(self, group: str) -> tuple[TensorEntry, ...]:
-        """Return where the tensors of a group lie, each memory once."""
+        """Return the stored tensors of a group; shared memory is stored once."""
         return tuple(self._entries.get(group, {}).values())
 
     def original(self, group: str, name: str) -> str:
-        """Return the name under which the memory of a tensor is stored."""
+        """Return the name under which a tensor is stored."""
         return self._aliases.get(group, {}).get(name, name)
 
     def tensor(self, group: str, name: str) -> Tensor:
         """Return a whole tensor, in memory of its own.
 
         Raises:
-            CheckpointError: there is none of that name, or its file cannot be read any more.
+            CheckpointError: there is no such tensor, or its file cannot be read any more.
         """
         place = self._entry(group, name)
         if place.shape:
@@ -189,14 +189,14 @@ class CheckpointReader:
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
-            # The library maps a file into memory, so its size and kind are checked before.
+            # safetensors maps the file into memory, so check its size and type first.
             check_member(self._path, file, self.manifest.files[file], content=False)
             with with_file_name(self._path / file):
                 self._files[file] = safe_open(self._path / file, framework="pt", device="cpu")
         return self._files[file]
 
     def _index(self, group: str, shards: Mapping[str, Any]) -> dict[str, TensorEntry]:
-        """Find out where the tensors of a group lie."""
+        """Index the tensors of a group."""
         found: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
         files = [name for name in self.manifest.files if group_of(name) == group]
         if not files:
@@ -219,13 +219,13 @@ class CheckpointReader:
 def open_checkpoint(
     path: Path, *, verify: bool = True, sleep: Callable[[float], None] = time.sleep
 ) -> CheckpointReader:
-    """Open the checkpoint at `path`; nothing of its tensors is kept in memory.
+    """Open the checkpoint at `path` without loading tensors.
 
     Args:
         path: its folder.
         verify: read every file once and compare it with the manifest. Sizes, shapes and the
-            manifest itself are checked in any case.
-        sleep: waits some seconds before a file that the system could not read is tried again.
+            manifest itself are always checked.
+        sleep: waits some seconds before a retry of a failed read.
 
     >>> import tempfile
     >>> from stretto.checkpoint import checkpoint_path, write_checkpoint
@@ -235,19 +235,18 @@ def open_checkpoint(
     {'epoch': 1}
 
     Raises:
-        CheckpointError: it is not a checkpoint, is of a newer format, is damaged, or cannot be
-            read.
+        CheckpointError: it is not a checkpoint, has a newer format, is damaged, or cannot be read.
     """
     with read_errors(path):
         return with_retries(lambda: open_or_damage(path, verify=verify), sleep)
 
 
 def with_retries(work: Callable[[], _T], sleep: Callable[[float], None]) -> _T:
-    """Return `work()`, tried again where the system fails: network file systems recover.
+    """Return `work()`; retry on system errors, from which network file systems recover.
 
     Raises:
-        OSError: it failed each time.
-        MemoryError: likewise.
+        OSError: all attempts failed.
+        MemoryError: all attempts failed.
     """
     for pause in PAUSES:
         try:
@@ -258,13 +257,13 @@ def with_retries(work: Callable[[], _T], sleep: Callable[[float], None]) -> _T:
 
 
 def open_or_damage(path: Path, *, verify: bool = True) -> CheckpointReader:
-    """Do the same for those who treat damage in another way than other errors.
+    """Open a checkpoint like `open_checkpoint`, but raise `DamagedError` for damage.
 
     Raises:
         DamagedError: it is damaged.
         OSError: it cannot be read.
         MemoryError: there is too little memory to read it.
-        CheckpointError: it is not a checkpoint, or is of a newer format.
+        CheckpointError: it is not a checkpoint, or has a newer format.
     """
     path = find(path)
     manifest = read_manifest(path)
@@ -274,10 +273,10 @@ def open_or_damage(path: Path, *, verify: bool = True) -> CheckpointReader:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Return all that `write_checkpoint` stored at `path`, after verifying every byte.
+    """Return everything that `write_checkpoint` stored at `path`; every byte is verified.
 
     Raises:
-        CheckpointError: it is not a checkpoint, is of a newer format, or is damaged.
+        CheckpointError: it is not a checkpoint, has a newer format, or is damaged.
     """
     reader = open_checkpoint(path)
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -290,14 +289,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def find(path: Path) -> Path:
-    """Return where the checkpoint of this name lies: aside, if it was just being replaced."""
+    """Return the real path of a checkpoint: the old one if a replacement was interrupted."""
     aside = path.with_name(path.name + REPLACED)
     return aside if not os.path.lexists(path) and os.path.lexists(aside) else path
 
 
 @contextmanager
 def _safetensors_errors(file: str) -> Iterator[None]:
-    """Tell what the library makes of a file that is not as it should be."""
+    """Turn errors of the safetensors library into `DamagedError`."""
     try:
         yield
     except (
@@ -309,7 +308,7 @@ def _safetensors_errors(file: str) -> Iterator[None]:
         TypeError,
         ValueError,
     ) as error:
-        # It may name a tensor, and a name may hold anything.
+        # The message may contain the name of a tensor, which can be any text.
         why = "".join(c if c.isprintable() else " " for c in str(error)[:200])
         raise DamagedError(
             f"{file} is not a file of tensors ({type(error).__name__}: {why})"
@@ -343,15 +342,15 @@ def _single(name: str, parts: Mapping[str, TensorInfo]) -> TensorEntry:
 
 
 def _assembled(name: str, parts: Mapping[str, TensorInfo], shard: Any) -> TensorEntry:
-    """Check that the parts of a tensor make a whole, without holes or overlaps."""
+    """Check that the parts of a tensor are complete, without gaps or overlaps."""
     match shard:
         case {"shape": [*shape], "dim": int(dim), "pieces": [*listed]}:
             numbers = [dim, *shape]
         case _:
-            raise DamagedError(f"{RECORDS} does not say how {shown(name)} was cut")
+            raise DamagedError(f"{RECORDS} does not say how {shown(name)} is sharded")
     are_counts = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
     if not are_counts or dim >= len(shape) or len(listed) != len(parts):
-        raise DamagedError(f"{RECORDS} does not say how {shown(name)} was cut")
+        raise DamagedError(f"{RECORDS} does not say how {shown(name)} is sharded")
     placed: list[FilePart] = []
     end = 0
     for entry in listed:
@@ -359,13 +358,13 @@ def _assembled(name: str, parts: Mapping[str, TensorInfo], shard: Any) -> Tensor
             case [str(file), int(offset)] if file in parts and type(offset) is int:
                 dtype, part = parts[file]
             case _:
-                raise DamagedError(f"{RECORDS} does not say where the parts of {shown(name)} lie")
+                raise DamagedError(f"{RECORDS} does not say where the parts of {shown(name)} are")
         whole = [*part[:dim], shape[dim], *part[dim + 1 :]]
         same = dtype == parts[listed[0][0]][0] and len(part) == len(shape) and whole == shape
         if not same or offset != end or file in {part.file for part in placed}:
-            raise DamagedError(f"the parts of {shown(name)} do not make a whole")
+            raise DamagedError(f"the parts of {shown(name)} are incomplete or overlap")
         placed.append(FilePart(file, offset, part[dim]))
         end += part[dim]
     if end != shape[dim] or not placed:
-        raise DamagedError(f"the parts of {shown(name)} do not make a whole")
+        raise DamagedError(f"the parts of {shown(name)} are incomplete or overlap")
     return TensorEntry(dtype, tuple(shape), dim, tuple(placed))

@@ -1,7 +1,7 @@
-"""Tensors that are spread over ranks (FSDP2), on their way into a checkpoint and back.
+"""Convert DTensors (FSDP2) to shards in a checkpoint, and back.
 
-A checkpoint knows whole tensors. What is written of a sharded one are the pieces, each with its
-place; what is read is cut for as many ranks as there are then. So neither needs the other ranks.
+A checkpoint describes whole tensors. Each rank writes its shard with its offset. A reader takes
+its part for any number of ranks. Neither needs communication.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """This rank's part of a tensor that is spread over ranks.
+    """This rank's shard of a tensor.
 
     >>> import torch
     >>> Shard(torch.zeros(1, 4), shape=(3, 4), dim=0, offset=2)
@@ -25,13 +25,13 @@ class Shard(NamedTuple):
     """
 
     local: Tensor
-    """The part itself; where there are fewer rows than ranks it may have none."""
+    """The shard; it can be empty if there are fewer rows than ranks."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     dim: int
-    """The dimension that was cut."""
+    """The sharded dimension."""
     offset: int
-    """Where the part begins in that dimension."""
+    """Start of the shard in that dimension."""
 
 
 class TensorSlice(NamedTuple):
@@ -43,7 +43,7 @@ class TensorSlice(NamedTuple):
 
 
 class LazyTensor(NamedTuple):
-    """A tensor that lies in a checkpoint, of which no more is read than is needed.
+    """A tensor in a checkpoint that is read only as far as needed.
 
     >>> import torch
     >>> whole = torch.arange(6)
@@ -55,11 +55,11 @@ class LazyTensor(NamedTuple):
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     read: Callable[[TensorSlice | None], Tensor]
-    """Reads one part, or with None the whole."""
+    """Reads one slice; with None, the whole tensor."""
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether a model is spread over ranks, as by `fully_shard`: each has parts to write.
+    """Return whether a model is sharded over ranks, for example by `fully_shard`.
 
     >>> is_sharded(nn.Linear(1, 1))
     False
@@ -68,23 +68,23 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether a tensor is spread over ranks, be it that each has all of it.
+    """Return whether a tensor is a `DTensor`, sharded or replicated.
 
     >>> import torch
     >>> is_dtensor(torch.zeros(2))
     False
     """
-    # Where nobody has imported it nothing can be one; importing it takes a second.
+    # If the module is not imported, there are no DTensors. Importing it takes a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def to_shard(tensor: Tensor) -> Tensor | Shard:
-    """Return what this rank has to write of `tensor`; the memory stays the same where it can.
+    """Return what this rank writes of `tensor`, without a copy if possible.
 
-    A tensor that is cut over a mesh of one dimension, as `fully_shard` does, becomes a `Shard`;
-    one that every rank has whole becomes a plain tensor, and so does one that is spread in any
-    other way: that one is gathered, so every rank must call this.
+    A tensor sharded over a one-dimensional mesh, as by `fully_shard`, becomes a `Shard`. A
+    replicated tensor becomes a plain tensor. A tensor with any other placement is gathered, so
+    every rank must call this.
 
     >>> import torch
     >>> to_shard(torch.ones(2))
@@ -104,14 +104,14 @@ def to_shard(tensor: Tensor) -> Tensor | Shard:
 
 
 def shard_like(reference: Tensor, stored: Tensor | LazyTensor) -> Tensor:
-    """Return a tensor of a checkpoint, laid out over ranks like `reference`.
+    """Return a tensor of a checkpoint, sharded like `reference`.
 
-    Every rank reads its own part and needs none of the others. A plain `reference`, or one of
-    another shape, gives the whole tensor.
+    Every rank reads only its own part. If `reference` is a plain tensor, or has another shape, the
+    result is the whole tensor.
 
     Args:
-        reference: a parameter or buffer of the run that goes on.
-        stored: what was saved, in memory or to be read.
+        reference: a parameter or buffer of the resumed run.
+        stored: the saved tensor, in memory or read lazily.
 
     >>> import torch
     >>> shard_like(torch.zeros(2), LazyTensor((2,), lambda part: torch.ones(2)))
@@ -140,7 +140,7 @@ def shard_like(reference: Tensor, stored: Tensor | LazyTensor) -> Tensor:
 
 
 def replicate_like(reference: DTensor, stored: Tensor | LazyTensor) -> Tensor:
-    """Return a tensor of a checkpoint that every rank of `reference` has whole."""
+    """Return a tensor of a checkpoint, replicated over the mesh of `reference`."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     whole = stored if isinstance(stored, Tensor) else stored.read(None)
@@ -149,14 +149,14 @@ def replicate_like(reference: DTensor, stored: Tensor | LazyTensor) -> Tensor:
 
 
 def _is_cut(placement: object) -> bool:
-    # Exactly: a kind of its own cuts in strides (tensor parallelism under FSDP).
+    # Not isinstance: a subclass shards in strides (tensor parallelism under FSDP).
     from torch.distributed.tensor import Shard as Cut
 
     return type(placement) is Cut
 
 
 def _part(tensor: DTensor) -> TensorSlice:
-    """The part of this rank: as `torch.chunk` cuts, so the last ranks may have none."""
+    """Return the slice of this rank, as `torch.chunk` splits; the last ranks may have none."""
     mesh = tensor.device_mesh
     dim = getattr(tensor.placements[0], "dim") % tensor.dim()  # noqa: B009  of a cut alone
     size = tensor.shape[dim]

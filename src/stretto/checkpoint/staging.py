@@ -1,4 +1,4 @@
-"""Copies of a run's tensors in host memory, from which a checkpoint is written at leisure."""
+"""Copies of a run's tensors in host memory, for asynchronous checkpoints."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from stretto.checkpoint.sharding import Shard
 from stretto.errors import CheckpointError, cannot
 
 Tensors = Mapping[str, Mapping[str, Tensor | Shard]]
-"""Tensors by group and name; of one that is spread over ranks, this rank's part."""
+"""Tensors by group and name; of a sharded tensor, this rank's shard."""
 
 
 class Staged(NamedTuple):
-    """What one rank has to write: contiguous tensors in host memory."""
+    """What one rank writes: contiguous tensors in host memory."""
 
     tensors: dict[str, dict[str, Tensor | Shard]]
-    """By group and name; each memory once."""
+    """By group and name; shared memory is copied once."""
     aliases: dict[str, dict[str, str]]
-    """By group: names that stand for the same memory as another one."""
+    """By group: names of tensors that share memory with another one."""
 
 
 @final
 class HostCopies:
-    """Copies tensors to host memory, into buffers that are used again for the next checkpoint.
+    """Copies tensors to host memory, into buffers that the next checkpoint reuses.
 
-    So only the first copy pays for allocation. What `take` returned is valid until the next call.
+    Only the first copy allocates. The result of `take` is valid until the next call.
 
     >>> import torch
     >>> weight = torch.ones(2)
@@ -41,7 +41,7 @@ class HostCopies:
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
     def take(self, tensors: Tensors) -> Staged:
-        """Return copies of `tensors` as they are now; those of an accelerator in pinned memory.
+        """Return copies of `tensors`; those of an accelerator are in pinned memory.
 
         Raises:
             CheckpointError: one of them is not a plain tensor in memory.
@@ -76,13 +76,13 @@ class HostCopies:
 
 
 def _memory(tensor: Tensor, group: str, name: str) -> Hashable:
-    """What two tensors have in common exactly if they show the same values of the same memory."""
+    """A key that is equal for two tensors if they are the same view of the same memory."""
     if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided:
         raise CheckpointError(
             cannot(
                 f"save {name!r} of {group}",
-                why="its values do not lie in memory one by one (it is sparse, quantized or meta)",
-                instead="save plain tensors that it can be made from",
+                why="it is sparse, quantized or on the meta device",
+                instead="save dense tensors from which you can rebuild it",
             )
         )
     return (
@@ -97,7 +97,7 @@ def _memory(tensor: Tensor, group: str, name: str) -> Hashable:
 
 
 def _buffer(before: Tensor | None, like: Tensor) -> Tensor:
-    """A contiguous tensor in host memory: the one from before, if it fits."""
+    """Return a contiguous buffer in host memory: the previous one if it matches."""
     is_remote = like.device.type == "cuda"
     if (
         before is not None
@@ -107,9 +107,9 @@ def _buffer(before: Tensor | None, like: Tensor) -> Tensor:
     ):
         return before
     if is_remote and like.numel():
-        # Without pinned memory the copy goes through a small buffer of the driver's, in pieces.
+        # Without pinned memory, the driver copies through a small buffer in chunks.
         try:
             return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
-        except RuntimeError:  # the system allows no more of it
+        except RuntimeError:  # the system allows no more pinned memory
             pass
     return torch.empty(like.shape, dtype=like.dtype)

@@ -1,7 +1,7 @@
-"""Files of tensors in the safetensors format: written in one pass, read a part at a time.
+"""Write files in the safetensors format in one pass.
 
-Writing is done here and not by the safetensors library, which would need a second pass over the
-file for the checksum and does not wait for the disk.
+The safetensors library would need a second pass over the file for the checksum, and does not call
+fsync.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 from stretto.errors import CheckpointError, cannot
 
 _CHUNK_BYTES = 32 << 20
-"""Hashed and written at a time, without the interpreter's lock. Whoever wants it back may have to
-wait for 5 ms, so chunks are large."""
+"""Bytes hashed and written at a time, without the GIL. Taking the GIL back can take 5 ms, so chunks
+are large."""
 _LONGEST_HEADER = 100_000_000
-"""Bytes; the library reads no longer one."""
+"""Bytes; safetensors refuses longer headers."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -49,18 +49,18 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Written(NamedTuple):
-    """A file that was written."""
+    """The size and digest of a written file."""
 
     size: int
     digest: str
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> Written:
-    """Write contiguous tensors in host memory to a new file, and have it on the disk.
+    """Write contiguous tensors in host memory to a new file, with fsync.
 
     Raises:
         CheckpointError: the format cannot hold one of them.
-        OSError: there is no room, or the file exists.
+        OSError: the disk is full, or the file exists.
     """
     header, ordered = _header(tensors)
     digest = hashlib.sha256()
@@ -79,7 +79,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> Written:
 def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
-    # The largest items first: then each tensor lies where its type may lie in memory.
+    # Largest item size first, so that each tensor is aligned for its type.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     entries: dict[str, Any] = {}
     offset = 0
@@ -108,7 +108,7 @@ def check_tensor(name: str, tensor: Tensor) -> None:
     """Check that a file can hold a tensor.
 
     Raises:
-        CheckpointError: the format has no such type or name.
+        CheckpointError: the format does not support its type or name.
     """
     if tensor.dtype not in _NAMES:
         raise CheckpointError(
@@ -135,7 +135,7 @@ def check_tensor(name: str, tensor: Tensor) -> None:
 
 
 def _chunks(header: bytes, tensors: list[Tensor]) -> Iterator[memoryview]:
-    """The bytes of a file, without a copy."""
+    """Yield the bytes of a file without copying them."""
     yield memoryview(header)
     for tensor in tensors:
         assert tensor.is_contiguous()

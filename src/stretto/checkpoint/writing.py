@@ -1,8 +1,8 @@
-"""Writing a checkpoint, so that nobody ever sees part of one.
+"""Write a checkpoint atomically.
 
-The first rank makes a folder that ends in `.tmp`; every rank that has tensors writes them there;
-the first rank then writes the manifest and renames the folder. Each step ends on the disk before
-the next begins. Nothing here talks to another rank or warns, so all of it may run in a thread.
+The first rank creates a folder that ends in `.tmp`. Every rank with tensors writes them there. Then
+the first rank writes the manifest and renames the folder. Each step is flushed to disk before the
+next begins. Nothing here communicates with other ranks or warns, so it can run in a thread.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from stretto.checkpoint.tensor_file import Written, write_tensors
 from stretto.errors import CheckpointError, cannot
 
 UNFINISHED = ".tmp"
-"""Ending of a folder that is being written, or deleted."""
+"""Ending of a folder that is being written or deleted."""
 REPLACED = ".replaced"
-"""Ending of a checkpoint whose place another one is about to take."""
+"""Ending of a checkpoint that is about to be replaced."""
 BAD = ".bad"
-"""Ending of what was found where a checkpoint should be, and cannot be used as one."""
+"""Ending of a path that is named like a checkpoint but is damaged."""
 _GROUP = re.compile(r"[A-Za-z0-9_]+")
 
 
 def write_checkpoint(path: Path, tensors: Tensors, records: Mapping[str, Any] | str) -> None:
-    """Write a checkpoint at `path` with one process, so that nobody ever sees part of it.
+    """Write a checkpoint at `path` from one process, atomically.
 
     Args:
-        path: the folder to create; one that is there already is replaced once the new one is whole.
+        path: the folder to create. An existing one is replaced when the new one is complete.
         tensors: tensors by group (one safetensors file each) and name; tensors that share memory
             are stored once.
-        records: what is not a tensor: what JSON can hold, or the text of `encode_records`.
+        records: other state as JSON, or the text of `encode_records`.
 
     >>> import tempfile, torch
     >>> from stretto.checkpoint import checkpoint_path, read_checkpoint
@@ -59,8 +59,8 @@ def write_checkpoint(path: Path, tensors: Tensors, records: Mapping[str, Any] | 
     {'epoch': 1}
 
     Raises:
-        CheckpointError: it cannot be written, or the records are not JSON; what was there before
-            is still there.
+        CheckpointError: it cannot be written, or the records are not JSON. An existing checkpoint
+            is kept.
     """
     text = records if isinstance(records, str) else encode_records(records)
     staged = HostCopies().take(tensors)
@@ -74,15 +74,15 @@ def write_checkpoint(path: Path, tensors: Tensors, records: Mapping[str, Any] | 
 
 
 def encode_records(records: Mapping[str, Any]) -> str:
-    """Return records as the JSON text that a checkpoint keeps of them.
+    """Return records as JSON text.
 
-    Encode them at once where what they are made of goes on changing while a thread writes.
+    Encode them before a thread writes, if the objects can change meanwhile.
 
     >>> encode_records({"epoch": 1})
     '{"epoch":1}'
 
     Raises:
-        CheckpointError: they are not JSON, or much too long.
+        CheckpointError: they are not JSON, or too long.
     """
     try:
         text = json.dumps(dict(records), separators=(",", ":"))
@@ -106,10 +106,10 @@ def encode_records(records: Mapping[str, Any]) -> str:
 
 
 def begin_checkpoint(path: Path) -> None:
-    """Make the folder into which the parts of a checkpoint are written; the first rank does.
+    """Create the folder of an unfinished checkpoint; call it on the first rank.
 
     Raises:
-        CheckpointError: it cannot be made.
+        CheckpointError: it cannot be created.
     """
     local_path(path, "write a checkpoint to", CheckpointError)
     with _writing(path):
@@ -122,9 +122,9 @@ def begin_checkpoint(path: Path) -> None:
 
 
 def write_part(path: Path, staged: Staged, *, rank: int = 0, world_size: int = 1) -> None:
-    """Write what one rank has of a checkpoint that `begin_checkpoint` has begun.
+    """Write one rank's part of a checkpoint, after `begin_checkpoint`.
 
-    What is not spread over ranks is taken from the first one.
+    The first rank writes tensors that are not sharded.
 
     Raises:
         CheckpointError: it cannot be written, or the format cannot hold a tensor.
@@ -140,7 +140,7 @@ def write_part(path: Path, staged: Staged, *, rank: int = 0, world_size: int = 1
             for name, entry in named.items():
                 if isinstance(entry, Shard):
                     length = entry.local.shape[entry.dim]
-                    # The first rank writes a part without any rows too: so its type is known.
+                    # The first rank also writes an empty shard, so that the type is known.
                     if length or rank == 0:
                         own[name] = entry.local
                         entries[name] = ShardEntry(
@@ -164,12 +164,12 @@ def finish_checkpoint(
 
     Args:
         path: where it goes; one that is there already is replaced.
-        records: what is not a tensor: what JSON can hold, or the text of `encode_records`.
+        records: other state as JSON, or the text of `encode_records`.
         world_size: number of ranks that wrote a part.
         clock: seconds since 1970.
 
     Raises:
-        CheckpointError: it cannot be written, or the parts do not make a whole; what was there
+        CheckpointError: it cannot be written, or the parts are incomplete; what was there
             before is still there.
     """
     text = records if isinstance(records, str) else encode_records(records)
@@ -194,14 +194,14 @@ def finish_checkpoint(
 
 
 def abandon_checkpoint(path: Path) -> None:
-    """Remove what was written of a checkpoint that will not become whole."""
-    # What cannot be removed is in nobody's way: the next one of that name says so.
+    """Remove an unfinished checkpoint."""
+    # Remains do no harm: the next checkpoint of that name reports them.
     with suppress(OSError):
         remove(_unfinished(path))
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Remove a checkpoint so that nobody ever sees part of one.
+    """Remove a checkpoint atomically.
 
     Raises:
         OSError: it cannot be removed.
@@ -212,7 +212,7 @@ def delete_checkpoint(path: Path) -> None:
 
 
 def synchronize(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Flush the names in a folder to disk (fsync)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -223,11 +223,10 @@ def synchronize(folder: Path) -> None:
 def _put_in_place(folder: Path, path: Path) -> None:
     aside = path.with_name(path.name + REPLACED)
     if os.path.lexists(path) and (path.is_symlink() or not (path / MANIFEST).is_file()):
-        rename_bad(path)  # nothing that this module has written
+        rename_bad(path)  # not written by this module
     is_replaced = os.path.lexists(path)
     if is_replaced:
-        # A folder cannot take the place of another in one step. In between, readers find the one
-        # that was put aside.
+        # A folder cannot replace another in one step. Meanwhile, readers find the renamed one.
         remove(aside)
         path.rename(aside)
     try:
@@ -241,7 +240,7 @@ def _put_in_place(folder: Path, path: Path) -> None:
 
 
 def _write(file: Path, text: str) -> Written:
-    """Write a small file and have it on the disk."""
+    """Write a small file with fsync."""
     content = text.encode("ascii")
     with file.open("xb") as opened:
         opened.write(content)
@@ -251,7 +250,7 @@ def _write(file: Path, text: str) -> Written:
 
 
 def rename_bad(path: Path) -> Path:
-    """Rename what cannot be used, to end in `.bad` or `.bad2` and so on; return its new path.
+    """Rename a damaged checkpoint to end in `.bad`, `.bad2` and so on; return its new path.
 
     Raises:
         OSError: it cannot be renamed.
@@ -265,7 +264,7 @@ def rename_bad(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove whatever is there, if anything is.
+    """Remove a file or folder if it exists.
 
     Raises:
         OSError: it cannot be removed.
@@ -306,5 +305,5 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            cannot(f"write {path}", why=str(error), instead="make room or choose another folder")
+            cannot(f"write {path}", why=str(error), instead="free space or choose another folder")
         ) from error

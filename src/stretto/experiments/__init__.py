@@ -1,4 +1,4 @@
-"""Experiments that train many short runs; nothing else in stretto needs them."""
+"""Experiments that train many short runs. No other package imports them."""
 
 from stretto.experiments.branches import BranchPoint
 from stretto.experiments.critical_batch_size import Branch, CriticalBatchSize

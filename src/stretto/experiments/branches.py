@@ -46,23 +46,23 @@ _IN_STEPS = ("on_fit_start", "on_batch_start", "transform_batch", "on_gradient",
 class BranchPoint:
     """A checkpoint of a run, from which branches start.
 
-    A branch has the weights, the optimizer and the loss scale of the checkpoint, a constant batch
-    size, and the learning rate of the batch before the checkpoint, scaled by the rule for its size.
-    It has no schedules and no loggers. Of the callbacks it has those that take part in a step
-    (`on_fit_start`, `on_batch_start`, `transform_batch`, `on_gradient` or `on_batch_end`), and
-    neither set learning rates nor listen to the measured noise or to the start of an evaluation;
-    their clock stays at the checkpoint. All else is as the run file says.
+    A branch starts with the weights, optimizer state and loss scale of the checkpoint. Its batch
+    size is constant. Its learning rate is that of the last batch before the checkpoint, scaled by
+    the rule for its size. It has no schedules and no loggers. It keeps callbacks that take part in
+    a step (`on_fit_start`, `on_batch_start`, `transform_batch`, `on_gradient` or `on_batch_end`),
+    unless they set learning rates, or listen to `on_noise` or `on_evaluation_start`. The clock of
+    callbacks stays at the checkpoint. Everything else is as in the run file.
 
     Args:
         config: the run file.
-        checkpoint: a checkpoint of that run, or the run folder, whose newest whole one is used.
-        source: where the file's values were written, for messages.
+        checkpoint: a checkpoint of that run, or the run folder, to use its newest intact one.
+        source: positions of values in the file, for messages.
         rule: how the learning rate follows the size; None: the file's `learning_rate_rule`, or the
             square root.
 
     Raises:
-        ConfigError: something in the file cannot be built.
-        CheckpointError: the checkpoint is damaged, or not one of a run.
+        ConfigError: the run file cannot be built.
+        CheckpointError: the checkpoint is damaged, or not from a run.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class BranchPoint:
             self.timestamp = Timestamp.from_state(records["clock"])
             """The clock of the checkpoint."""
             self.size: int = records["size"] or 0
-            """The size of the batch before it, which the learning rate in force belongs to."""
+            """The size of the last batch before it, to which the learning rate belongs."""
         if not self.size:
             raise _no_branch(self.path, "no batch was trained before it")
         self._rule = rule or self._run.rule or SquareRootRule(self.size)
 
     def samples(self, over: Time) -> int:
-        """Return how many samples `over` is in this run; batches have the size in force.
+        """Convert `over` to samples; batches have the current batch size.
 
         Raises:
             ConversionError: a fact is missing.
@@ -119,7 +119,7 @@ class BranchPoint:
         return int(self._horizon.convert(over, "sp"))
 
     def check_seeds(self, count: int) -> None:
-        """Refuse branches in so many orders of the samples, if the data have only one.
+        """Refuse several seeds if the data are not shuffled.
 
         Raises:
             TrainingError: the data are map-style and not shuffled.
@@ -129,13 +129,13 @@ class BranchPoint:
             raise TrainingError(
                 cannot(
                     f"compare branches in {count} orders of the samples",
-                    why="they are not shuffled, so all would be the same",
+                    why="the data are not shuffled, so all branches would be the same",
                     instead="write --seeds 1, or loading={shuffle: true} behind the run file",
                 )
             )
 
     def branch(self, size: int, *, seed: int, samples: int) -> Branch:
-        """Train a branch with batches of `size` over `samples`, and return the result.
+        """Train a branch with batches of `size` for `samples`, and return the result.
 
         Raises:
             CheckpointError: the checkpoint is of another model or optimizer.
@@ -173,7 +173,7 @@ class BranchPoint:
         stepping = parts.make_stepping(config, self._run, source)
         trainer = Trainer(
             model,
-            # An iterable may be used up by the branch before.
+            # The previous branch may have exhausted an iterable.
             self._spec if self._spec.is_map_style else make_spec(config, source=source),
             optimizer=optimizer,
             loss=parts.make_loss(config, model, source),
@@ -181,7 +181,7 @@ class BranchPoint:
             batch_size=size,
             micro_batch_size=config.micro_batch_size,
             loading=replace(loading, seed=ORDER_SEEDS + seed, last_batch="carry"),
-            # A size that diverges shows it in its loss, and the other branches are trained.
+            # If a size diverges, its loss shows it, and the other branches continue.
             stepping=replace(stepping, learning_rate_rule=None, non_finite="ignore"),
             evaluate=[replace(one, every=every) for one in evaluations],
             log=Logging("1ba", console=False),
@@ -191,13 +191,13 @@ class BranchPoint:
         return trainer
 
     def decay(self, branch: Branch) -> float:
-        """Return what fraction of the optimizer's learning rate is in force at the checkpoint."""
+        """Return the learning rate at the checkpoint as a fraction of the base value."""
         in_force = branch.learning_rate * self._rule(self.size) / self._rule(branch.size)
         base = base_values(self._config, source=self._source).get("lr", 0.0)
         return in_force / base if base else 1.0
 
     def _callbacks(self) -> list[Callback]:
-        """Those that change how the model is trained, as they were at the checkpoint."""
+        """Return callbacks that change the training, with their state at the checkpoint."""
         made = [
             one
             for one in parts.make_callbacks(self._config, self._source)
@@ -218,14 +218,14 @@ class BranchPoint:
             model.load_state_dict(weights)
             unpack_optimizer(optimizer, moments, reader.records["optimizer"])
         if not any(group["lr"] for group in optimizer.param_groups):
-            raise _no_branch(self.path, "the learning rate in force there is 0")
+            raise _no_branch(self.path, "its learning rate is 0")
 
 
 def frozen(callback: Callback, timestamp: Timestamp, horizon: Horizon) -> Callback:
-    """Return a callback that does what `callback` does at `timestamp`, at every step.
+    """Return a callback that runs `callback` with a frozen clock.
 
-    For example, a warm-up of the sequence length cuts to the length of that moment of the run. With
-    the clock of a short branch it would start again.
+    For example, a sequence length warm-up keeps the length it has at `timestamp`. With the clock of
+    a short branch, it would start again.
 
     >>> from stretto.training.algorithms import SequenceLengthWarmup
     >>> warmup = SequenceLengthWarmup(8, 64, over="50%")
@@ -234,9 +234,9 @@ def frozen(callback: Callback, timestamp: Timestamp, horizon: Horizon) -> Callba
     (True, True, False)
 
     Args:
-        callback: what changes the training.
-        timestamp: the clock that it sees.
-        horizon: that of the run.
+        callback: the callback.
+        timestamp: the time that it sees.
+        horizon: the horizon of the run.
     """
 
     def listener(name: str) -> Callable[..., Any]:
@@ -252,7 +252,7 @@ def frozen(callback: Callback, timestamp: Timestamp, horizon: Horizon) -> Callba
 
         return listen
 
-    # Only the events that it overrides: noise, for example, is measured only for its listeners.
+    # Only overridden events: for example, noise is measured only if a callback listens.
     listeners = {name: listener(name) for name in EVENTS if overrides(callback, name)}
     body = {**listeners, "changes_tokens": callback.changes_tokens}
     return cast(Callback, type(type(callback).__name__, (Callback,), body)())
@@ -268,13 +268,13 @@ def _changes_training(callback: Callback) -> bool:
 
 
 class _BranchLoss(Callback):
-    """Keeps the loss at the end: that of the evaluation, or of the last quarter of the training.
+    """Records the final loss: of the evaluation, or of the last quarter of the training.
 
-    The quarter is the same samples for every batch size: a batch that begins before it counts in
-    part. Each batch is weighted by what its loss is a mean of, samples or tokens.
+    The quarter has the same samples for every batch size, so a batch that starts before it counts
+    in part. Batches are weighted by their samples or tokens, as their loss is.
 
     Args:
-        samples: how many there are.
+        samples: the samples of the branch.
     """
 
     def __init__(self, samples: int) -> None:
@@ -285,13 +285,13 @@ class _BranchLoss(Callback):
 
     @property
     def value(self) -> float:
-        """The loss at the end of the branch; nan if there is none."""
+        """The final loss; nan if there is none."""
         if self._evaluated is not None:
             return self._evaluated
         return self._sum / self._weight if self._weight else math.nan
 
     def on_log(self, run: Run, record: Mapping[str, float]) -> None:
-        """Take the training loss of a batch."""
+        """Add the training loss of a batch."""
         end = run.timer.sample
         part = (end - max(self._before, self._quarter)) / (end - self._before)
         if part > 0:
@@ -301,14 +301,14 @@ class _BranchLoss(Callback):
         self._before = end
 
     def on_evaluation_end(self, run: Run, name: str, metrics: Mapping[str, float]) -> None:
-        """Take the loss of the evaluation."""
+        """Record the loss of the evaluation."""
         del run, name
         self._evaluated = float(metrics["loss"])
 
 
 @contextmanager
 def _reading(path: Path, why: str) -> Iterator[None]:
-    """Explain errors from a checkpoint that is not one of this run."""
+    """Explain errors of a checkpoint from another run."""
     try:
         yield
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""The critical batch size, from the losses of short runs at several batch sizes."""
+"""Estimate the critical batch size from short runs at several batch sizes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _DIVERGED = 10.0
 if that is larger). Student's distribution does not describe such losses."""
 
 Verdict: TypeAlias = Literal["below", "open", "above"]
-"""Whether a size is surely below the critical one, surely above it, or neither."""
-_SAID: dict[Verdict, str] = {
+"""Whether a size is significantly below the critical one, above it, or neither."""
+_VERDICT_TEXTS: dict[Verdict, str] = {
     "below": "within the tolerance",
-    "open": "cannot be told",
+    "open": "undecided",
     "above": "beyond it",
 }
 _HEADS = ("batch size", "steps", "learning rate", "loss", "excess", "")
@@ -35,7 +35,7 @@ class Branch(NamedTuple):
 
     size: int
     seed: int
-    """Of the order of samples. Branches with the same seed see the same samples."""
+    """Seed of the sample order. Branches with the same seed see the same samples."""
     steps: int
     learning_rate: float
     loss: float
@@ -44,7 +44,7 @@ class Branch(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class SizeRow:
-    """What the branches of one size show."""
+    """The result of all branches of one size."""
 
     size: int
     steps: int
@@ -52,9 +52,9 @@ class SizeRow:
     loss: float
     """The mean over the seeds."""
     excess: float
-    """How much the loss is above that of the smallest size: the mean of the differences by seed.
-    Infinite if a branch diverges: its loss is not finite, or its excess is more than ten times the
-    loss of the smallest size."""
+    """Loss minus the baseline loss (of the smallest size), averaged over the seeds. Infinite if a
+    branch diverges: its loss is not finite, or its excess is more than ten times the baseline
+    loss."""
     reach: float
     """Half the width of the interval of the excess. Infinite for a single seed, and if all seeds
     have exactly the same loss."""
@@ -66,11 +66,11 @@ class SizeRow:
 class CriticalBatchSize:
     """The largest batch that trains as well per sample as the smallest one.
 
-    Branches start from one checkpoint and see equally many samples, each at a constant batch size
-    with the learning rate that goes with it. The critical size is where the mean excess of the loss
-    over that of the smallest size passes `tolerance`, interpolated between neighbouring sizes
-    linearly in the logarithm of the size. Source: Merrill et al. 2025 (arXiv 2505.23971), section
-    3; the intervals are of Student's distribution over the differences by seed.
+    Branches start from one checkpoint and see the same number of samples, each at a constant batch
+    size with the matching learning rate. The critical size is where the mean excess loss over the
+    smallest size crosses `tolerance`. It is interpolated linearly in the logarithm of the size.
+    Source: Merrill et al. 2025 (arXiv 2505.23971), section 3. Intervals use Student's distribution
+    of the differences between seeds.
 
     >>> branches = [
     ...     Branch(size, seed, 512 // size, 1e-3, loss + 0.001 * seed)
@@ -84,19 +84,19 @@ class CriticalBatchSize:
 
     branches: tuple[Branch, ...]
     samples: int
-    """How many each branch saw."""
+    """Samples of each branch."""
     tolerance: float
     rows: tuple[SizeRow, ...]
     size: float | None
-    """Where the mean excess passes the tolerance; None if it does at no size that was tried."""
+    """Where the mean excess crosses the tolerance; None if it does not."""
     low: int
-    """The largest size up to which all are surely within the tolerance; at least the smallest."""
+    """Up to this size, all are significantly within the tolerance; at least the smallest."""
     high: int | None
-    """The smallest size that is surely not; None if there is none."""
+    """The smallest size significantly beyond the tolerance; None if there is none."""
 
     @classmethod
     def of(cls, branches: Sequence[Branch], *, samples: int, tolerance: float) -> CriticalBatchSize:
-        """Return what `branches` show: one of each size, two or more, with each seed.
+        """Evaluate branches of two or more sizes, one for each size and seed.
 
         Raises:
             TrainingError: the smallest size diverges, or the tolerance is not a number of at
@@ -138,8 +138,8 @@ class CriticalBatchSize:
         >>> branches = [Branch(8, 0, 64, 0.001, 2.5), Branch(16, 0, 32, 0.0014142, 2.5625)]
         >>> print(CriticalBatchSize.of(branches, samples=512, tolerance=0.01).table())
         batch size  steps  learning rate    loss   excess
-                 8     64          0.001  2.5000           the yardstick
-                16     32       0.001414  2.5625  +0.0625  cannot be told (one seed)
+                 8     64          0.001  2.5000           baseline
+                16     32       0.001414  2.5625  +0.0625  undecided (one seed)
         """
         lines = [_HEADS, *map(self._cells, self.rows)]
         widths = [max(map(len, column)) for column in list(zip(*lines, strict=True))[:5]]
@@ -147,9 +147,9 @@ class CriticalBatchSize:
         return "\n".join("  ".join(line).rstrip() for line in aligned)
 
     def _cells(self, row: SizeRow) -> tuple[str, ...]:
-        said, excess = _SAID[row.verdict], f"{row.excess:+.4f}"
+        said, excess = _VERDICT_TEXTS[row.verdict], f"{row.excess:+.4f}"
         if row is self.rows[0]:
-            said, excess = "the yardstick", ""
+            said, excess = "baseline", ""
         elif math.isinf(row.excess):
             said, excess = "diverges", ""
         elif math.isinf(row.reach):
@@ -162,9 +162,9 @@ class CriticalBatchSize:
 
 
 def default_sizes(size: int, samples: int) -> list[int]:
-    """Return half of `size`, itself, and its doublings as far as branches have enough steps.
+    """Return `size / 2`, `size`, and its doublings while branches have enough steps.
 
-    They are two at least, also if branches of so many samples are too short for the second.
+    There are at least two sizes, even if branches are too short for the second.
 
     >>> default_sizes(16, 1024)
     [8, 16, 32, 64, 128, 256]
@@ -174,10 +174,10 @@ def default_sizes(size: int, samples: int) -> list[int]:
 
 
 def whole_steps(samples: int, sizes: Sequence[int]) -> int:
-    """Return at most `samples`, so that the last batch of every size is whole if possible.
+    """Round `samples` down so that all sizes have full batches only, if possible.
 
-    If that takes more than a quarter off, or leaves the largest size too few steps, the last batch
-    of the largest size is whole.
+    If that removes more than a quarter, or leaves too few steps for the largest size, only the
+    largest size has full batches only.
 
     >>> whole_steps(1000, [8, 16]), whole_steps(40, [6, 10])
     (992, 40)
@@ -188,7 +188,7 @@ def whole_steps(samples: int, sizes: Sequence[int]) -> int:
 
 
 def check_baseline(branch: Branch, smallest: int) -> None:
-    """Refuse a branch of the smallest size whose loss the others cannot be compared with.
+    """Refuse a baseline that diverged.
 
     Raises:
         TrainingError: its loss is not finite.
@@ -196,16 +196,16 @@ def check_baseline(branch: Branch, smallest: int) -> None:
     if branch.size == smallest and not math.isfinite(branch.loss):
         raise TrainingError(
             cannot(
-                f"hold losses against that of batches of {smallest:,}",
-                why=f"it is {branch.loss} after {branch.steps:,} steps, and it is the smallest",
-                instead="name a checkpoint whose weights are finite, or a run file with a lower "
-                "learning rate",
+                f"compare losses with the baseline run (batch size {smallest:,})",
+                why=f"it diverged: its loss is {branch.loss} after {branch.steps:,} steps",
+                instead="name a checkpoint with finite weights, or lower the learning rate in the "
+                "run file",
             )
         )
 
 
 def check_tolerance(tolerance: float) -> None:
-    """Refuse what no loss can be worse by.
+    """Refuse a tolerance that is not a number of at least 0.
 
     Raises:
         TrainingError: it is not a number of at least 0.
@@ -221,7 +221,7 @@ def check_tolerance(tolerance: float) -> None:
 
 
 def check_sizes(sizes: Sequence[int], samples: int) -> None:
-    """Refuse sizes that branches of so many samples cannot compare.
+    """Refuse sizes that branches of this length cannot compare.
 
     Raises:
         TrainingError: there are fewer than two, they are not ascending, or the largest has too few
@@ -259,7 +259,7 @@ def _row(size: int, smallest: int, branches: Sequence[Branch], tolerance: float)
     if size == smallest or diverges:
         reach = 0.0
     elif len({branch.loss for branch in own}) > 1:
-        # Equal losses to the last bit come from one order of samples, which shows no variation.
+        # Bitwise equal losses come from one order of samples, which shows no variation.
         reach = student(CONFIDENCE, count - 1) * statistics.stdev(differences) / math.sqrt(count)
     verdict: Verdict = "open"
     if excess + reach <= tolerance:
@@ -271,7 +271,7 @@ def _row(size: int, smallest: int, branches: Sequence[Branch], tolerance: float)
 
 
 def _crossing(rows: Sequence[SizeRow], tolerance: float) -> float | None:
-    """The size at which the line through the mean excesses passes the tolerance first."""
+    """Return the size where the interpolated mean excess first crosses the tolerance."""
     for before, after in pairwise(rows):
         if after.excess > tolerance:
             if not math.isfinite(after.excess):

@@ -1,4 +1,4 @@
-"""The critical batch size as a picture: the excess of the loss over the batch size."""
+"""Plot the excess loss over the batch size."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def draw_critical(found: CriticalBatchSize, path: Path) -> None:
-    """Draw how much the loss of each size is above that of the smallest, and the tolerance.
+    """Draw the excess loss of each size over the smallest, and the tolerance.
 
     Args:
-        found: what the branches show.
+        found: the result.
         path: a name that ends in `.png`, `.svg` or `.pdf`.
 
     Raises:
@@ -77,7 +77,7 @@ def _draw_answer(axes: Axes, found: CriticalBatchSize) -> None:
     if right > found.low:
         axes.axvspan(found.low, right, color=ORANGE, alpha=0.12, linewidth=0)
         axes.annotate(
-            "cannot be told",
+            "undecided",
             (math.sqrt(found.low * right), 0),
             **above,
             xycoords=("data", "axes fraction"),

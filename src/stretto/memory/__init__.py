@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits into memory, known before anything runs out of it."""
+"""Find the largest micro-batch that fits into memory, before anything runs out of it."""
 
 from stretto.memory.batches import resize_batch
 from stretto.memory.finding.candidates import CandidateSizes, Found, search

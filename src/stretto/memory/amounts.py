@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them: 80GiB, 512 MiB, and margins in bytes or percent."""
+"""Parse and print amounts of memory (80GiB, 512 MiB) and margins in bytes or percent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNITS: dict[str, int] = {
     **{f"{letter}B": 1000**power for power, letter in enumerate("kMGT", 1)},
 }
 """Bytes in each unit: GiB is 1024^3, GB is 1000^3, as on a disk."""
-# Bounded, so that no text takes long.
+# The digits are bounded, so that parsing any text is fast.
 _NUMBER = re.compile(r"(\d{1,18}(?:_\d{3}){0,5}(?:\.\d{1,9})?) ?([A-Za-z]{1,3}|%)?")
 _SPELLINGS = {unit.lower(): unit for unit in UNITS}
 
@@ -28,7 +28,7 @@ def parse_bytes(amount: str | int) -> int:
     (85899345920, 1500000, 512)
 
     Raises:
-        ConfigError: it is no such amount.
+        ConfigError: the text is not an amount of memory.
     """
     if isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0:
         return amount
@@ -43,14 +43,14 @@ def parse_bytes(amount: str | int) -> int:
 
 
 def show_bytes(amount: int) -> str:
-    """Return a number of bytes as people say it, to three digits or more.
+    """Return a number of bytes as text with at least three digits.
 
     >>> show_bytes(85899345920), show_bytes(1536), show_bytes(999), show_bytes(-2**20)
     ('80.0 GiB', '1.50 KiB', '999 B', '-1.00 MiB')
     """
     value, unit = abs(amount) / 1, "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        # What would be rounded up to 1024 is said in the next unit.
+        # A value that would round to 1024 is printed in the next unit.
         if value < 1023.5:
             break
         value, unit = abs(amount) / UNITS[larger], larger
@@ -64,7 +64,7 @@ def show_bytes(amount: int) -> str:
 @final
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """Memory that is left free: a part of all there is, or a number of bytes.
+    """Memory that stays free: a fraction of the total, or a number of bytes.
 
     >>> Margin.parse("5%").of(1000), Margin.parse("100B").of(1000)
     (50, 100)
@@ -75,10 +75,10 @@ class Margin:
 
     @classmethod
     def parse(cls, text: str | int) -> Margin:
-        """Return the margin that a text such as `5%` or `512MiB` says, or a number of bytes.
+        """Return the margin for a text such as `5%` or `512MiB`, or for a number of bytes.
 
         Raises:
-            ConfigError: it says none, or 100 percent and more.
+            ConfigError: the text is not a margin, or is 100 percent or more.
         """
         match = _NUMBER.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None or match[2] != "%":

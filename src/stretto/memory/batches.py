@@ -1,4 +1,4 @@
-"""A batch of any size, made of one that is at hand."""
+"""Resize an example batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stretto.data.containers import opened
 
 
 def resize_batch(batch: Any, size: int, *, length: int | None = None) -> Any:
-    """Return a batch of `size` samples: those of `batch`, repeated or cut.
+    """Return a batch of `size` samples by repeating or cutting `batch`.
 
     >>> resize_batch({"x": torch.tensor([[1, 2], [3, 4]]), "y": ["a", "b"]}, 3)
     {'x': tensor([[1, 2],
@@ -22,14 +22,14 @@ def resize_batch(batch: Any, size: int, *, length: int | None = None) -> Any:
     [[1, 2, 3, 1, 2], [1, 2, 3, 1, 2]]
 
     Args:
-        batch: a batch of at least one sample; it is not changed.
+        batch: a batch of at least one sample. It is not modified.
         size: how many samples the result has.
-        length: how long its sequences are. The length of `batch` is that of the second dimension
-            of its first tensor that has one; every dimension of a sample that is as long is a
-            sequence.
+        length: the sequence length of the result. The sequence length of `batch` is the second
+            dimension of its first tensor with two or more dimensions. Every dimension of that
+            length is resized.
 
     Raises:
-        DataError: the batch has nothing that can be counted.
+        DataError: the samples of the batch cannot be counted.
     """
     return _Resize(count_samples(batch), size, None if length is None else _length(batch), length)(
         batch
@@ -72,13 +72,13 @@ class _Resize:
 
 
 def _resized(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """Return a tensor of another size along one dimension, contiguous and not a view."""
+    """Return a contiguous copy with another size along one dimension."""
     old = tensor.size(dim)
     if old >= size:
         return tensor.narrow(dim, 0, size).clone(memory_format=torch.contiguous_format)
     repeats = [1] * tensor.dim()
     repeats[dim] = -(-size // old)
-    # Repeated along one dimension only, then cut; the repeats are gone when the result is made.
+    # Repeat along this dimension only, then cut. The longer tensor is freed at once.
     return tensor.repeat(repeats).narrow(dim, 0, size).clone()
 
 

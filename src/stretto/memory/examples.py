@@ -1,4 +1,4 @@
-"""Batches of any size, made of a few samples of the data."""
+"""Example batches of any size, made from a few samples of the data set."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from stretto.memory.batches import resize_batch
 from stretto.memory.prediction.trace import tensors_in
 
 EXAMPLES = 32
-"""Samples from all over the data set that are looked at for the longest one."""
+"""Number of samples, spread over the data set, among which the longest is chosen."""
 
 
 def example_batches(loader: StepLoader) -> Any:
-    """Return an example of a map-style data set's batches for `find_batch_size`.
+    """Return an example batch of a map-style data set, for `find_batch_size`.
 
-    A batch, its sequences padded to the longest of a few samples. If the collate function packs
-    several samples into a row: a function that packs as many copies of the longest one as it is
-    asked for.
+    Its sequences are padded to the longest of a few samples. If the collate function packs several
+    samples into a row, the result is a function: it packs the requested number of copies of the
+    longest sample.
     """
     num_samples = len(loader.spec.dataset)
     count = min(EXAMPLES, num_samples)
@@ -38,9 +38,10 @@ def example_batches(loader: StepLoader) -> Any:
 
 
 def resizable(spec: DataSpec, batch: Any) -> Any:
-    """Return a batch of an iterable for `find_batch_size`, its samples counted as `spec` does.
+    """Return a batch of an iterable data set, for `find_batch_size`.
 
-    If it is packed: a function that returns as many of its rows as hold a number of samples.
+    If the batch is packed, the result is a function that returns enough rows for the requested
+    number of samples, counted as `spec` counts them.
     """
     if not _is_packed(spec, batch):
         return batch
@@ -49,7 +50,7 @@ def resizable(spec: DataSpec, batch: Any) -> Any:
 
 
 def _is_packed(spec: DataSpec, batch: Any) -> bool:
-    """Return whether a row holds several samples."""
+    """Return whether a row can contain several samples."""
     if spec.get_num_samples_in_batch is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""How much memory there is, and a guard that lets what exceeds it fail instead of the process."""
+"""Free memory of a device, and a guard that makes large allocations fail with an error."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ ROOT = Path("/")
 
 
 class MemoryLimit(NamedTuple):
-    """How much can still be allocated."""
+    """A number of bytes that can be allocated."""
 
     bytes: int
     source: str
-    """What sets the limit, for people."""
+    """What sets the limit, as text for messages."""
 
     def __str__(self) -> str:
         return f"{show_bytes(self.bytes)} ({self.source})"
 
 
 def free_memory(device: torch.device, *, root: Path = ROOT) -> MemoryLimit:
-    """Return how much this process can still allocate on a device.
+    """Return how much memory this process can still allocate on a device.
 
-    On the CPU that is the least of what the machine has available, what each control group around
-    the process leaves, and its own limits on data and address space. What the process has freed
-    but not given back is not counted: call `release_memory` first.
+    On the CPU it is the minimum of three: the available memory of the machine, the remaining limit
+    of each control group of the process, and its own limits on data and address space. Memory that
+    the process has freed but not returned to the system is not counted: call `release_memory`
+    first.
 
     Args:
-        device: where.
-        root: where the system's files are; another place in tests.
+        device: the device.
+        root: where the system's files are; another folder in tests.
 
     Raises:
-        FitError: there is no telling on this kind of device or system.
+        FitError: this kind of device or system does not report its memory.
     """
     found = list(_host_limits(root)) if device.type == "cpu" else list(_device_limits(device))
     if not found:
@@ -59,7 +60,7 @@ def free_memory(device: torch.device, *, root: Path = ROOT) -> MemoryLimit:
 
 
 def allocated_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Return the bytes of memory behind tensors on a device, each piece counted once.
+    """Return the bytes that tensors occupy on a device; shared memory counts once.
 
     >>> shared = torch.zeros(4)
     >>> allocated_bytes([shared, shared[:2], torch.zeros(2, device="meta")], torch.device("cpu"))
@@ -82,10 +83,10 @@ class _Limit:
         self._standing: list[tuple[int, int]] = []
 
     def lower(self, more: int) -> tuple[int, int]:
-        """Let this process take no more than `more` bytes beyond now, nor than it might before.
+        """Limit this process to `more` bytes beyond its present use, or to a lower earlier limit.
 
         Returns:
-            The limit, to be lifted again.
+            The limit, for `lift`.
         """
         import resource
 
@@ -102,9 +103,9 @@ class _Limit:
         return limit
 
     def lift(self, limit: tuple[int, int]) -> None:
-        """Go back to the least limit that still stands, or to what was before the first.
+        """Restore the lowest limit that is still active, or the original one.
 
-        It makes nothing new: there may be no memory left.
+        It allocates nothing, because memory may have run out.
         """
         import resource
 
@@ -119,12 +120,12 @@ _LIMIT = _Limit()
 
 @contextlib.contextmanager
 def guard(limit: int) -> Iterator[None]:
-    """Let an allocation fail that takes this process more than `limit` bytes beyond now.
+    """Make allocations fail that exceed the present memory use by more than `limit` bytes.
 
-    Without a limit, Linux grants what it does not have and kills the process that uses it. With
-    one, the allocation raises an error. It is a soft limit on the data of this process
-    (`RLIMIT_DATA`), lifted again afterwards; of several, of other threads too, the least limit
-    holds. On other systems nothing happens.
+    Without a limit, Linux grants more memory than it has and kills the process that uses it. With
+    a limit, the allocation raises an error. It is the soft limit `RLIMIT_DATA` of this process and
+    is restored afterwards. If several guards are active, in other threads too, the lowest limit
+    applies. On other systems nothing happens.
 
     >>> with guard(64 * 2**20):
     ...     _ = torch.ones(2**22)  # 16 MiB
@@ -140,7 +141,7 @@ def guard(limit: int) -> Iterator[None]:
 
 
 def process_status(root: Path = ROOT) -> dict[str, int]:
-    """Return what Linux says of this process, by the names of `/proc/self/status`; in bytes."""
+    """Return the fields of `/proc/self/status` in bytes, by name."""
     return _read_table(root / "proc/self/status")
 
 
@@ -182,14 +183,14 @@ def _own_limits(root: Path) -> Iterator[MemoryLimit]:
 
 
 def _group_limits(root: Path) -> Iterator[MemoryLimit]:
-    """What each control group leaves, from that of this process to the outermost."""
+    """The remaining limit of each control group, from the innermost to the outermost."""
     for base, path, names in _groups(root):
         places = [base / path, *(base / path).parents] if path else [base]
         for place in places:
             limit = _read_number(place / names[0])
             usage = _read_number(place / names[1])
             if limit is not None and usage is not None:
-                # Files that were read lie in memory too, until something else needs it.
+                # Cached files count as used, but the kernel drops them when memory is needed.
                 cache = _read_table(place / "memory.stat").get(names[2], 0)
                 yield MemoryLimit(limit - usage + cache, "limit of the control group")
             if place == base:
@@ -209,19 +210,19 @@ def _groups(root: Path) -> Iterator[tuple[Path, str, tuple[str, str, str]]]:
             base, names = mount / "memory", first
         else:
             continue
-        # Inside a container the path may be that of the outside, which is not to be seen.
+        # Inside a container this may be a path of the host, which does not exist here.
         inner = path.strip("/")
         yield base, inner if (base / inner).is_dir() else "", names
 
 
 def _read_number(path: Path) -> int | None:
     text = _read(path).strip()
-    # "max" is no limit, and so is what the first version says: more than any machine has.
+    # "max" means no limit; version 1 writes a huge number instead.
     return int(text) if text.isdecimal() and int(text) < 1 << 60 else None
 
 
 def _read_table(path: Path) -> dict[str, int]:
-    """Lines of a name and a number, in bytes."""
+    """Parse lines of a name and a number; the numbers are returned in bytes."""
     table = {}
     for line in _read(path).splitlines():
         name, *rest = line.replace(":", " ").split()[:3] or [""]

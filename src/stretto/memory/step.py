@@ -1,4 +1,4 @@
-"""The passes of one whole optimizer step: whose memory is asked about."""
+"""One whole optimizer step, whose memory is measured or predicted."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def _ignore(_phase: str) -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class WholeStep:
-    """A step with its micro-batches, on one rank: all of them the one batch that it gets."""
+    """An optimizer step on one rank that uses the same batch for each of its micro-batches."""
 
     step: TrainStep
     accumulation: int = 1
-    """Micro-batches of a step. From the second on, the gradients are there during the forward."""
+    """Micro-batches per step. From the second on, gradients exist during the forward pass."""
     measures_noise: bool = False
-    """Whether the gradient of each micro-batch is looked at by itself, before it is added."""
+    """Whether the gradient of each micro-batch is measured before it is accumulated."""
 
     @classmethod
     def of(
         cls, step: TrainStep | WholeStep, *, accumulation: int = 1, measures_noise: bool = False
     ) -> WholeStep:
-        """Return the step of this rank alone, which waits for no other rank.
+        """Return a step of this rank alone, without communication.
 
         >>> from stretto.runtime import SupervisedStep
         >>> model = nn.Linear(4, 1)
@@ -61,11 +61,11 @@ class WholeStep:
         return cls(step, accumulation, measures_noise)
 
     def run(self, batch: Any, *, enter: Callable[[str], object] = _ignore) -> None:
-        """Take the step, with the micro-batch `batch` as often as there are micro-batches.
+        """Run the step, with `batch` as every micro-batch.
 
         Args:
             batch: a micro-batch, on the device of the model.
-            enter: called with the name of each phase as it begins: `forward`, `backward`,
+            enter: called at the start of each phase with its name: `forward`, `backward` or
                 `optimizer`.
         """
         step = self.step
@@ -88,36 +88,36 @@ class WholeStep:
 
     @property
     def model(self) -> nn.Module:
-        """What runs: compiled where it is."""
+        """The module that runs, compiled if the step compiles it."""
         return self.step.model if self.step.forward_model is None else self.step.forward_model
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """What updates the weights."""
+        """The optimizers of the step."""
         return tuple(self.step.optimizers)
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return self.step.device
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What the optimizers update."""
+        """The parameters that the optimizers update."""
         return self.step.parameters
 
 
 @contextlib.contextmanager
 def _backward_passes(enter: Callable[[str], object]) -> Iterator[None]:
-    """Tell when autograd begins to run, and when it has run.
+    """Call `enter` when autograd starts a backward pass and when it ends.
 
-    All of `backward`, `grad` and compiled code go through the function that is wrapped here; torch
-    has no public hook for it.
+    `backward`, `grad` and compiled code all call the function that is wrapped here. torch has no
+    public hook for it.
     """
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if TracingContext.try_get() is not None:  # torch.compile traces a backward: none runs
+        if TracingContext.try_get() is not None:  # torch.compile traces a backward pass; none runs
             return run_backward(*args, **kwargs)
         enter("backward")
         try:

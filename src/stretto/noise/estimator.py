@@ -1,4 +1,4 @@
-"""`NoiseEstimator`: the noise scale over many steps, with what is known of it."""
+"""`NoiseEstimator`: the gradient noise scale averaged over steps, with its interval."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from stretto.noise.terms import NoiseTerms, noise_terms
 
 @final
 class NoiseEstimator:
-    """Averages what steps measure into `B_simple = tr(Sigma) / |mu|^2`, the gradient noise scale.
+    """Estimates the gradient noise scale `B_simple = tr(Sigma) / |mu|^2` from many steps.
 
     It is the batch size at which the noise of the gradient is as large as the gradient (McCandlish
-    et al. 2018, arXiv 1812.06162, equation 2.9). Numerator and denominator are averaged apart, with
-    weights that fall geometrically, and divided at the end; the interval is Fieller's. No number
-    is given before about 20 steps were measured (or three quarters of a shorter window) and the
-    interval spans at most a factor of 3. Where it hardly ever does, it does when the denominator
-    happens to come out high: what is given now and then is too small, by a quarter and more.
+    et al. 2018, arXiv 1812.06162, equation 2.9). Numerator and denominator have separate moving
+    averages with geometric weights, which are divided at the end. The interval is Fieller's. The
+    estimate is None until about 20 steps are measured (or three quarters of a shorter window) and
+    the interval spans at most a factor of 3. If the interval is rarely that narrow, the estimates
+    are biased: it is narrow when the denominator is high by chance, so they are too small by a
+    quarter or more.
 
     >>> estimator = NoiseEstimator(window=50)
     >>> for step in range(40):
@@ -35,11 +36,11 @@ class NoiseEstimator:
     (14.6, [14.1, 15.1])
 
     Args:
-        window: how many steps the averages are over.
-        confidence: the probability with which the interval holds the true ratio.
+        window: the number of steps in the averages.
+        confidence: the probability that the interval contains the true ratio.
 
     Raises:
-        BatchSizeError: `window` or `confidence` cannot be.
+        BatchSizeError: `window` or `confidence` is out of range.
     """
 
     __slots__ = ("_average", "_confidence", "_window")
@@ -50,12 +51,12 @@ class NoiseEstimator:
         self._average = RatioAverage()
 
     def add(self, terms: NoiseTerms | None, num_samples: float | None = None) -> None:
-        """Take what one step measured; what is None or not finite is passed over.
+        """Add the terms of one step; None and non-finite terms are ignored.
 
         Args:
-            terms: what it measured.
-            num_samples: those of its batch: how much it counts beside other steps. Left out, all
-                count alike, which is right where their batches are.
+            terms: the terms that the step measured.
+            num_samples: the samples in its batch, which weight the step. Default: equal weights,
+                which is right if all batches have the same size.
         """
         if terms is not None:
             numerator, denominator = map(as_float, terms)
@@ -64,13 +65,13 @@ class NoiseEstimator:
             )
 
     def observe(self, squares: Iterable[float], sizes: Iterable[float], whole: float) -> None:
-        """Take the squared norms of one step's gradients, as `noise_terms` does."""
+        """Add a step by the squared norms of its gradients; see `noise_terms`."""
         sizes = list(sizes)
         self.add(noise_terms(squares, sizes, whole), total(sizes))
 
     @property
     def steps(self) -> int:
-        """How many steps were measured."""
+        """Number of measured steps."""
         return self._average.steps
 
     @property
@@ -85,7 +86,7 @@ class NoiseEstimator:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the noise scale is known well enough to be told."""
+        """Whether the noise scale is known precisely enough."""
         return self._average.is_steady(self._window, self._confidence)
 
     @property
@@ -95,7 +96,7 @@ class NoiseEstimator:
 
     @property
     def interval(self) -> Interval | None:
-        """Where `B_simple` lies with the probability `confidence`; None before it is steady."""
+        """The confidence interval of `B_simple`; None before it is steady."""
         return self._interval if self.is_steady else None
 
     def gain(self, size: int, reference: int) -> float:
@@ -103,7 +104,7 @@ class NoiseEstimator:
 
         `r = (S/b + G2) / (S/B + G2)` for a batch of B samples and a reference of b, where S is
         tr(Sigma) and G2 is |mu|^2: between 1 and `B / b` (Johnson et al. 2020, arXiv 2007.05105,
-        equation 3). 1 before enough steps were measured.
+        equation 3). It is 1 until enough steps are measured.
 
         >>> estimator = NoiseEstimator()
         >>> for step in range(40):
@@ -119,7 +120,7 @@ class NoiseEstimator:
         variance, square = max(0.0, average.numerator), max(0.0, average.denominator)
         if not average.has_begun(self._window) or variance + square == 0:
             return 1.0
-        # As parts of their sum, so that nothing vanishes however small both are.
+        # Fractions of the sum, so that nothing underflows.
         noise = variance / (variance + square)
         return (noise / reference + (1.0 - noise)) / (noise / size + (1.0 - noise))
 
@@ -132,7 +133,7 @@ class NoiseEstimator:
         return self._average.to_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from saved averages."""
+        """Restore saved averages."""
         for value in state.values():
-            math.isfinite(value)  # raises if that is no number
+            math.isfinite(value)  # raises if it is not a number
         self._average = RatioAverage.from_state(state)

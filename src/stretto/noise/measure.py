@@ -1,4 +1,4 @@
-"""The squared norm of the gradient of each micro-batch, out of a step that accumulates them."""
+"""Measure the squared gradient norm of each micro-batch during accumulation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from stretto.noise.norms import Norms, read_squares
 
 @final
 class MicroGradients:
-    """Lets each backward pass begin without a gradient, measures what it leaves, and adds it up.
+    """Measures the gradient of each backward pass and accumulates them.
 
-    What is added up is, to the last bit, what accumulating would have given. It needs room for one
-    more gradient. Call `begin` before the first backward pass of a step, and run each in `watch`.
+    The sum is bitwise equal to normal accumulation. It needs memory for one more gradient. Call
+    `begin` before the first backward pass of a step, and run each pass in `watch`.
 
     >>> weight = nn.Parameter(torch.zeros(2))
     >>> gradients = MicroGradients([weight])
@@ -30,7 +30,7 @@ class MicroGradients:
     ([2.0, 8.0, 18.0], tensor([3., 3.]))
 
     Args:
-        parameters: those whose gradients are measured.
+        parameters: the parameters whose gradients are measured.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -43,51 +43,51 @@ class MicroGradients:
         self._measured: list[Norms] = []
 
     def attach(self, model: nn.parallel.DistributedDataParallel) -> None:
-        """Look at the gradients of a rank before they are averaged over ranks.
+        """Measure the gradients of a rank before DDP averages them over ranks.
 
-        They are averaged as without it, to the last bit.
+        The averages are bitwise equal to those of DDP alone.
         """
         self._world_size = dist.get_world_size(model.process_group)
         self._has_unused = model.find_unused_parameters
 
-        # A function without annotations: torch would compare those with types, and ours are text.
+        # No annotations: torch compares them with types, and ours are strings.
         def hook(group, bucket):  # type: ignore[no-untyped-def]
             return self._average(group, bucket)
 
         model.register_comm_hook(model.process_group, hook)
 
     def begin(self) -> None:
-        """Forget the step before, and the gradient that it left."""
+        """Start a step: drop the gradients of the previous one."""
         for parameter in self._parameters:
-            parameter.grad = None  # not zeroed: it may be the bucket that the next one is put into
+            parameter.grad = None  # not zeroed: it may be a view of a bucket of DDP
         self._measured = []
         self._aside = {}
         self._in_buckets = None
 
     @contextmanager
     def watch(self, *, is_last: bool, is_averaged: bool = False) -> Iterator[None]:
-        """Measure what the backward pass within leaves, and add it to what was there before it.
+        """Measure the gradient of the backward pass inside, and accumulate it.
 
         Args:
-            is_last: whether the gradient is complete after it; it lies in the parameters then.
-            is_averaged: whether ranks average the gradient in it, and it is the last.
+            is_last: whether this is the last pass; the parameters then have the whole gradient.
+            is_averaged: whether DDP averages gradients in this pass, which must be the last.
         """
         if is_averaged:
             self._in_buckets = Norms()
             if self._has_unused:
-                # torch reads the gradient of a parameter that this pass may not reach.
+                # DDP reads the gradients of unused parameters, too.
                 for parameter in self._parameters:
                     before = self._aside.get(id(parameter))
                     parameter.grad = None if before is None else torch.zeros_like(before)
         try:
             yield
         except BaseException:
-            self.begin()  # or torch would add what lies aside to the next gradient that it averages
+            self.begin()  # otherwise DDP would add the stored gradients to the next average
             raise
         self._take(is_last=is_last)
 
     def read(self) -> list[float]:
-        """Return the squared norm of what each pass left; and last that of the gradient now."""
+        """Return the squared gradient norm of each pass; the last entry is the whole gradient."""
         whole = Norms()
         whole.add([p.grad for p in self._parameters if p.grad is not None])
         return read_squares([*self._measured, whole])
@@ -122,16 +122,16 @@ class MicroGradients:
             torch._foreach_add_(into, more)
 
     def _average(self, group: dist.ProcessGroup, bucket: Any) -> Any:
-        """Average a bucket of gradients over ranks: what torch calls while it runs backward."""
+        """Average a bucket of gradients over ranks; the communication hook of DDP."""
         buffer: Tensor = bucket.buffer()
         if self._in_buckets is not None:
             buffer = self._measured_bucket(bucket, self._in_buckets)
-        buffer.mul_(1.0 / self._world_size)  # as torch does where there is no hook
+        buffer.mul_(1.0 / self._world_size)  # as DDP does without a hook
         future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
         return future.then(lambda done: done.value()[0])
 
     def _measured_bucket(self, bucket: Any, norms: Norms) -> Tensor:
-        """Add the bucket to `norms`, and return it with what was there before it."""
+        """Add the bucket to `norms`; return the bucket plus earlier gradients."""
         buffer: Tensor = bucket.buffer()
         parameters, views = bucket.parameters(), _views(bucket)
         own = [id(parameter) in self._own for parameter in parameters]
@@ -140,7 +140,7 @@ class MicroGradients:
         before = [self._aside.get(id(parameter)) for parameter in parameters]
         pairs = [(view, one) for view, one in zip(views, before, strict=True) if one is not None]
         if buffer.is_sparse:
-            # In the order of accumulating, which decides how entries of a row are rounded.
+            # The order of accumulation decides how entries of a row are rounded.
             return pairs[0][1] + buffer if pairs else buffer
         if pairs:
             torch._foreach_add_([view for view, _ in pairs], [one for _, one in pairs])
@@ -148,24 +148,24 @@ class MicroGradients:
 
 
 def _views(bucket: Any) -> list[Tensor]:
-    """The gradients of a bucket, each in the shape of its parameter, in the bucket's memory.
+    """Return views of a bucket, one per parameter and in its shape.
 
-    Those of `bucket.gradients()` (torch 2.13) have the elements in another order where a parameter
-    is not row by row (channels last), and are half of a complex one, and none of a sparse one.
+    `bucket.gradients()` (torch 2.13) has another element order for channels-last parameters, only
+    half of complex ones, and nothing for sparse ones.
     """
     buffer, parameters = bucket.buffer(), bucket.parameters()
     if buffer.is_sparse:  # such a bucket has a single parameter
         return [buffer]
-    # A bucket is of one type; a complex one is of pairs of real numbers.
+    # A bucket has one dtype; a complex bucket stores pairs of real numbers.
     whole = torch.view_as_complex(buffer.view(-1, 2)) if parameters[0].is_complex() else buffer
     parts = whole.split([parameter.numel() for parameter in parameters])
     return [_as_laid_out(part, like) for part, like in zip(parts, parameters, strict=True)]
 
 
 def _as_laid_out(part: Tensor, like: Tensor) -> Tensor:
-    """A flat part of a bucket in the shape of a parameter, with its strides where it is dense.
+    """Return a flat part of a bucket in the shape of a parameter, with its strides if dense.
 
-    Only what is dense keeps its strides in `empty_like`.
+    `empty_like` keeps strides only of dense tensors.
     """
     if like.is_contiguous() or torch.empty_like(like, device="meta").stride() != like.stride():
         return part.view(like.shape)

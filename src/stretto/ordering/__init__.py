@@ -1,4 +1,4 @@
-"""Which sample comes when: a keyed order in constant memory, and each rank's part of it."""
+"""The order of samples in constant memory, and each rank's share of it."""
 
 from stretto.ordering.order import SampleOrder
 from stretto.ordering.share import share, stream_start

@@ -1,4 +1,4 @@
-"""`SampleOrder`: which sample of the data set stands at which position of the run."""
+"""`SampleOrder`: the sample at each position of the run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _MOST_SAMPLES = 2**62
 @final
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """The order of samples over the whole run, evaluated at any position in constant memory.
+    """The order of samples over the whole run, in constant memory.
 
     A run is a line of positions 0, 1, 2, ...; position `p` belongs to epoch `p // num_samples`.
-    Shuffled, every epoch is a pseudo-random permutation of the data set that depends on the seed
-    and the epoch alone. So a billion samples start at once, and any position is reached at once.
+    With `shuffle`, every epoch is a pseudo-random permutation of the data set that depends only on
+    the seed and the epoch. Nothing is stored, and any position is evaluated directly.
 
     >>> order = SampleOrder(6, seed=7)
     >>> sorted(order[position] for position in range(6, 12))
@@ -28,15 +28,15 @@ class SampleOrder:
     [0, 1, 2, 0, 1, 2]
 
     Raises:
-        DataError: there are no samples, or the seed is not an integer.
+        DataError: `num_samples` is out of range, or the seed is not an integer.
     """
 
     num_samples: int
     """Samples in an epoch."""
     seed: int = 0
-    """Chooses the permutations; any integer."""
+    """Selects the permutations; any integer."""
     shuffle: bool = True
-    """Whether epochs are permuted; else each runs from the first sample to the last."""
+    """Whether epochs are permuted; if not, samples come in the order of the data set."""
 
     def __post_init__(self) -> None:
         num_samples, seed = whole(self.num_samples), whole(self.seed)

@@ -1,13 +1,13 @@
 """A keyed permutation of `range(n)`, evaluated at any position in constant memory.
 
 A Feistel network on `Z_a x Z_b` with `a * b >= n` (Black and Rogaway, "Ciphers with arbitrary
-finite domains", CT-RSA 2002): a number is a pair of halves, and in turn each half is moved by a
-hash of the other. That is a bijection whatever the hash. With `a` and `b` next to the square root
-of `n`, fewer than `a` numbers are too many; a position that lands on one of them is sent on
-through the network until it does not ("cycle walking").
+finite domains", CT-RSA 2002). A number is a pair of halves; in each round, a hash of one half is
+added to the other. This is a bijection for any hash. `a` and `b` are close to the square root of
+`n`, so fewer than `a` numbers are outside `range(n)`. A result outside is permuted again until it
+is inside ("cycle walking").
 
-The arithmetic stays below 2^63 or is masked to 32 bits, so that `stretto.data` can evaluate the
-same permutation in blocks of 64-bit integers that wrap around.
+All values stay below 2^63 or are masked to 32 bits. So `stretto.data` can evaluate the same
+permutation in blocks of 64-bit integers with wrap-around.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ FACTOR_2 = 0x846CA68B
 
 
 class Network(NamedTuple):
-    """The permutation of one epoch: the sizes of the halves, and a key for each round."""
+    """The permutation of one epoch: sizes of the halves, and a key per round."""
 
     num_samples: int
     above: int
-    """How many values the upper half has."""
+    """Number of values of the upper half."""
     below: int
-    """How many values the lower half has; a number is `upper * below + lower`."""
+    """Number of values of the lower half; a number is `upper * below + lower`."""
     keys: tuple[int, ...]
-    """32-bit keys; even rounds move the upper half, odd ones the lower."""
+    """32-bit keys; even rounds change the upper half, odd rounds the lower."""
 
 
-@lru_cache(maxsize=8)  # the epochs that are read from at one time
+@lru_cache(maxsize=8)  # epochs that are in use at the same time
 def network(num_samples: int, seed: int, epoch: int) -> Network:
     """Return the permutation of one epoch.
 
@@ -53,7 +53,7 @@ def network(num_samples: int, seed: int, epoch: int) -> Network:
 
 
 def permuted(position: int, net: Network) -> int:
-    """Return where `position` goes."""
+    """Return the image of `position`."""
     num_samples, above, below, keys = net
     while True:
         upper, lower = divmod(position, below)
@@ -75,11 +75,11 @@ def hashed(half: int, key: int, size: int) -> int:
 
 
 def _rounds(num_samples: int) -> int:
-    """How many rounds make the order of `num_samples` look random.
+    """Return the number of rounds after which the order looks random.
 
-    Few values need many: six rounds give an uneven choice among the 720 orders of 6 samples, and
-    twenty-four don't (chi-square over 43,200 seeds). For more samples the statistics of pairs at
-    positions that share a half, the network's weakest, were even with these.
+    Small data sets need more rounds: among the 720 orders of 6 samples, six rounds are not uniform,
+    twenty-four are (chi-square over 43,200 seeds). For larger data sets these numbers pass the test
+    of pairs at positions that share a half, which are the weakest.
     """
     if num_samples < 256:
         return 24

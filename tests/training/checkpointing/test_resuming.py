@@ -194,7 +194,7 @@ def test_in_the_folder_of_another_run_nothing_is_renamed(problem: Make, tmp_path
     assert found.name == "checkpoint-000000000060"
     assert names(tmp_path / "a") == before
     (found / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"all that are there are damaged.*name another"):
+    with pytest.raises(CheckpointError, match=r"all checkpoints there are damaged.*name another"):
         other.resume(tmp_path / "a")
     assert names(tmp_path / "a") == before
 
@@ -231,7 +231,7 @@ def test_auto_does_not_begin_anew_where_all_are_damaged(problem: Make, tmp_path:
     for name in names(tmp_path):
         (tmp_path / "checkpoints" / name / "manifest.json").unlink()
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="all that are there are damaged"):
+        with pytest.raises(CheckpointError, match="all checkpoints there are damaged"):
             problem().trainer(**settings).resume("auto")
 
 

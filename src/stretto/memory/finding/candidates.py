@@ -1,4 +1,4 @@
-"""The largest size that fits, of those that are wanted; never one that was not tried."""
+"""Candidate batch sizes, and the search for the largest that fits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Method = Literal["bisect", "halve"]
 
 
 class TriedSize(NamedTuple):
-    """A size that was tried."""
+    """A size and whether it fits."""
 
     size: int
     fits: bool
@@ -22,7 +22,7 @@ class TriedSize(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search has found.
+    """The result of a search.
 
     >>> Found(12, 13, (TriedSize(12, True), TriedSize(13, False))).size
     12
@@ -31,20 +31,20 @@ class Found:
     size: int
     """The largest size that was tried and fits."""
     too_large: int | None
-    """The smallest size that was tried and does not fit; None where all that were tried do."""
+    """The smallest size that was tried and does not fit; None if all tried sizes fit."""
     trials: tuple[TriedSize, ...]
     """All sizes that were tried, in order."""
 
     @property
     def num_failures(self) -> int:
-        """How many of them did not fit."""
+        """How many tried sizes did not fit."""
         return sum(not trial.fits for trial in self.trials)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class CandidateSizes:
-    """The sizes that are wanted, in order: multiples of a number, or powers of two.
+    """The candidate sizes in order: multiples of a number, or powers of two.
 
     >>> [size for size in CandidateSizes(minimum=5, maximum=40, multiple_of=8)]
     [8, 16, 24, 32, 40]
@@ -95,26 +95,26 @@ class CandidateSizes:
 
     @property
     def smallest(self) -> int:
-        """The smallest one."""
+        """The smallest candidate."""
         return self._size(self._first)
 
     @property
     def largest(self) -> int:
-        """The largest one."""
+        """The largest candidate."""
         return self._size(self._index(self.maximum))
 
     def at_most(self, size: int) -> int | None:
-        """Return the largest one that is at most `size`; None where all are larger."""
+        """Return the largest candidate up to `size`; None if all are larger."""
         index = self._index(min(size, self.maximum))
         return None if index < self._first else self._size(index)
 
     def above(self, size: int) -> int | None:
-        """Return the smallest one that is larger than `size`; None where none is."""
+        """Return the smallest candidate above `size`; None if there is none."""
         index = max(self._index(size) + 1, self._first)
         return None if index > self._index(self.maximum) else self._size(index)
 
     def halfway(self, low: int, high: int) -> int:
-        """Return the one in the middle between two of them; the lower one of neighbours."""
+        """Return the candidate halfway between two; of neighbours, the lower."""
         return self._size((self._index(low) + self._index(high)) // 2)
 
     @property
@@ -144,19 +144,19 @@ def search(
     guess: int | None = None,
     within: float = 0.0,
 ) -> Found:
-    """Return the largest size that fits, as far as it was tried.
+    """Return the largest size that fits, among those that were tried.
 
-    `bisect` doubles, from two samples or the smallest size, or goes out from a guess in growing
-    strides, until the answer lies between a size that fits and one that does not; then it halves
-    what lies between. `halve` begins with the largest size, or the guess, and halves it until it
-    fits: the fewest trials, and an answer down to half of what there is.
+    `bisect` first encloses the answer between a size that fits and one that does not: it doubles
+    from two samples, or moves away from the guess in growing strides. Then it halves the interval.
+    `halve` starts at the largest size, or the guess, and halves it until it fits. It needs the
+    fewest trials, but the answer may be only half of what would fit.
 
     Args:
-        fits: whether a size fits. If a size does, all smaller ones are taken to.
-        sizes: which ones are wanted.
-        method: how to look for it.
-        guess: where to begin.
-        within: stop when what lies between is at most this part of the answer.
+        fits: whether a size fits. If it does, all smaller sizes are assumed to fit.
+        sizes: the candidates.
+        method: `"bisect"` or `"halve"`.
+        guess: where to start.
+        within: stop when the interval is at most this fraction of the answer.
 
     >>> search(lambda size: size <= 100, CandidateSizes(multiple_of=8))
     Found(size=96, too_large=104, trials=(TriedSize(size=8, fits=True), ...))
@@ -164,7 +164,7 @@ def search(
     62
 
     Raises:
-        FitError: not even the smallest fits.
+        FitError: the smallest size does not fit.
     """
     tried = _Tried(fits)
     begin = None if guess is None else sizes.at_most(guess)
@@ -185,7 +185,7 @@ def search(
 
 @final
 class _Tried:
-    """Asks once for each size, and remembers."""
+    """Records every size that is tried."""
 
     def __init__(self, fits: Callable[[int], bool]) -> None:
         self._fits = fits
@@ -226,11 +226,11 @@ def _bisect(fits: _Tried, sizes: CandidateSizes, begin: int | None, within: floa
 def _enclose(
     fits: _Tried, sizes: CandidateSizes, begin: int | None
 ) -> tuple[int | None, int | None]:
-    """A size that fits and one that does not; None where there is no such size."""
-    # Not from a single sample, if two are wanted as well: batch normalisation refuses it.
+    """Return a size that fits and one that does not; None if there is none."""
+    # Start at two samples if possible: batch normalisation refuses a single one.
     two = sizes.at_most(2) or sizes.smallest
     size = two if begin is None else begin
-    # From a guess the strides grow from its neighbour; without one, each doubles the size.
+    # With a guess, strides grow from its neighbour. Without one, each doubles the size.
     stride = size if begin is None else 0
     if fits(size):
         low = size

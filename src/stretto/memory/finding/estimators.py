@@ -1,4 +1,4 @@
-"""What an estimator answers, alike on all ranks: the largest size that its curve says fits."""
+"""Run estimators on all ranks, and agree on the largest size that fits."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from stretto.memory.measuring.calibration import Overhead
 from stretto.runtime.out_of_memory import Attempt, attempt
 
 MOST_MENDS = 8
-"""A curve that is still wrong after so many verifications is not trusted."""
+"""A curve that is still wrong after this many verifications is not trusted."""
 NEAR = 0.01
-"""If each size costs a step, the answer may be this part smaller than the largest that fits."""
+"""If each size costs a step, the answer may be this fraction below the largest that fits."""
 MOST_STEPS = 3
-"""Real steps of an answer for another device: one, and of better answers if it does not fit."""
+"""Most real steps that verify an answer for another device."""
 _NO, _YES = 1, 2
 
 
 class NoEstimateError(FitError):
-    """An estimator cannot tell, and another way may."""
+    """An estimator cannot give an answer; another method may."""
 
 
 def no_estimate(why: str) -> NoEstimateError:
@@ -35,33 +35,33 @@ def no_estimate(why: str) -> NoEstimateError:
 
 
 class NothingFitsError(FitError):
-    """Not even the smallest size that is wanted fits."""
+    """The smallest candidate does not fit."""
 
 
 @final
 class EstimatorRunner:
-    """Asks estimators, each on all ranks.
+    """Runs estimators on all ranks and agrees on their answers.
 
     Args:
-        sizes: which sizes are wanted.
-        together: the ranks that are to agree.
+        sizes: the candidates.
+        together: lets ranks agree.
     """
 
     def __init__(self, sizes: CandidateSizes, together: Together) -> None:
         self._sizes = sizes
         self._together = together
         self.tolerated: type[Exception] = FitError
-        """Errors of real steps after which the next way is tried."""
+        """Errors of real steps after which the next method is used."""
         self.made: list[Any] = []
-        """All estimators."""
+        """All estimators that were made."""
 
     def make(
         self, make: Callable[[], MemoryEstimator], *, is_real: bool = False
     ) -> MemoryEstimator:
-        """Return an estimator, on every rank or on none.
+        """Make an estimator, on every rank or on none.
 
         Raises:
-            NoEstimateError: it cannot tell, here or on another rank.
+            NoEstimateError: it cannot be made, here or on another rank.
         """
         made: list[MemoryEstimator] = []
 
@@ -80,11 +80,11 @@ class EstimatorRunner:
         reserve: int,
         overhead: Overhead | None = None,
     ) -> Found:
-        """Return the largest size by a curve, and the next: both verified by a step.
+        """Return the largest size that fits by a curve; it and the next size are verified.
 
         Raises:
-            NothingFitsError: not even the smallest fits.
-            NoEstimateError: the estimator cannot tell.
+            NothingFitsError: the smallest candidate does not fit.
+            NoEstimateError: the estimator gives no answer.
         """
         tolerated = self.tolerated if isinstance(estimator, RealStepEstimator) else FitError
         usable = limit.bytes - reserve
@@ -104,7 +104,7 @@ class EstimatorRunner:
         for _ in range(MOST_MENDS):
             size = self._agreed(find, tolerated)
             found = own[0] if size == own[0].size else Found(size, self._sizes.above(size), ())
-            # Corrected, the answer is no longer where the curve meets the limit.
+            # With a correction, the answer is not where the curve reaches the limit.
             is_end = overhead is None and found.too_large is not None
             ends = [size, found.too_large] if is_end else [size]
             if self._is_confirmed(estimator, ends, tolerated):
@@ -114,12 +114,13 @@ class EstimatorRunner:
     def take(
         self, estimator: RealStepEstimator, found: Found, limit: MemoryLimit, reserve: int
     ) -> Found | None:
-        """Take a step of an answer, and of a better one if it does not fit.
+        """Verify an answer for an absent device by a real step here; correct it if needed.
 
-        For an answer for a device that is not here. None: this machine has no room for the step.
+        Returns:
+            None if the step does not fit on this machine.
 
         Raises:
-            NoEstimateError: the step has too little in common with the tiny ones.
+            NoEstimateError: the step differs too much from the small ones.
         """
         for _ in range(MOST_STEPS):
             size = found.size
@@ -144,16 +145,18 @@ class EstimatorRunner:
     def _is_confirmed(
         self, estimator: MemoryEstimator, sizes: list[Any], tolerated: type[Exception]
     ) -> bool:
-        """Return whether steps of these sizes say the same; if not, the estimator has learnt."""
+        """Return whether steps of these sizes confirm the estimate; if not, it is updated."""
 
         def work() -> int:
-            verified = [estimator.verify(size) for size in sizes]  # all, so that it learns from all
+            verified = [
+                estimator.verify(size) for size in sizes
+            ]  # verify all, so that it learns from all
             return _YES if all(verified) else _NO
 
         return self._agreed(work, tolerated) == _YES
 
     def _agreed(self, work: Callable[[], int], tolerated: type[Exception]) -> int:
-        """Return the least of what some work returns on any rank.
+        """Return the minimum of `work()` over all ranks.
 
         Raises:
             NoEstimateError: it failed on this rank or on another.
@@ -184,7 +187,7 @@ class EstimatorRunner:
 
 
 def needs(estimator: MemoryEstimator, overhead: Overhead | None, size: int) -> int:
-    """Return the bytes that a step of that size takes, as far as is known."""
+    """Return the estimated bytes of a step of that size, with overhead."""
     return estimator.peak(size) + (0 if overhead is None else overhead.at(size))
 
 
@@ -199,5 +202,5 @@ def _nothing_fits(size: int, limit: MemoryLimit, reserve: int, need: int) -> Not
 
 
 def samples(size: int) -> str:
-    """Return a number of samples in words."""
+    """Return a number of samples as text."""
     return f"{size:,} sample" if size == 1 else f"{size:,} samples"

@@ -1,4 +1,4 @@
-"""`find_batch_size`: ask the cheapest estimator that can tell, and trust it as far as it goes."""
+"""`find_batch_size`: the largest micro-batch that fits, found by the cheapest method."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from stretto.runtime.out_of_memory import release_memory
 FindMethod = Literal["auto", "predict", "probe", "try", "halve"]
 METHODS: tuple[FindMethod, ...] = ("auto", "predict", "probe", "try", "halve")
 MARGIN = "1.5%"
-"""What is left free unless said otherwise: what the same step varies by on a busy machine."""
+"""The default margin: run-to-run variation of a step on a busy machine."""
 MARGIN_OF_PREDICTIONS = "5%"
-"""And where no step was taken on the device: buffers of libraries, fragments of freed blocks."""
+"""The default without a step on the device: buffers of libraries, fragments."""
 MARGIN_OF_PROBES = "25%"
-"""And where a probe answers for a device that is not here, and no step of that size was taken:
-kernels may be others for large batches."""
+"""The minimum if a probe answers for an absent device, without a step of that size: large batches
+may use other kernels."""
 
 
 def find_batch_size(
@@ -53,40 +53,43 @@ def find_batch_size(
     agree_minimum: Callable[[int], int] | None = None,
     also: Iterable[object] = (),
 ) -> Answer:
-    """Return the largest micro-batch that a training step has memory for.
+    """Return the largest micro-batch whose training step fits into memory.
 
-    `auto` goes from the cheapest way to the dearest: it predicts; where fake tensors cannot follow
-    the model it probes; where there is a device to try on it calibrates with a step of a tenth of
-    the answer, and where that shows much that no tensor accounts for, it tries the answer. Nothing
-    that it does leaves a trace in the model, the optimizer or any generator.
+    `auto` starts with the cheapest method. It predicts; if fake tensors cannot trace the model, it
+    probes. If the device is present, it calibrates the answer with a step of a tenth of it, and
+    tries the answer if much memory is used outside tensors. Model, optimizer and random state are
+    restored afterwards.
 
-    - `predict`: on fake tensors alone. Needs neither memory nor the device it is asked for.
-    - `probe`: from a few real steps of two or three samples.
-    - `try`: real steps, doubling and then bisecting until they run out of memory.
-    - `halve`: real steps from `maximum` down; the fewest, and an answer down to half of what fits.
+    - `predict`: uses fake tensors only. It needs neither memory nor the device.
+    - `probe`: extrapolates from a few real steps of two or three samples.
+    - `try`: runs real steps; doubles the size, then bisects, until memory runs out.
+    - `halve`: runs real steps from `maximum` down. It needs the fewest steps, but the answer may be
+      only half of what fits.
 
     Args:
-        step: what is trained, and how.
-        batch: a micro-batch of any size, its sequences as long as the longest there are; or a
-            function that makes one of a given size.
-        accumulation: micro-batches of a step: from the second on, the gradients are there during
-            the forward.
-        measures_noise: whether the gradient of each micro-batch is kept apart before it is added.
-        method: how to find it.
-        device_memory: what the device has, such as `"80GiB"`; left out: what this one has left.
-        device: the kind of device that has it, which a prediction then is for: the kernels and the
-            allocator of `cuda` take more than the tensors do. Left out: the tensors are counted.
-        margin: what stays free, in percent of that (`"3%"`) or in bytes (`"512MiB"`). Left out: 1.5
-            percent, or 5 if no real step is taken on the device. It is at least 25 percent if a
-            probe answers for a device that is not here and this machine has no room to verify it.
-        minimum: the smallest size that is wanted.
-        maximum: the largest size that is wanted.
-        multiple_of: what sizes are to be multiples of.
-        power_of_two: whether they are to be powers of two.
-        check: whether a real step of the answer itself is taken, however sure it is.
-        agree_minimum: returns the least of a number over all ranks. Each rank calls
+        step: the training step.
+        batch: a micro-batch of any size with the longest sequences that occur; or a function that
+            makes one of a given size.
+        accumulation: micro-batches per step. From the second on, gradients exist during the
+            forward pass.
+        measures_noise: whether the gradient of each micro-batch is kept apart before it is
+            accumulated.
+        method: how to find the size.
+        device_memory: the memory of the device, such as `"80GiB"`. Default: the free memory of
+            this one.
+        device: the device type to predict for. The kernels and the allocator of `cuda` need more
+            memory than the tensors. Default: only tensors are counted.
+        margin: memory that stays free, in percent (`"3%"`) or bytes (`"512MiB"`). Default: 1.5
+            percent, or 5 percent without a real step on the device. It is at least 25 percent if a
+            probe answers for an absent device and its answer cannot be verified here.
+        minimum: the smallest candidate.
+        maximum: the largest candidate.
+        multiple_of: sizes are multiples of this.
+        power_of_two: whether sizes are powers of two.
+        check: whether to verify the answer with a real step in any case.
+        agree_minimum: returns the minimum of a number over all ranks. Each rank calls
             `find_batch_size`, and all get the same answer.
-        also: what else to put back after real steps; see `sandbox`.
+        also: further objects to restore after real steps; see `sandbox`.
 
     >>> import torch
     >>> from stretto.runtime import SupervisedStep
@@ -98,7 +101,7 @@ def find_batch_size(
     (True, 'exact', 0)
 
     Raises:
-        FitError: no size that is wanted fits, or this way cannot tell.
+        FitError: no candidate fits, or the method cannot give an answer.
         ConfigError: an amount of memory cannot be read.
     """
     _one_of("by", method, METHODS)
@@ -139,7 +142,7 @@ def _one_of(what: str, value: object, choices: Sequence[object]) -> None:
 
 
 def _maker(batch: Any, device: torch.device | None) -> Callable[[int], Any]:
-    """Make batches of any size, on a device or wherever `batch` is."""
+    """Return a function that makes batches of any size, on `device` or the device of `batch`."""
 
     def make(size: int) -> Any:
         made = batch(size) if callable(batch) else resize_batch(batch, size)
@@ -149,7 +152,7 @@ def _maker(batch: Any, device: torch.device | None) -> Callable[[int], Any]:
 
 
 def _limit(step: WholeStep, device_memory: str | int | None) -> MemoryLimit:
-    """What a step may use in all."""
+    """Return the memory that a step may use in total."""
     if device_memory is not None:
         stated = parse_bytes(device_memory)
         if not stated:

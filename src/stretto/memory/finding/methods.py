@@ -34,22 +34,22 @@ from stretto.memory.measuring.trial import WARM_UP_SIZE, Trials, trials
 from stretto.memory.prediction.predict import Certainty, predict
 
 CALIBRATED_PART = 10
-"""The larger of the two steps that calibrate is this part of the answer."""
+"""The larger of the two calibration steps has this fraction (1/10) of the answer."""
 MUCH = 0.9
-"""An answer of which calibration leaves less than this is tried."""
+"""If calibration lowers the answer below this fraction, the lower answer is tried."""
 LESS = 0.95
-"""Where an answer that is checked does not fit, this part of it is tried."""
+"""If a checked answer does not fit, this fraction of it is tried."""
 
 
 @final
 class Finder:
-    """One search for the answer to a request.
+    """Searches for the largest batch size that fits a request.
 
     Args:
-        request: what is asked.
-        together: the ranks that are to agree.
-        predict: makes the first estimator.
-        probe: makes the second.
+        request: the step, the candidate sizes and the memory limit.
+        together: lets ranks agree on each answer.
+        predict: makes the estimator that uses fake tensors.
+        probe: makes the estimator that runs small real steps.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Finder:
         self._trials: list[Trials] = []
 
     def run(self, method: str) -> Answer:
-        """Return the answer that one way gives, or for `auto` the first that can tell.
+        """Return the answer of one method, or for `auto` of the first method that works.
 
         Raises:
-            FitError: nothing that is wanted fits, or this way cannot tell.
+            FitError: no candidate fits, or the method cannot give an answer.
         """
         if method in {"try", "halve"}:
             return self._tried("bisect" if method == "try" else "halve")
@@ -82,7 +82,7 @@ class Finder:
             return self._estimated(self._estimators.make(self._predicting), is_final=True)
         if method == "probe":
             return self._probed()
-        # An error of the user's own comes again in a trial, which tolerates none.
+        # An error in the user's code occurs again in a trial, which raises it.
         self._estimators.tolerated = Exception
         for name, ask in (("predicted", self._predicted), ("probed", self._probed)):
             try:
@@ -110,10 +110,10 @@ class Finder:
         return self._probe(request.step, request.make_batch, also=request.also)
 
     def _predicted(self) -> Answer:
-        """The answer of a prediction, if no real step would know better.
+        """Return the answer of a prediction, unless a real step would be more certain.
 
         Raises:
-            NoEstimateError: there is none, or a real step would.
+            NoEstimateError: there is no prediction, or a real step would be more certain.
         """
         estimator = self._estimators.make(self._predicting)
         best = estimator.certainty_if_verified
@@ -125,7 +125,7 @@ class Finder:
         return self._estimated(self._estimators.make(self._probing, is_real=True))
 
     def _estimated(self, estimator: MemoryEstimator, *, is_final: bool = False) -> Answer:
-        """The answer of an estimator, calibrated on the device if that is here."""
+        """Return the answer of an estimator, calibrated if the device is present."""
         self._notes.append(estimator.reason)
         found = self._fitting(estimator)
         if not is_final and self._request.is_here:
@@ -157,12 +157,12 @@ class Finder:
             yield tried
 
     def _calibrated(self, estimator: MemoryEstimator, found: Found) -> Answer:
-        """Correct an answer by what small real steps take beyond what the estimator says."""
+        """Correct an answer by the overhead of small real steps over the estimate."""
         with self._trying() as tried:
             overhead, retained = Overhead(), self._retained_memory()
             larger = max(2, found.size // CALIBRATED_PART)
             seen: set[int] = getattr(estimator, "sizes", set())
-            # A probe has taken the larger one, and prepared libraries for it: a new one next to it.
+            # A probe has run the larger size already, so libraries are warm for it: use a new size.
             sizes = {max(2, larger - 1)} if larger in seen else {max(2, larger // 2), larger}
             for size in sorted(sizes):
                 if not self._measure(tried, estimator, overhead, size, retained):
@@ -191,7 +191,7 @@ class Finder:
         )
 
     def _look_again(self, retained: RetainedMemory, sizes: int) -> None:
-        """Take off what a run would keep for good of its steps, such as buffers of libraries."""
+        """Lower the limit by the memory that a run retains, such as buffers of libraries."""
         left = retained.room_in_run(sizes)
         if left is not None and left < self._limit.bytes:
             self._limit = self._limit._replace(bytes=left)
@@ -204,7 +204,7 @@ class Finder:
         size: int,
         retained: RetainedMemory | None = None,
     ) -> bool:
-        """Take a step, and note what it takes on top; False where memory runs out on any rank."""
+        """Run a step and record its overhead; return False if any rank runs out of memory."""
         watch = (retained or self._retained_memory()).watch
 
         def work() -> bool:
@@ -226,7 +226,7 @@ class Finder:
         overhead: Overhead | None = None,
         parts: Sequence[float] = (1.0, LESS),
     ) -> Answer:
-        """Take a step of the size itself; if it does not fit, of a little less."""
+        """Run a step of the size itself; if it does not fit, of slightly smaller sizes."""
         for part in parts:
             size = self._request.sizes.at_most(int(part * found.size))
             if size is not None and self._fits(tried, size):
@@ -238,7 +238,7 @@ class Finder:
     def _tried(
         self, method: Method, guess: int | None = None, tried: Trials | None = None
     ) -> Answer:
-        """The answer that trials alone give."""
+        """Return the answer of trials alone."""
         request = self._request
         if not request.is_here:
             why = [*self._notes, "trials need the device that has this memory"]
@@ -265,7 +265,7 @@ class Finder:
     def _fits(self, tried: Trials, size: int) -> bool:
         return self._together.all(lambda: tried.fits(size))
 
-    # What is said
+    # The answer
 
     def _explain(self, overhead: Overhead, size: int) -> None:
         text = f"a process takes more than its tensors: {show_bytes(overhead.at(size))} at {size:,}"

@@ -1,4 +1,4 @@
-"""What is asked of a search for a batch size."""
+"""The input of a search for a batch size."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from stretto.memory.step import WholeStep
 @final
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked for."""
+    """The step, the candidate sizes and the memory limit of a search."""
 
     step: WholeStep
     make_batch: Callable[[int], Any]
-    """Makes a batch of a size on the device of the step."""
+    """Makes a batch of a given size on the device of the step."""
     make_fake: Callable[[int], Any]
-    """Makes one that may lie anywhere: for steps on fake tensors."""
+    """The same on any device, for steps on fake tensors."""
     sizes: CandidateSizes
     limit: MemoryLimit
     reserve: int
     is_here: bool
-    """Whether the limit is that of the device that the step is on."""
+    """Whether the limit is the memory of the step's own device."""
     also: tuple[object, ...] = ()
     device: Literal["cpu", "cuda"] | None = None
-    """The kind of device that a prediction is for; None: tensors are counted, wherever they are."""
+    """The device type to predict for; None: only the bytes of tensors are counted."""
     reserve_of_probes: int = 0
-    """What stays free at least if no step was taken of the size that a probe answers."""
+    """The minimum reserve if the size found by a probe was not verified by a step."""
     is_checked: bool = False
-    """Whether a step of the answer itself is to be taken."""
+    """Whether to verify the answer with a real step."""
 
     def free_memory(self) -> MemoryLimit:
-        """What is free on the device of the step now."""
+        """Return the free memory of the step's device."""
         return free_memory(self.step.device)
 
     def static_bytes(self) -> int:
-        """Bytes of the step that are there before its forward begins."""
+        """Return the bytes of parameters, buffers and optimizer state on the device."""
         return allocated_bytes(step_tensors(self.step), self.step.device)

@@ -1,4 +1,4 @@
-"""What a finder has found: the size, how sure that is, and what it cost."""
+"""The result of a search: the size, its certainty and its cost."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from stretto.memory.prediction.predict import Certainty
 
 
 class MemoryEstimator(Protocol):
-    """Says what a step needs: a prediction or a probe."""
+    """Estimates the memory of a step: a prediction or a probe."""
 
     @property
     def certainty_if_verified(self) -> Certainty:
-        """How sure it is of a size that was verified."""
+        """The certainty for a size that was verified."""
 
     @property
     def reason(self) -> str:
-        """Why it is that sure."""
+        """Why it has this certainty."""
 
     def certainty(self, size: int) -> Certainty:
-        """Return how sure it is of a size."""
+        """Return the certainty for a size."""
 
     def peak(self, size: int) -> int:
-        """Return the bytes that a batch of that size needs at once."""
+        """Return the peak memory of a step of that size, in bytes."""
 
     def guess(self, limit: int) -> int | None:
-        """Return about how many samples need `limit` bytes if each answer costs a step.
+        """Return roughly how many samples need `limit` bytes, if each query costs a step.
 
-        None if it can be asked about any size for nothing.
+        None if queries are free.
         """
 
     def verify(self, size: int) -> bool:
-        """Return whether a step of that size confirms it."""
+        """Return whether a step of that size confirms the estimate."""
 
 
 @runtime_checkable
 class RealStepEstimator(MemoryEstimator, Protocol):
-    """One that takes real steps: a probe."""
+    """An estimator that runs real steps: a probe."""
 
     num_samples: int
-    """Samples in its steps."""
+    """Samples in its steps so far."""
 
     def largest_here(self) -> int | None:
-        """Return the largest size that this machine seems to have room for a step of."""
+        """Return the largest size whose step probably fits on this machine."""
 
     def calibrate(self, size: int) -> bool:
-        """Take a real step of that size, and return whether it confirms the estimator."""
+        """Run a real step of that size; return whether it confirms the estimate."""
 
 
 class Cost(NamedTuple):
-    """What it took to find an answer."""
+    """The cost of a search."""
 
     fake_steps: int = 0
-    """Steps on tensors that have no memory."""
+    """Steps on fake tensors."""
     real_steps: int = 0
     num_samples: int = 0
     """Samples in the real steps."""
@@ -74,16 +74,16 @@ class Cost(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A line of the table of an answer."""
+    """A row of the table of an answer."""
 
     size: int
     peak: int
     headroom: int
-    """What is left of the limit; negative where that size exceeds it."""
+    """Bytes left below the limit; negative if the size exceeds it."""
 
 
 def peaks_around(size: int, sizes: CandidateSizes) -> list[int]:
-    """Return sizes that show how an answer came about: parts of it, itself, and what is beyond.
+    """Return sizes for a table around the answer: fractions of it, itself, and larger ones.
 
     >>> peaks_around(100, CandidateSizes())
     [1, 12, 25, 50, 75, 100, 101, 125, 150]
@@ -96,9 +96,9 @@ def peaks_around(size: int, sizes: CandidateSizes) -> list[int]:
 @final
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The largest micro-batch that fits, how sure that is, and what it cost to know.
+    """The largest micro-batch that fits, its certainty and the cost of the search.
 
-    `str(answer)` says all of it.
+    `str(answer)` prints all of it.
 
     >>> import torch
     >>> from stretto import SupervisedStep, find_batch_size
@@ -113,44 +113,44 @@ class Answer:
     size: int
     """Samples of the largest micro-batch that fits."""
     certainty: Certainty
-    """How sure that is.
+    """How certain the size is.
 
-    - `exact`: every allocation of a step of this size was followed.
-    - `upper bound`: a step needs at most what is said, so more may fit.
-    - `estimate`: it may need more than is said.
+    - `exact`: every allocation of a step of this size was traced.
+    - `upper bound`: a step needs at most `peak`, so more may fit.
+    - `estimate`: a step may need more than `peak`.
     - `calibrated`: corrected by small real steps.
-    - `tried`: a real step of this size was taken.
+    - `tried`: a real step of this size has run.
     """
     too_large: int | None
-    """The next size known not to fit; None where the largest that was wanted does."""
+    """The next size, which does not fit; None if the largest candidate fits."""
     limit: MemoryLimit
-    """What a step may use: what is free, and what the model and its optimizer have already."""
+    """Bytes a step may use: free memory plus what the model and its optimizer occupy."""
     reserve: int
-    """Bytes of it that are left free on purpose."""
+    """Bytes of the limit that stay free on purpose."""
     peak: int | None
-    """What a step of this size needs; None where only trials know."""
+    """Peak memory of a step of this size; None if only trials were run."""
     cost: Cost
     notes: tuple[str, ...] = ()
-    """Why it is as sure as it is, and what was learnt on the way."""
+    """Reasons for the certainty, and other findings."""
     peaks: Mapping[int, int] = field(default_factory=dict, repr=False)
-    """What other sizes need, where an estimator has said so."""
+    """Peak memory of other sizes, if an estimator is known."""
     estimator: Any = field(default=None, repr=False, compare=False)
-    """The `Prediction` or probe behind it; None where only trials know."""
+    """The `Prediction` or `Probe` used; None if only trials were run."""
     needs: Callable[[int], int] | None = field(default=None, repr=False, compare=False)
-    """Returns what a step of any size needs, as `peaks` does; None where only trials know."""
+    """Returns the peak memory of any size; None if only trials were run."""
 
     @property
     def bound(self) -> str:
-        """What keeps the size from being larger: memory, or the data and `maximum`."""
+        """What limits the size: memory, or the data and `maximum`."""
         if self.too_large is None:
             return "all there are; more would fit"
         return "the largest that fits"
 
     def summary(self, size: int | None = None) -> str:
-        """Return the size, why it is no larger, and what it needs, in one line.
+        """Return the size, its bound and its peak memory in one line.
 
         Args:
-            size: what to say instead of the size, if it follows from that.
+            size: printed instead of the size, if it was derived from it.
         """
         size = self.size if size is None else size
         need = "" if self.peak is None else f"a step needs {show_bytes(self.peak)} of "
@@ -162,14 +162,14 @@ class Answer:
 
     @property
     def headline(self) -> str:
-        """The size, how sure it is, and whether it is the largest that fits."""
+        """The size, its certainty, and whether it is the largest that fits."""
         found = f"{self.size:,} samples ({self.certainty})"
         if self.too_large is None:
             return f"micro-batch: {found}, {self.bound}"
         return f"largest micro-batch that fits: {found}"
 
     def rows(self) -> Sequence[Row]:
-        """Return what sizes around the answer need, the answer among them."""
+        """Return the peak memory of sizes around the answer, the answer included."""
         return [
             Row(size, peak, self.limit.bytes - self.reserve - peak)
             for size, peak in sorted(self.peaks.items())

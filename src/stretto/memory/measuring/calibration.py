@@ -1,4 +1,4 @@
-"""What a process takes beyond its tensors, from a few steps to all sizes."""
+"""Memory that a process uses beyond its tensors, measured in a few steps."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from stretto.memory.limits import process_status
 from stretto.runtime.out_of_memory import release_memory
 
 CHANCE = 0.01
-"""The part of what a step takes that it may take or not."""
+"""Run-to-run variation of peak memory, as a fraction."""
 SIZES_OF_A_RUN = 2
-"""A run has micro-batches of one size, and what remains of a batch."""
+"""A run has two micro-batch sizes: the full one and the remainder of a batch."""
 
 
 @final
 class Overhead:
-    """Bytes on top of what an estimator says, as a function of the size.
+    """Bytes that a step uses beyond an estimate, as a function of the size.
 
-    From the largest size that was measured it grows as it did between the last two, and at least in
-    proportion to the size; it never shrinks. A percent of what a step takes is what the same step
-    varies by: so much stays as it is, and what is beyond it grows.
+    Beyond the largest measured size it grows at least as fast as between the last two, and at least
+    in proportion to the size. It never shrinks. One percent of a step's memory counts as run-to-run
+    variation: this part stays constant, and only the rest grows.
 
     >>> overhead = Overhead()
     >>> overhead.note(10, took=1100, predicted=1000)
@@ -35,10 +35,10 @@ class Overhead:
         self._noted: dict[int, int] = {}
         self._took: dict[int, int] = {}
         self.is_known = True
-        """Whether every step that was taken could be measured."""
+        """Whether every step could be measured."""
 
     def note(self, size: int, took: int | None, predicted: int) -> None:
-        """Note what a step took, and what the estimator had said; both beyond what was there."""
+        """Record the measured and the predicted bytes of a step, both beyond static memory."""
         if took is None:
             self.is_known = False
         else:
@@ -46,7 +46,7 @@ class Overhead:
             self._took[size] = took
 
     def at(self, size: int) -> int:
-        """Return what comes on top at a size."""
+        """Return the overhead at a size."""
         if not self._noted:
             return 0
         *earlier, last = sorted(self._noted)
@@ -62,14 +62,14 @@ class Overhead:
 
 @final
 class RetainedMemory:
-    """What steps leave behind in a process for good, and how much of that a run would, too.
+    """Memory that a process retains after steps, and how much of it a run would retain.
 
-    Libraries prepare themselves once for each shape (oneDNN keeps 9 MiB for each size of a batch of
-    a small CNN). A search meets more sizes than a run does.
+    Libraries cache data for each shape: oneDNN keeps 9 MiB for each batch size of a small CNN. A
+    search runs more sizes than a training run.
 
     Args:
-        room: tells how many bytes there are for a step.
-        is_limited: whether what counts was asked for, rather than what is resident.
+        room: returns how many bytes are available for a step.
+        is_limited: whether requested memory counts, instead of resident memory.
 
     >>> retained = RetainedMemory(lambda: 1000, is_limited=False)
     >>> retained.watch(lambda: None)
@@ -84,18 +84,18 @@ class RetainedMemory:
         self._left: int | None = None
 
     def watch(self, work: Callable[[], object]) -> None:
-        """Do some work of a size that was not there before."""
+        """Run work with a new size, and record what the process retains."""
         release_memory()
         before = self._own()
         work()
-        # The scratch of this one step is there in a run, too.
+        # A run has the scratch memory of one step, too.
         release_memory(scratch=False)
         self._left = self._room()
         release_memory()
         self._of_a_size = max(self._own() - before, 0)
 
     def room_in_run(self, sizes: int) -> int | None:
-        """Return the bytes that a run would have after steps of so many sizes; None: unknown."""
+        """Return the bytes available to a run, after steps of this many sizes; None: unknown."""
         if self._left is None:
             return None
         return self._left + self._of_a_size * max(0, sizes - SIZES_OF_A_RUN)

@@ -1,7 +1,7 @@
-"""Copies of tensors' memory, to be written back: in host memory, or on disk.
+"""Copies of tensors in host memory or on disk, to restore them later.
 
-What is copied is the memory behind a tensor, once, however many tensors share it and however they
-look at it. On disk the copies take nothing of the memory that a trial is about.
+The storage behind a tensor is copied once, even if several tensors share it. Copies on disk leave
+memory free for a trial.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from stretto.errors import FitError, cannot
 
 @final
 class Copies:
-    """Keeps the bytes of tensors.
+    """Copies storages of tensors and restores them.
 
     Args:
-        on_disk: whether tensors of the CPU are kept in a file without a name, which is gone with
-            this process. Those of accelerators are kept in host memory.
+        on_disk: whether to store CPU tensors in an anonymous temporary file, which disappears
+            with this process. Tensors of accelerators are copied to host memory.
 
     >>> tensor = torch.arange(3)
     >>> copies = Copies()
@@ -36,14 +36,14 @@ class Copies:
     def __init__(self, *, on_disk: bool = False) -> None:
         self._file = tempfile.TemporaryFile() if on_disk else None  # noqa: SIM115  closed by us
         self._end = 0
-        # By device, address and size. The memory is held, so that no address is used again.
+        # By device, address and size. The entry keeps the storage alive, so addresses are unique.
         self._undo: dict[tuple[str, int, int], Callable[[], object]] = {}
 
     def keep(self, tensor: Tensor) -> None:
-        """Keep the bytes behind a tensor.
+        """Copy the storage behind a tensor.
 
         Raises:
-            FitError: there is no room for them on the disk.
+            FitError: the disk is full.
         """
         parts = parts_of(tensor)
         if parts is not None:
@@ -55,21 +55,21 @@ class Copies:
             self._keep_bytes(_bytes_of(tensor))
 
     def restore(self) -> None:
-        """Write everything back; may be called again and again."""
+        """Write everything back. It can be called several times."""
         with torch.no_grad():
             for undo in self._undo.values():
                 undo()
 
     def close(self) -> None:
-        """Forget everything."""
+        """Drop all copies."""
         self._undo.clear()
         if self._file is not None:
             self._file.close()
 
     def _keep_whole(self, tensor: Tensor) -> None:
-        """Keep a sparse tensor, whose parts may be replaced by others of other sizes."""
+        """Copy a sparse tensor; its parts may be replaced by parts of other sizes."""
         copy = tensor.detach().clone()
-        # Its address would be that of nothing; it shares its memory with no other.
+        # It has no address of its own, and shares memory with no other tensor.
         self._undo.setdefault(("", id(tensor), 0), lambda: tensor.copy_(copy))
 
     def _keep_bytes(self, memory: Tensor) -> None:
@@ -104,12 +104,12 @@ class Copies:
     def _read(self, start: int, memory: Tensor) -> None:
         assert self._file is not None, "asked for"
         self._file.seek(start)
-        # Read straight into the tensor: there may be no memory for more.
+        # Read directly into the tensor: there may be no memory for a buffer.
         self._file.readinto(_buffer(memory))
 
 
 def parts_of(tensor: Tensor) -> list[Tensor] | None:
-    """Return the tensors that one is made of, such as a distributed one; None for a plain one.
+    """Return the tensors inside a tensor subclass such as `DTensor`; None for a plain one.
 
     >>> parts_of(torch.ones(2)) is None
     True
@@ -127,15 +127,15 @@ _SPARSE = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-"""What returns the parts of a tensor, by its layout."""
+"""The methods that return the parts of a sparse tensor, by layout."""
 
 
 def memory_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the pieces of memory behind a tensor: one of a plain one, more of a sparse one.
+    """Yield the storages behind a tensor: one for a plain tensor, several for a sparse one.
 
-    None of a layout whose memory torch does not show.
+    Nothing is yielded for layouts whose storage torch does not expose.
 
-    >>> [piece.nbytes() for piece in memory_of(torch.eye(3).to_sparse())]
+    >>> [storage.nbytes() for storage in memory_of(torch.eye(3).to_sparse())]
     [48, 12]
     """
     parts = parts_of(tensor)
@@ -149,7 +149,7 @@ def memory_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """All memory behind a tensor, as bytes."""
+    """Return the whole storage of a tensor as bytes."""
     storage: Any = tensor.untyped_storage()
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return view.set_(storage, 0, (storage.nbytes(),), (1,))

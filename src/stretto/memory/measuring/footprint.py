@@ -1,4 +1,4 @@
-"""What a piece of work really takes of a device at its peak, scratch and fragments included."""
+"""Measure the real peak memory of some work, including scratch memory and fragments."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from stretto.runtime.out_of_memory import release_memory
 def footprint(
     work: Callable[[], object], device: torch.device, *, counts_untouched: bool = False
 ) -> int | None:
-    """Return the bytes that a piece of work takes at its peak, and gives back.
+    """Return the temporary bytes of some work at its peak; None if the system cannot measure it.
 
-    That is beyond what is taken before it, or after it if that is more.
+    It is the peak beyond the memory in use before the work, or after it if that is more.
 
-    On CUDA and its like it is what the caching allocator reserves from the driver, on the CPU what
-    of the process is resident: both count what no tensor accounts for, such as the scratch of
-    convolutions and the fragments of freed blocks. None where the system does not tell.
+    On CUDA and similar devices it is the memory that the caching allocator reserves. On the CPU it
+    is the resident memory of the process. Both include memory outside tensors, such as scratch
+    space of convolutions and fragments of freed blocks.
 
     Args:
-        work: what to measure.
-        device: where it takes memory.
-        counts_untouched: whether memory of the host counts that was asked for and never touched,
-            as it does for a limit on the data or the address space of a process.
+        work: the function to measure.
+        device: the device that it uses.
+        counts_untouched: whether host memory counts that was requested but never touched. Limits
+            on the data or address space of a process count it.
 
     >>> extent = footprint(lambda: torch.ones(2**24), torch.device("cpu"))  # 64 MiB
     >>> extent is None or 60 * 2**20 < extent < 70 * 2**20
@@ -49,12 +49,12 @@ def footprint(
 
 
 def _resident(work: Callable[[], object], *, counts_untouched: bool) -> int | None:
-    # Linux sets the high-water mark of resident memory back when 5 is written here.
+    # Writing 5 here resets the high-water mark of resident memory (Linux).
     reset = Path("/proc/self/clear_refs")
     if sys.platform != "linux":
         work()
         return None
-    release_memory(scratch=False)  # what was freed and is still resident could be taken unseen
+    release_memory(scratch=False)  # freed but resident memory could be reused unnoticed
     try:
         reset.write_text("5", encoding="ascii")
     except OSError:  # not allowed in some containers
@@ -68,7 +68,7 @@ def _resident(work: Callable[[], object], *, counts_untouched: bool) -> int | No
     if "VmRSS" not in before or "VmHWM" not in peak:
         return None
     took = max(peak["VmHWM"] - max(before["VmRSS"], after["VmRSS"]), 0)
-    # This mark is never set back: it tells only of work that asks for more than any before it.
+    # VmPeak is never reset: it shows only work that requests more than ever before.
     if counts_untouched and peak["VmPeak"] > before["VmPeak"]:
         took = max(took, peak["VmPeak"] - max(before["VmSize"], after["VmSize"]))
     return took

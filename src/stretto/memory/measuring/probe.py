@@ -1,4 +1,4 @@
-"""The memory of a step, known from a few real steps that are tiny."""
+"""Estimate the memory of a step from a few small real steps."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from stretto.runtime import TrainStep
 from stretto.runtime.out_of_memory import release_memory
 
 CALIBRATION_SHARE = 10
-"""The real step that checks a probe has about this part of the size that is found."""
+"""The real step that checks a probe has about this fraction (1/10) of the size."""
 
 SAFE_PART = 0.8
-"""The part of what is free here that a step may need as far as its curve says."""
+"""A step is run here only if its estimate is below this fraction of the free memory."""
 
 NOISE = Fraction(1, 10)
-"""How far from a straight line an allocation may be; see `fit`."""
+"""How far an allocation may deviate from a straight line; see `fit`."""
 
 
 @final
 class Probe:
-    """What a step will need, from what tiny ones needed; made by `probe`."""
+    """Estimated memory of a step, extrapolated from small steps; made by `probe`."""
 
     def __init__(
         self, step: WholeStep, make_batch: Callable[[int], Any], also: Iterable[object]
@@ -43,11 +43,11 @@ class Probe:
         self._also = [vars(step.step), *also]
         self._largest_seen = max(SIZES)
         self.num_steps = 0
-        """How many real steps it took."""
+        """Number of real steps."""
         self.num_samples = 0
-        """How many samples they had."""
+        """Number of samples in these steps."""
         self.sizes: set[int] = set()
-        """The sizes of the steps."""
+        """The batch sizes of these steps."""
         self._recorded: dict[int, int] = {}
         self._recordings = self._record(SIZES)
         self.curve: MemoryCurve = fit(self._recordings, noise=NOISE)
@@ -55,36 +55,37 @@ class Probe:
 
     @property
     def certainty_if_verified(self) -> Certainty:
-        """How sure it is: an `estimate`, until a larger step has been taken: `calibrated`."""
+        """`calibrated` if a larger step has run, else `estimate`."""
         return "calibrated" if self._largest_seen > max(SIZES) else "estimate"
 
     def certainty(self, size: int) -> Certainty:
-        """Return how sure it is of what a batch of that size needs; `tried` if one was taken."""
+        """Return the certainty for a size; `tried` if a step of that size has run."""
         return "tried" if size in self._recorded else self.certainty_if_verified
 
     @property
     def reason(self) -> str:
-        """Why it is that sure and no surer."""
+        """Why it has this certainty."""
         return f"the allocations of real steps of up to {self._largest_seen} samples were followed"
 
     def peak(self, size: int) -> int:
-        """Return the bytes that a batch of that size needs at once."""
+        """Return the peak memory of a step of that size, in bytes."""
         return self._recorded.get(size) or self.curve.peak(size)
 
     def guess(self, limit: int) -> int | None:
-        """Return None: its curve can be asked about any size."""
+        """Return None: the curve gives an answer for any size."""
 
     def at(self, size: int) -> Peak:
-        """Return the moment of the peak, and what is allocated at it."""
+        """Return the moment of the peak and the allocations at that moment."""
         return self.curve.at(size)
 
     def largest(self, limit: int, *, maximum: int = MAXIMUM) -> int | None:
         """Return the largest size, up to `maximum`, that needs at most `limit` bytes.
 
-        Calibrated once, by a step of about a tenth of it. None: not even one sample fits.
+        The curve is calibrated once, by a step of about a tenth of the size. None: not even one
+        sample fits.
 
         Raises:
-            FitError: the larger step has too little in common with the tiny ones.
+            FitError: the larger step differs too much from the small ones.
         """
         size = self.curve.largest(limit, maximum=maximum)
         if size is None or self.verify(size):
@@ -92,22 +93,22 @@ class Probe:
         return self.curve.largest(limit, maximum=maximum)
 
     def verify(self, size: int) -> bool:
-        """Return whether a step of about a tenth of that size needs what the curve says.
+        """Return whether a step of about a tenth of that size confirms the curve.
 
-        One such step is taken; after it the answer is yes. It is smaller where this machine has
-        no room for it.
+        Only one such step is run; later calls return True. It is smaller if this machine has too
+        little memory.
 
         Raises:
-            FitError: the larger step has too little in common with the tiny ones.
+            FitError: the larger step differs too much from the small ones.
         """
         part = min(size // CALIBRATION_SHARE, self.largest_here() or 0)
         is_done = self._largest_seen > max(SIZES)
         return is_done or part <= self._largest_seen or self.calibrate(part)
 
     def largest_here(self) -> int | None:
-        """Return the largest size that this machine seems to have room for a step of.
+        """Return the largest size whose step probably fits on this machine.
 
-        None: for none, or the system does not tell.
+        None if no size fits, or if the free memory is unknown.
         """
         device = self._step.device
         release_memory()
@@ -119,12 +120,12 @@ class Probe:
         return self.curve.largest(int(SAFE_PART * free) + held)
 
     def calibrate(self, size: int) -> bool:
-        """Take a real step of that size, and return whether the curve has said what it needs.
+        """Run a real step of that size; return whether it confirms the curve.
 
-        Where it has not, the curve is mended by what was seen.
+        If it does not, the curve is fitted again with this step.
 
         Raises:
-            FitError: the step has too little in common with the tiny ones.
+            FitError: the step differs too much from the small ones.
         """
         expected, (recording,) = self.curve.peak(size), self._record((size,))
         self._largest_seen = max(size, self._largest_seen)
@@ -135,7 +136,7 @@ class Probe:
         return False
 
     def _record(self, sizes: Iterable[int]) -> list[Any]:
-        """Take steps that leave no trace; the first makes the optimizer's state."""
+        """Run and record steps in a sandbox; the first creates the optimizer state."""
         recordings = []
         with (
             self._bounds(),
@@ -143,7 +144,7 @@ class Probe:
         ):
             self._take(SIZES[0])
             for size in sizes:
-                # Kernels of a GPU that see a size for the first time may prepare for it.
+                # GPU kernels may allocate extra memory for a size that they see first.
                 if self._step.device.type != "cpu":
                     self._take(size)
                 batch = self._make_batch(size)
@@ -154,7 +155,7 @@ class Probe:
         return recordings
 
     def _bounds(self) -> AbstractContextManager[Any]:
-        """Let a step that this machine has no memory for raise an error."""
+        """Make a step raise an error if memory runs out."""
         if self._step.device.type != "cpu" or sys.platform != "linux":
             return contextlib.nullcontext()
         return guard(free_memory(self._step.device).bytes)
@@ -177,10 +178,10 @@ def probe(
     measures_noise: bool = False,
     also: Iterable[object] = (),
 ) -> Probe:
-    """Return what a training step needs for a batch of any size, from real steps of 2 and 3.
+    """Estimate the memory of a training step for any batch size from real steps of 2 and 3 samples.
 
-    The events are the allocator's own, so the scratch of kernels, compiled modules, and whatever
-    depends on values are seen. The steps leave no trace.
+    The allocator itself reports the events. So scratch memory of kernels, compiled modules and
+    value-dependent shapes are included. Everything is restored after the steps.
 
     >>> import torch
     >>> from stretto.runtime import SupervisedStep
@@ -192,15 +193,16 @@ def probe(
     (True, 'estimate')
 
     Args:
-        step: what is trained, and how.
-        make_batch: returns a micro-batch of as many samples as it is told, on the model's device.
-        accumulation: micro-batches of a step: from the second on, the gradients are there during
-            the forward.
-        measures_noise: whether the gradient of each micro-batch is kept apart before it is added.
-        also: what else to put back after the steps; see `sandbox`.
+        step: the training step.
+        make_batch: makes a micro-batch of a given size on the model's device.
+        accumulation: micro-batches per step. From the second on, gradients exist during the
+            forward pass.
+        measures_noise: whether the gradient of each micro-batch is kept apart before it is
+            accumulated.
+        also: further objects to restore after the steps; see `sandbox`.
 
     Raises:
-        FitError: the steps do not allocate alike.
+        FitError: the steps do not have the same allocations.
     """
     whole = WholeStep.of(step, accumulation=accumulation, measures_noise=measures_noise)
     return Probe(whole, make_batch, also)

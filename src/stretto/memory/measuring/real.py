@@ -1,4 +1,4 @@
-"""Follow every allocation of a real step, as the allocator tells it."""
+"""Record every allocation of a real step with the profiler."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _MARK = "stretto: "
 
 
 def record_step(step: TrainStep | WholeStep, batch: Any, size: int) -> Recording:
-    """Take a real step and return what it allocates and frees on its device.
+    """Run a real step and return its allocations on the device.
 
-    The events are the allocator's own, so what kernels allocate for themselves is there too. The
-    step changes weights, optimizer state and all else that a step changes.
+    The allocator itself reports the events, so scratch memory of kernels is included. The step
+    changes weights and optimizer state as usual.
 
     >>> import torch
     >>> from stretto.runtime import SupervisedStep
@@ -67,15 +67,15 @@ def record_step(step: TrainStep | WholeStep, batch: Any, size: int) -> Recording
 
 
 class _Moment(NamedTuple):
-    """Something that the profiler saw."""
+    """An event of the profiler."""
 
     time: int
     node: int
-    """The number of the node of the graph that was made or run; negative where that is unknown."""
+    """The sequence number of the autograd node; negative if unknown."""
     mark: str | None
-    """The phase that begins."""
+    """The phase that begins here."""
     bytes: int
-    """What was allocated; negative for what was freed."""
+    """Allocated bytes; negative if freed."""
     address: int
     source: str
 
@@ -93,17 +93,17 @@ class _AllocationLog:
         self._expected: list[tuple[set[int], Category]] = []
 
     def find(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Say what some tensors are that are there from the start."""
+        """Set the category of tensors that exist before the step."""
         for memory in itertools.chain.from_iterable(map(memory_of, tensors)):
             if memory.nbytes() and memory.data_ptr() not in self._live:
                 self._allocate(memory.data_ptr(), Allocation(memory.nbytes(), BEFORE, category))
 
     def expect(self, addresses: set[int], category: Category) -> None:
-        """Say what lies at some addresses when the next mark is passed."""
+        """Set the category of some addresses as of the next mark."""
         self._expected.append((addresses, category))
 
     def add(self, moment: _Moment) -> None:
-        """Take the next moment of the profile."""
+        """Add the next event of the profile."""
         if moment.mark is not None:
             self._pass(moment.mark)
             return
@@ -117,7 +117,7 @@ class _AllocationLog:
             self._events.append(Event(index, is_free=True, place=self._place))
 
     def recording(self, size: int) -> Recording:
-        """Return all that was added."""
+        """Return the recording."""
         return Recording(size, self._allocations, in_order(self._events))
 
     def _allocate(self, address: int, allocation: Allocation) -> None:
@@ -145,8 +145,8 @@ def _profiled(device: str) -> Iterator[profile]:
     activities = [ProfilerActivity.CPU]
     if device == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    # torch 2.13 writes two lines to the standard error for each profile, as "USDT", which is the
-    # level above errors. The level is read when the first profile begins.
+    # torch 2.13 writes two lines to stderr for each profile, at level "USDT", above errors. The
+    # level is read when the first profile begins.
     quiet = {"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "6")}
     with patch.dict(os.environ, quiet), profile(activities=activities, profile_memory=True) as made:
         yield made
@@ -156,12 +156,12 @@ def _moments(profiler: profile, device: str) -> list[_Moment]:
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
     roots = profiler.profiler.kineto_results.experimental_event_tree()
-    # Each thread has a tree of its own; equal times keep the order that they have in one.
+    # Each thread has its own tree. The sort is stable, so equal times keep their order.
     return sorted(_walk(roots, device), key=lambda moment: moment.time)
 
 
 def _walk(roots: list[Any], device: str) -> Iterator[_Moment]:
-    """Yield the moments of a tree of events, in order, without recursion: graphs are deep."""
+    """Yield the events of a tree in order, without recursion because graphs are deep."""
     waiting: list[tuple[Any, int, str]] = [(event, -1, "") for event in reversed(roots)]
     while waiting:
         event, node, source = waiting.pop()

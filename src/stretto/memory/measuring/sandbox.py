@@ -1,4 +1,4 @@
-"""A place to take steps in that leave no trace."""
+"""Run steps and restore model, optimizer and random state afterwards."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def sandbox(
     also: Iterable[object] = (),
     on_disk: bool = False,
 ) -> Iterator[Callable[[], None]]:
-    """Let steps be taken that leave no trace: afterwards every bit is as it was before.
+    """Restore every bit of the training state when the block ends.
 
-    That is: parameters, buffers and other attributes of all modules; the gradients, which are set
-    aside meanwhile; the state, the groups and the attributes of the optimizer; the scaler; the
-    random state of torch, of all accelerators, of Python and of NumPy. Tensors keep their identity
-    and their memory. Objects of other classes that modules refer to are left alone.
+    The state includes parameters, buffers and other attributes of all modules; gradients, which are
+    removed inside the block; state, groups and attributes of the optimizer; the scaler; the random
+    state of torch, accelerators, Python and NumPy. Tensors keep their identity and their memory.
+    Other objects that modules refer to are not restored.
 
     Args:
-        model: what is trained.
-        optimizer: what trains it.
-        scaler: what scales its loss.
-        also: what else to put back: modules, optimizers, generators, a `DataLoader` (its
-            generator), and whatever has `state_dict` and `load_state_dict`.
-        on_disk: whether what lies in host memory is kept on the disk meanwhile, so that steps have
-            as much memory as without a sandbox.
+        model: the model.
+        optimizer: its optimizer.
+        scaler: its gradient scaler.
+        also: further objects to restore: modules, optimizers, generators, a `DataLoader` (its
+            generator), and any object with `state_dict` and `load_state_dict`.
+        on_disk: whether to store CPU tensors on disk, so that steps have as much memory as without
+            a sandbox.
 
     Yields:
-        A function that goes back to the beginning at once, as the end of the sandbox does.
+        A function that restores everything at once, as the end of the block does.
 
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.Adam(model.parameters())
@@ -59,7 +59,7 @@ def sandbox(
     (True, None, 0)
 
     Raises:
-        FitError: something cannot be put back.
+        FitError: an object cannot be restored.
     """
     copies = Copies(on_disk=on_disk)
     try:
@@ -84,7 +84,7 @@ def sandbox(
 
 @final
 class _Snapshot:
-    """Walks through what is to be kept, and knows how to put each thing back."""
+    """Walks through objects and records how to restore each of them."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
@@ -101,7 +101,7 @@ class _Snapshot:
             parameter.grad = None
 
     def add_root(self, root: Any) -> None:
-        """Keep something that was named."""
+        """Add an object that the user named."""
         if root is None or self._add_known(root):
             return
         if isinstance(root, torch.utils.data.DataLoader):
@@ -112,18 +112,18 @@ class _Snapshot:
         else:
             raise FitError(
                 cannot(
-                    f"put back what is of type {type(root).__name__} after a trial",
+                    f"restore an object of type {type(root).__name__} after a trial",
                     why="it has no state_dict and load_state_dict",
-                    instead="leave it out of 'also', or put it back yourself",
+                    instead="leave it out of 'also', or restore it yourself",
                 )
             )
 
     def _add(self, value: Any) -> None:
-        """Keep something that was found; what is of no known kind is left alone."""
+        """Add an object that was found; unknown types are ignored."""
         self._add_known(value)
 
     def _add_known(self, value: Any) -> bool:
-        # Most of what is found; asked first, as there are hundreds in every module.
+        # The most frequent types come first: every module has hundreds of these.
         if value is None or isinstance(value, (str, int, float, type)):
             return True
         if id(value) in self._seen:
@@ -131,7 +131,7 @@ class _Snapshot:
         add = self._kind(value)
         if add is None:
             return False
-        self._seen[id(value)] = value  # held, so that nothing else gets its id
+        self._seen[id(value)] = value  # keep a reference, so that no other object gets its id
         add(value)
         return True
 
@@ -155,8 +155,8 @@ class _Snapshot:
         if is_lazy(tensor):
             raise FitError(
                 cannot(
-                    "put back a model with parameters that have no shape yet",
-                    why="they get one in the first forward pass, for good",
+                    "restore a model with uninitialized (lazy) parameters",
+                    why="their shape is set in the first forward pass and cannot be undone",
                     instead="run one batch through the model first",
                 )
             )
@@ -170,7 +170,7 @@ class _Snapshot:
             self._undo.append(lambda: setattr(tensor, "grad", gradient))
 
         def undo() -> None:
-            # Unless something has put other memory behind it, as `p.data = ...` does.
+            # The memory is replaced by code such as `p.data = ...`.
             if tensor.layout is torch.strided and not _is_same_memory(tensor, memory):
                 tensor.data = memory
             if tensor.is_leaf and tensor.requires_grad != needs_gradient:

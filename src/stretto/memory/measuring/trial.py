@@ -1,4 +1,4 @@
-"""Real steps of any size, in a sandbox: whether one fits, and what it takes."""
+"""Run real steps of any size in a sandbox: whether they fit, and their memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stretto.runtime import TrainStep
 from stretto.runtime.out_of_memory import attempt, release_memory
 
 WARM_UP_SIZE = 2
-"""Samples of the step that makes the optimizer's state; batch normalisation refuses one."""
+"""Samples of the step that creates the optimizer state; batch normalisation refuses 1."""
 
 
 @contextlib.contextmanager
@@ -30,14 +30,14 @@ def trials(
     also: Iterable[object] = (),
     smallest: int = WARM_UP_SIZE,
 ) -> Iterator[Trials]:
-    """Let real steps of any size be taken; afterwards all is as it was, to the last bit.
+    """Run real steps of any size and restore everything afterwards, to the last bit.
 
     Args:
         step: the step.
-        make_batch: makes a batch of a size, on the device of the model.
+        make_batch: makes a batch of a given size on the model's device.
         reserve: bytes that a step must leave free.
-        also: what else to put back; see `sandbox`.
-        smallest: samples of the step that makes the optimizer's state.
+        also: further objects to restore; see `sandbox`.
+        smallest: samples of the step that creates the optimizer state.
 
     >>> from stretto.runtime import SupervisedStep
     >>> model = nn.Linear(2, 1)
@@ -48,7 +48,7 @@ def trials(
     (True, 10)
 
     Raises:
-        FitError: the step talks to other ranks in the middle of its forward pass.
+        FitError: the model communicates with other ranks in its forward pass.
     """
     whole = WholeStep.of(step)
     _check(whole.model)
@@ -62,14 +62,14 @@ def trials(
 
 @final
 class Trials:
-    """Takes steps; made by `trials`.
+    """Runs steps; made by `trials`.
 
     Attributes:
-        num_samples: how many samples were processed.
-        sizes: of the steps.
-        num_steps: how many steps were taken or begun.
-        num_out_of_memory: how many of them ran out of memory.
-        last_error: what the last of those said.
+        num_samples: number of samples processed.
+        sizes: batch sizes of the steps.
+        num_steps: number of steps that were started.
+        num_out_of_memory: number of steps that ran out of memory.
+        last_error: message of the last out-of-memory error.
     """
 
     def __init__(
@@ -94,17 +94,17 @@ class Trials:
         self.last_error: str | None = None
 
     def fits(self, size: int) -> bool:
-        """Take a step, and return whether there was memory for it.
+        """Run a step and return whether it fits into memory.
 
-        The optimizer has its state before, as in every step of a run but the first. Where memory
-        runs out, all is put back: the optimizer may have stopped in the middle.
+        The optimizer state exists before, as in every step of a run but the first. If memory runs
+        out, everything is restored, because the optimizer may have stopped halfway.
         """
         return self.warm_up(size) and self._run(size) is not None
 
     def footprint(self, size: int) -> int | None:
-        """Take a step, and return what it takes beyond what is there; None where unknown.
+        """Run a step and return its memory beyond static memory; None if unknown.
 
-        Memory that runs out is known to, by `num_out_of_memory`.
+        If memory runs out, `num_out_of_memory` grows.
         """
         found: list[int | None] = []
         if self.warm_up(size):
@@ -118,7 +118,7 @@ class Trials:
         return found[0] if found else None
 
     def warm_up(self, size: int) -> bool:
-        """Take a small step, once, that makes the optimizer's state; return whether it fits."""
+        """Run one small step that creates the optimizer state; return whether it fits."""
         if not self._is_warm:
             self._is_warm = self._run(min(size, self._smallest)) is not None
         return self._is_warm
@@ -126,8 +126,8 @@ class Trials:
     def _run(
         self, size: int, around: Callable[[Callable[[], object]], object] | None = None
     ) -> bool | None:
-        """Take a step in what memory there is; None where it runs out."""
-        release_memory(scratch=False)  # in a run, too, steps of other sizes have left some
+        """Run a step; return None if memory runs out."""
+        release_memory(scratch=False)  # in a run, steps of other sizes leave scratch memory, too
         self.num_steps += 1
         self.num_samples += size * self._step.accumulation
         self.sizes.add(size)
@@ -147,20 +147,20 @@ class Trials:
 
     @contextlib.contextmanager
     def _bounds(self) -> Iterator[None]:
-        """Hold a step to what there is, less the reserve."""
+        """Limit a step to the free memory minus the reserve."""
         device = self._step.device
         if device.type == "cpu":
             with guard(max(free_memory(device).bytes - self._reserve, 0)):
                 yield
             return
-        # The allocator has no limit in bytes; what is held meanwhile cannot be taken.
-        held = torch.empty(self._reserve, dtype=torch.uint8, device=device)
+        # The allocator has no limit in bytes, so allocate the reserve during the step.
+        reserved = torch.empty(self._reserve, dtype=torch.uint8, device=device)
         yield
-        del held
+        del reserved
 
 
 def _check(model: nn.Module) -> None:
-    """Refuse a model whose passes wait for other ranks."""
+    """Refuse a model whose passes communicate with other ranks."""
     names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     if names & {"FSDPModule", "FullyShardedDataParallel"}:
         raise FitError(

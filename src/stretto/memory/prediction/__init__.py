@@ -1,1 +1,1 @@
-"""The memory of a step without taking it: on fake tensors, with a model of the allocator."""
+"""Predict the memory of a step with fake tensors and a model of the allocator."""

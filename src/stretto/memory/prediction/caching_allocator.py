@@ -1,7 +1,7 @@
-"""A model of PyTorch's caching allocator for CUDA: what it reserves, not only what is live.
+"""A model of PyTorch's caching allocator for CUDA: reserved memory, not only live memory.
 
-After `c10/cuda/CUDACachingAllocator.cpp` of torch 2.13, with its settings at their defaults and
-one stream. What lies outside it (the context, workspaces of cuBLAS and cuDNN, NCCL) is not in it.
+It follows `c10/cuda/CUDACachingAllocator.cpp` of torch 2.13, with default settings and one stream.
+Memory outside the allocator (context, workspaces of cuBLAS and cuDNN, NCCL) is not included.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from stretto.memory.prediction.recording import Event
 _MIB = 1 << 20
 _ROUND = 512
 _SMALL = _MIB
-"""Up to this size, blocks come from the pool of small ones."""
+"""Blocks up to this size come from the small pool."""
 _SMALL_SEGMENT = 2 * _MIB
 _MEDIUM = 10 * _MIB
 """Below this size, a large block is cut from a segment of 20 MiB."""
 _MEDIUM_SEGMENT = 20 * _MIB
 _LARGE_ROUND = 2 * _MIB
 STEPS = 3
-"""Steps that are replayed: fragments settle in the first."""
+"""Number of replayed steps; fragmentation settles in the first."""
 
 
 @final
 class CachingAllocator:
-    """Hands out blocks as the caching allocator does, and counts what it reserves.
+    """Allocates blocks as the caching allocator does, and counts reserved bytes.
 
     >>> allocator = CachingAllocator()
     >>> allocator.allocate(0, 3 * 2**20)  # from a segment of 20 MiB
@@ -36,7 +36,7 @@ class CachingAllocator:
     20
 
     Args:
-        limit: bytes that may be reserved; None for as many as are asked for.
+        limit: the most bytes that may be reserved; None: no limit.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -54,7 +54,7 @@ class CachingAllocator:
         self._segment_of: dict[int, int] = {}
 
     def allocate(self, key: int, size: int) -> bool:
-        """Give `key` a block, and return whether there was one to give."""
+        """Allocate a block for `key`; return whether it succeeded."""
         if size == 0:
             return True
         size = max(_ROUND, -(-size // _ROUND) * _ROUND)
@@ -77,10 +77,10 @@ class CachingAllocator:
         return True
 
     def free(self, key: int) -> None:
-        """Take the block of `key` back; it is merged with free neighbours of its segment."""
+        """Free the block of `key` and merge it with free neighbours in its segment."""
         address = self._addresses.pop(key, None)
         if address is None:
-            return  # nothing was asked for
+            return  # an allocation of 0 bytes
         size, is_small = self._used.pop(address)
         segment = self._segment_of[address]
         before = self._ends.get(address)
@@ -93,7 +93,7 @@ class CachingAllocator:
         self._add_free(address, size, segment, is_small=bool(is_small))
 
     def _take(self, size: int, *, is_small: bool) -> tuple[int, int] | None:
-        """Take the smallest free block that is large enough, the first of its size."""
+        """Take the smallest free block that is large enough; of equals, the first."""
         pool = self._free[is_small]
         place = bisect.bisect_left(pool, (size, -1))
         if place == len(pool):
@@ -116,7 +116,7 @@ class CachingAllocator:
         return True
 
     def _release(self) -> None:
-        """Give back the segments that are wholly free."""
+        """Release segments that are completely free."""
         for is_small, pool in self._free.items():
             for size, address in list(pool):
                 if self._segments.get(address) == size:
@@ -139,9 +139,9 @@ class CachingAllocator:
 
 
 def reserved(curve: MemoryCurve, size: int) -> int:
-    """Return what the caching allocator reserves for steps of that size.
+    """Return the bytes that the caching allocator reserves for steps of that size.
 
-    The first of the steps makes the optimizer's state, in between what it then frees.
+    The first step creates the optimizer state between blocks that it frees later.
     """
     allocator = CachingAllocator()
     _replay(allocator, curve, size)
@@ -149,9 +149,9 @@ def reserved(curve: MemoryCurve, size: int) -> int:
 
 
 def fits(curve: MemoryCurve, size: int, limit: int) -> bool:
-    """Return whether steps of that size go through where at most `limit` bytes are reserved.
+    """Return whether steps of that size succeed if at most `limit` bytes can be reserved.
 
-    Near the limit the allocator gives free segments back, so less may do than it would reserve.
+    Near the limit the allocator releases free segments, so a step may need less than `reserved`.
     """
     return _replay(CachingAllocator(limit), curve, size)
 
@@ -180,7 +180,7 @@ def _step(
     kept: set[int],
     late: set[int],
 ) -> bool:
-    """Replay a step, whose optimizer makes the state `late`; return whether it fitted."""
+    """Replay a step whose optimizer creates the state `late`; return whether it fits."""
     live: set[int] = set()
     waiting = sorted(late)
     for event in curve.events:

@@ -1,8 +1,8 @@
-"""The habits of CUDA's kernels, for steps that are followed where there is no GPU.
+"""Replace operations by their CUDA versions when a step is traced without a GPU.
 
-A step for a GPU is followed on fakes that say they are on the CPU: fake tensors on CUDA do not work
-without it. So operations that keep other tensors there than on a CPU are replaced by what they are
-there, as far as that is known from the source of torch 2.13. Not validated on a GPU.
+Fake tensors on CUDA need CUDA, so a step for a GPU is traced on fake CPU tensors. Operations that
+save other tensors on CUDA than on a CPU are replaced, following the source of torch 2.13. This is
+not validated on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-# What autocast to a lower precision leaves in float32 on CUDA, and does not on a CPU.
+# Autocast keeps these in float32 on CUDA, but not on a CPU.
 _IN_FLOAT32 = {
     functional.layer_norm,
     torch.layer_norm,
@@ -48,7 +48,7 @@ _IN_FLOAT32 = {
 
 @final
 class CudaKernels(TorchFunctionMode):
-    """While a step runs: functions become what they are on CUDA."""
+    """Runs functions as on CUDA while it is active."""
 
     def __torch_function__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -62,7 +62,7 @@ class CudaKernels(TorchFunctionMode):
 
 
 def use_foreach(optimizers: Iterable[Optimizer]) -> None:
-    """Let optimizers update all tensors at once, as they do on CUDA unless told otherwise."""
+    """Set `foreach=True` on optimizers, which is the default on CUDA."""
     for group in (group for one in optimizers for group in one.param_groups):
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
@@ -75,7 +75,7 @@ def _dropout(
     inplace: bool = False,  # noqa: FBT001, FBT002, ARG001
     train: bool | None = None,  # noqa: FBT001
 ) -> Tensor:
-    """Keep a mask of one byte an element, where the CPU keeps one of the input's type."""
+    """Save a mask of one byte per element; the CPU saves one of the input's type."""
     is_training = training if train is None else train
     if not is_training or p == 0:
         return input

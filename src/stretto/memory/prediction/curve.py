@@ -1,4 +1,4 @@
-"""How much memory a step needs, as a function of the size of its batch."""
+"""Memory of a step as a function of the batch size."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import NamedTuple, final
 from stretto.memory.prediction.recording import Category, Event, Place
 
 MAXIMUM = 1 << 24
-"""The largest size that is looked at where nothing says how far to look."""
+"""The default largest size of a search."""
 
 
 class FittedAllocation(NamedTuple):
-    """An allocation that each of several recordings has: its bytes at each of their sizes."""
+    """An allocation that all recordings share, with its bytes at each recorded size."""
 
     bytes: tuple[int | Fraction, ...]
     place: Place
@@ -25,30 +25,30 @@ class FittedAllocation(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The moment of a step at which the most is allocated."""
+    """The moment of a step with the most allocated memory."""
 
     size: int
     bytes: int
     place: Place
-    """Where the step is then."""
+    """Where the step is at that moment."""
     by_category: Mapping[Category, int]
     by_module: Mapping[str, int]
-    """By the module that was running when it was allocated; "" is outside of all."""
+    """By the module that allocated it; "" is outside of all modules."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
-    """The peak of allocated bytes for every size of the batch at once.
+    """The peak of allocated bytes as a function of the batch size.
 
-    Each allocation's bytes are a polynomial in the size, through its bytes at `sizes`. So is the
-    sum of those that are live at any moment, and the peak is the greatest of these sums: convex
-    wherever no polynomial bends down, and flat at first, where the update of the weights needs
-    more than the batch.
+    The bytes of each allocation are a polynomial in the size, through its bytes at `sizes`. So the
+    live bytes at any moment are a polynomial, too, and the peak is their maximum. The curve is
+    convex if no polynomial bends down. It is flat for small sizes, if the weight update needs more
+    memory than the batch.
     """
 
     sizes: tuple[int, ...]
-    """The sizes that were recorded."""
+    """The recorded sizes."""
     allocations: Sequence[FittedAllocation]
     events: Sequence[Event]
     _moments: Sequence[tuple[int | Fraction, ...]] = field(init=False, repr=False, compare=False)
@@ -61,14 +61,14 @@ class MemoryCurve:
         object.__setattr__(self, "_front", _front([newton(self.sizes, m) for m in distinct]))
 
     def peak(self, size: int) -> int:
-        """Return the most bytes that are allocated at once, with a batch of that size."""
+        """Return the peak of allocated bytes for a batch of that size."""
         if size < max(self.sizes):
-            # Below the recorded sizes the front, which is made for those above, is not enough.
+            # The front is only valid above the recorded sizes.
             return max(evaluate(self.sizes, newton(self.sizes, m), size) for m in self._moments)
         return max(evaluate(self.sizes, coefficients, size) for coefficients in self._front)
 
     def at(self, size: int) -> Peak:
-        """Return the moment of the peak: how many bytes, where the step is, what they are of."""
+        """Return the moment of the peak: its bytes, its place, and its allocations."""
         totals = [evaluate(self.sizes, newton(self.sizes, m), size) for m in self._moments]
         when = max(range(len(totals)), key=totals.__getitem__)
         by_category: dict[Category, int] = {}
@@ -81,13 +81,13 @@ class MemoryCurve:
         return Peak(size, totals[when], self.events[when].place, by_category, by_module)
 
     def bytes_at(self, size: int) -> list[int]:
-        """Return the bytes of each allocation, with a batch of that size."""
+        """Return the bytes of each allocation for a batch of that size."""
         return [evaluate(self.sizes, newton(self.sizes, a.bytes), size) for a in self.allocations]
 
     def largest(self, limit: int, *, maximum: int = MAXIMUM) -> int | None:
         """Return the largest size, up to `maximum`, whose peak is at most `limit` bytes.
 
-        None where not even one sample fits.
+        None if not even one sample fits.
         """
         return largest(lambda size: self.peak(size) <= limit, maximum=maximum)
 
@@ -102,7 +102,7 @@ class MemoryCurve:
 
 
 def largest(fits: Callable[[int], bool], *, maximum: int) -> int | None:
-    """Return the largest size up to `maximum` that fits, where all smaller ones then fit too.
+    """Return the largest size up to `maximum` that fits; smaller sizes are assumed to fit.
 
     >>> largest(lambda size: size <= 37, maximum=1000), largest(lambda size: False, maximum=8)
     (37, None)
@@ -165,10 +165,10 @@ def _sums(
 
 
 def _front(candidates: Iterable[tuple[Fraction, ...]]) -> list[tuple[Fraction, ...]]:
-    """Keep those that no other exceeds in every coefficient: only they can be the greatest.
+    """Keep polynomials that no other exceeds in every coefficient: only these can be the maximum.
 
-    In Newton's form that holds at and above the greatest recorded size, where all the products
-    that the coefficients multiply are at least 0.
+    In Newton's form this is valid at and above the largest recorded size, where all products that
+    the coefficients multiply are at least 0.
     """
     kept: list[tuple[Fraction, ...]] = []
     for one in sorted(candidates, reverse=True):

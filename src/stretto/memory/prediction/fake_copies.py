@@ -1,15 +1,13 @@
-"""A training step on fake tensors: all shapes and kinds, no memory and no values.
+"""Copies of a training step with fake tensors, which have shapes and types but no memory.
 
-What PyTorch's fake tensors need beside themselves to follow a training step, all of it measured
-with torch 2.13:
+Tracing a whole training step needs some care (measured with torch 2.13):
 
-- Modules cannot be converted under the mode (`.to()` fails), so model, optimizer and loss are
-  copied together, once, with a fake in the place of each tensor: ties and references stay.
-- A copy made under the mode (`copy.deepcopy` in a forward) would copy the mode too, and both would
-  be asked: the mode is its own copy.
-- Optimizers read their step counts: tensors of one element keep their value.
-- Libraries ask whether a tensor is fake, and take another path if it is (Llama of transformers
-  builds a mask: +2.7 percent). They are told what they would be told in a real step.
+- Modules cannot be converted under the fake mode (`.to()` fails). So model, optimizer and loss are
+  copied together, once, with fakes in place of tensors. Tied weights and references stay.
+- `copy.deepcopy` in a forward pass would copy the mode, too. So a copy of the mode is itself.
+- Optimizers read their step counts, so tensors of one element keep their value.
+- Some libraries take another path for fake tensors (Llama in transformers builds a mask: +2.7
+  percent). So the check for fakes returns False for them.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from stretto.memory.step import WholeStep
 
 @final
 class _Mode(FakeTensorMode):
-    """The mode, of which there is one."""
+    """A fake mode whose copies are itself."""
 
     def __deepcopy__(self, _memo: Any) -> _Mode:
         return self
@@ -40,7 +38,7 @@ class _Mode(FakeTensorMode):
 
 @final
 class FakeCopies:
-    """Fake copies of real things, all in one mode.
+    """Makes fake copies of real objects, all in one fake mode.
 
     >>> copies = FakeCopies()
     >>> copies.tensor(torch.ones(3, 4)).shape
@@ -52,20 +50,20 @@ class FakeCopies:
         self._device = device
         self._memo: dict[int, Any] = {}
         self._storages: dict[int, Tensor] = {}
-        # The memo knows objects by their ids, so they must not be gone before it.
+        # The memo uses ids of objects, so keep the objects alive.
         self._kept: list[Any] = []
 
     def step(self, step: WholeStep) -> WholeStep:
-        """Return a copy of `step` that is all fake."""
+        """Return a copy of `step` with fake tensors."""
         real = step.step
         self._memo[id(real.transforms)] = real.transforms
         with _Copying(self), torch.no_grad():
-            # Parameters copy themselves without asking a mode, so they are known beforehand.
+            # `deepcopy` of a parameter bypasses the mode, so add parameters to the memo first.
             for parameter in (*step.model.parameters(), *step.parameters):
                 self.tensor(parameter)
             fake = copy.deepcopy(real, self._memo)
             for transform in real.transforms:
-                # The run that the trainer hands to them refers to all there is.
+                # The `Run` that transforms get refers to everything; copy it shallowly.
                 for argument in getattr(transform, "args", ()):
                     alone = self._memo.setdefault(id(argument), copy.copy(argument))
                     if getattr(alone, "model", None) is real.model:
@@ -74,11 +72,11 @@ class FakeCopies:
         return dataclasses.replace(step, step=fake)
 
     def batch(self, batch: Any) -> Any:
-        """Return a copy of `batch` with fakes in the place of its tensors."""
+        """Return a copy of `batch` with fake tensors."""
         return mapped(lambda tensor: tensor if _is_fake(tensor) else self.tensor(tensor), batch)
 
     def tensor(self, real: Tensor) -> Tensor:
-        """Return a fake of a tensor; tensors that share memory have fakes that share it."""
+        """Return a fake of a tensor; fakes share storage if the tensors do."""
         if id(real) in self._memo:
             known: Tensor = self._memo[id(real)]
             return known
@@ -99,7 +97,7 @@ class FakeCopies:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Run what is inside on fakes."""
+        """Activate the fake mode."""
         with patch.object(torch._subclasses, "FakeTensor", _NoTensor), self.mode:
             yield
 
@@ -118,7 +116,7 @@ class FakeCopies:
 
 @final
 class _Copying(TorchFunctionMode):
-    """While things are copied: tensors become fakes, whatever holds them."""
+    """Replaces tensors by fakes during `copy.deepcopy`."""
 
     def __init__(self, copies: FakeCopies) -> None:
         super().__init__()
@@ -133,7 +131,7 @@ class _Copying(TorchFunctionMode):
 
 
 class _NoTensor:
-    """What libraries are shown as the class of fake tensors: nothing is one."""
+    """Shown to libraries as the class of fake tensors, so that no tensor is fake."""
 
 
 def _is_fake(tensor: Tensor) -> bool:

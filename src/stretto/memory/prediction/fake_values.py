@@ -1,9 +1,8 @@
-"""What fake tensors cannot tell, and what is said in its place.
+"""Values and shapes that fake tensors do not have.
 
-A fake tensor has no values. Where a step reads one (`.item()`, `if tensor.any()`), it is told 0 or
-1, and is taken once with each. Where a shape depends on values (`nonzero`, a boolean mask), it is
-told the largest that there can be. And some kernels allocate for themselves, unseen by fakes: see
-`scratch`.
+A fake tensor has no values. If a step reads one (`.item()`, `if tensor.any()`), it gets 0 or 1; the
+step is run once with each. If a shape depends on values (`nonzero`, a boolean mask), it gets the
+largest possible shape. Scratch memory of kernels is estimated in `scratch`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _aten = torch.ops.aten
 _READS = {_aten._local_scalar_dense.default, _aten.equal.default}
 
 _REFUSED = {
-    # The fake of this kernel has an empty workspace: measured 27 percent below the real peak.
+    # The fake kernel has an empty workspace: measured 27 percent below the real peak.
     _aten.mkldnn_rnn_layer.default: "the kernels of LSTMs keep a workspace that fakes leave out",
 }
 
@@ -34,8 +33,8 @@ class FakeValues:
     """Supplies values for fake tensors, and records where.
 
     Args:
-        value: what is said to be the value of every element that is read.
-        on_cuda: whether the step is one on CUDA.
+        value: the value of every element that is read.
+        on_cuda: whether the step runs on CUDA.
     """
 
     def __init__(self, value: int = 0, *, on_cuda: bool = False) -> None:
@@ -46,7 +45,7 @@ class FakeValues:
         self.scratch: dict[str, Place] = {}
 
     def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: Place) -> Any:
-        """Call an operation on fakes, or answer in its place."""
+        """Call an operation on fakes, or return a worst-case result."""
         worst = _WORST.get(func)
         if worst is not None:
             answer = worst(func, args, kwargs)
@@ -79,8 +78,8 @@ class FakeValues:
         return self.value
 
 
-# Shapes that depend on values: each answers with the largest that there can be, in a tuple, or
-# with None where nothing depends on values. They run on fakes, so their tensors cost nothing.
+# Operations whose output shape depends on values. Each returns the largest possible result in a
+# tuple, or None if nothing depends on values. They run on fakes, so their tensors cost nothing.
 
 
 def _nonzero(_func: Any, args: Sequence[Any], _kwargs: Any) -> tuple[Any]:
@@ -101,7 +100,7 @@ def _unique(_func: Any, args: Sequence[Any], _kwargs: Any) -> tuple[Any]:
 
 
 def _indexed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any] | None:
-    """Index by numbers in place of a mask: as many as the mask has elements."""
+    """Index by as many integers as the mask has elements."""
     indices = args[1]
     if not any(_is_mask(index) for index in indices):
         return None

@@ -1,4 +1,4 @@
-"""One curve from recordings of a few small steps."""
+"""Fit a memory curve to recordings of a few small steps."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from stretto.memory.prediction.curve import FittedAllocation, MemoryCurve
 from stretto.memory.prediction.recording import Recording
 
 TOLERANCE = Fraction(1, 100)
-"""How far recordings that do not allocate alike may be from a curve through them, of their peak."""
+"""Allowed error of the peak if recordings do not have the same allocations."""
 
 
 def fit(recordings: Sequence[Recording], *, noise: Fraction = Fraction(0)) -> MemoryCurve:
     """Return the curve through recordings of the same step at different sizes.
 
-    Allocations are fitted one by one, and summed after. The peaks themselves would mislead: which
-    moment is the peak changes with the size.
+    Each allocation is fitted separately, then they are summed. Fitting the peaks would be wrong,
+    because the moment of the peak changes with the size.
 
-    Where the recordings do not allocate alike (a kernel may take another way for another size),
-    their allocations are paired by where they come from. One that the largest does not share
-    with the others counts as the same for all sizes.
+    If the recordings do not have the same allocations (a kernel may choose another algorithm for
+    another size), allocations are matched by their origin. An allocation that only the largest
+    recording has counts as constant.
 
     >>> from stretto.memory.prediction.recording import Allocation, Event, Place
     >>> def recording(size):
@@ -34,14 +34,14 @@ def fit(recordings: Sequence[Recording], *, noise: Fraction = Fraction(0)) -> Me
     600
 
     Args:
-        recordings: of two sizes or more; as many as the degree of the polynomials, and one.
-        noise: the part of its bytes by which an allocation may miss a straight line from the
-            smallest to the largest size and still grow as one. Real kernels round what they
-            allocate for themselves, and a parabola through rounded numbers leads astray: an LSTM
-            recorded at 2, 3 and 5 samples was 5.8 percent off at 40, on a straight line 0.3.
+        recordings: two or more sizes; one more than the degree of the polynomials.
+        noise: how far, as a fraction, an allocation may deviate from a straight line and still be
+            fitted by one. Real kernels round their allocations, and a parabola through rounded
+            numbers extrapolates badly: an LSTM recorded at 2, 3 and 5 samples was 5.8 percent off
+            at 40; with a straight line, 0.3 percent.
 
     Raises:
-        FitError: the recordings have too little in common.
+        FitError: the recordings differ too much.
     """
     ordered = sorted(recordings, key=lambda recording: recording.size)
     model = ordered[-1]
@@ -64,10 +64,10 @@ def fit(recordings: Sequence[Recording], *, noise: Fraction = Fraction(0)) -> Me
 
 
 def settled(first: Recording, steady: Recording) -> Recording | None:
-    """Return what the first step of a run would have been, had the optimizer had its state.
+    """Return the first step as it would be with existing optimizer state.
 
-    `first` gives the bytes of what comes before the update, `steady` all else: what an update
-    allocates does not depend on the batch. None where they do not allocate alike before it.
+    Allocations before the update come from `first`, all others from `steady`, because the update
+    does not depend on the batch. None if the two differ before the update.
     """
     given, wanted = _before_update(first), _before_update(steady)
     origins = [
@@ -93,7 +93,7 @@ def _before_update(recording: Recording) -> list[int]:
 def _straight(
     sizes: Sequence[int], counts: Sequence[int], noise: Fraction
 ) -> tuple[int | Fraction, ...]:
-    """Return what lies on the line from the first to the last, where all is near it."""
+    """Return points on the line from the first to the last count, if all are near it."""
     if noise == 0 or len(sizes) < 3:
         return tuple(counts)
     slope = Fraction(counts[-1] - counts[0], sizes[-1] - sizes[0])
@@ -107,7 +107,7 @@ def _shape(recording: Recording) -> list[tuple[int, bool]]:
 
 
 def _bytes_like(model: Recording, recording: Recording) -> list[int]:
-    """Return the bytes that a recording has for each allocation of another."""
+    """Return the bytes of a recording, matched to the allocations of `model`."""
     known = dict(zip(_keys(recording), recording.allocations, strict=True))
     return [
         known.get(key, one).bytes for key, one in zip(_keys(model), model.allocations, strict=True)
@@ -115,7 +115,7 @@ def _bytes_like(model: Recording, recording: Recording) -> list[int]:
 
 
 def _keys(recording: Recording) -> list[tuple[Any, ...]]:
-    """Return what an allocation is known by: where it comes from, and how many did before it."""
+    """Return keys of allocations: their origin, and a counter among the same origin."""
     before: Counter[tuple[Any, ...]] = Counter()
     keys = []
     for one in recording.allocations:

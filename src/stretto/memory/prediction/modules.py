@@ -1,4 +1,4 @@
-"""Which module is running: in the forward by hooks, in the backward by the order of the graph."""
+"""Track the running module: by hooks in forward, by the autograd graph in backward."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from torch import nn
 
 @final
 class ModuleWatch:
-    """Knows the path of the module that is running.
+    """Tracks the path of the module that is running.
 
-    Each node of the autograd graph has a number that grows in the order in which nodes are made.
-    So a list of the numbers at which a module was entered or left says in whose forward a node was
-    made, without touching the graph.
+    Autograd nodes have sequence numbers in the order of their creation. The numbers at which
+    modules are entered and left show in which forward pass a node was created.
     """
 
     def __init__(self) -> None:
@@ -26,15 +25,15 @@ class ModuleWatch:
         self._paths: list[str] = [""]
 
     def path(self) -> str:
-        """Return the path of the module that is running; empty outside of all."""
+        """Return the path of the running module; empty outside of all modules."""
         node: Any = torch._C._current_autograd_node()
         if node is None or len(self._stack) > 1:
             return self._stack[-1]
         return self.of_node(node._sequence_nr())
 
     def of_node(self, number: int) -> str:
-        """Return the path of the module in whose forward a node of the graph was made."""
-        if number >= 1 << 62:  # gradients are accumulated by nodes that have no number
+        """Return the path of the module whose forward pass created an autograd node."""
+        if number >= 1 << 62:  # nodes that accumulate gradients have no number
             return ""
         return self._paths[bisect.bisect_right(self._numbers, number) - 1]
 
@@ -43,9 +42,9 @@ class ModuleWatch:
         """Watch the modules of `model`.
 
         Args:
-            model: what runs.
-            in_compiled: whether those that are compiled run as if they were not; else they stay
-                without hooks, which would break what is compiled to pieces.
+            model: the model.
+            in_compiled: whether compiled modules run eagerly. If not, they get no hooks, because
+                hooks cause graph breaks.
         """
         hooks = []
         compiled = set() if in_compiled else compiled_modules(model)
@@ -86,7 +85,7 @@ class ModuleWatch:
 
 
 def compiled_modules(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that run as compiled code: what `torch.compile` was given, and inside it.
+    """Return the modules that run as compiled code, with their submodules.
 
     >>> model = nn.Sequential(nn.Sequential(nn.ReLU()), nn.ReLU())
     >>> model[0].compile(backend="eager")
@@ -95,7 +94,7 @@ def compiled_modules(model: nn.Module) -> set[nn.Module]:
     """
     found: set[nn.Module] = set()
     for module in model.modules():
-        # Of `torch.compile(module)` what it wraps; `module.compile()` compiles the module itself.
+        # `torch.compile(module)` wraps a module; `module.compile()` compiles it in place.
         inner = module._modules.get("_orig_mod")
         if inner is None and module._compiled_call_impl is not None:
             inner = module

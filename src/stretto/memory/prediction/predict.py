@@ -1,4 +1,4 @@
-"""The memory of a step, known before anything is allocated."""
+"""Predict the memory of a step before anything is allocated."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from stretto.runtime import TrainStep
 
 Certainty = Literal["exact", "upper bound", "estimate", "extrapolated", "calibrated", "tried"]
 SIZES = (2, 3)
-"""Sizes that are recorded. Never 1: a dimension of 1 is broadcast, and is another program."""
+"""Recorded sizes. Never 1, because a dimension of 1 is broadcast."""
 MOST_RECORDINGS = 5
-"""A curve that is still wrong with so many recordings does not describe the step."""
+"""A curve that is still wrong with this many recordings is given up."""
 
 
 @final
 class Prediction:
-    """What a step will need, and how sure that is; made by `predict`."""
+    """The predicted memory of a step, with its certainty; made by `predict`."""
 
     def __init__(self, runs: list[_Run], *, is_compiled: bool, for_cuda: bool) -> None:
         self._runs = runs
@@ -36,14 +36,14 @@ class Prediction:
 
     @property
     def certainty_if_verified(self) -> Certainty:
-        """How sure it is of a size that was verified: `exact`, `upper bound` or `estimate`."""
+        """The certainty for a verified size: `exact`, `upper bound` or `estimate`."""
         return "estimate" if self._for_cuda else self._judged()[0]
 
     def certainty(self, size: int) -> Certainty:
-        """Return how sure it is of what a batch of that size needs.
+        """Return the certainty for a size.
 
-        `extrapolated` where no fake step of that size was taken: some kernels change with the size.
-        An `estimate` stays one.
+        It is `extrapolated` if no fake step of that size has run, because some kernels change with
+        the size. An `estimate` stays an `estimate`.
         """
         best = self.certainty_if_verified
         is_known = best == "estimate" or all(run.is_verified(size) for run in self._runs)
@@ -51,45 +51,45 @@ class Prediction:
 
     @property
     def reason(self) -> str:
-        """Why it is that sure and no surer."""
-        habits = "the habits of CUDA were followed, unchecked; what lies outside its caching "
-        on_top = f"{habits}allocator comes on top"
-        return on_top if self._for_cuda else self._judged()[1]
+        """Why it has this certainty."""
+        if self._for_cuda:
+            return "CUDA was simulated; memory outside its caching allocator comes on top"
+        return self._judged()[1]
 
     @property
     def num_steps(self) -> int:
-        """How many fake steps it took."""
+        """Number of fake steps."""
         return sum(run.tracer.num_steps for run in self._runs)
 
     @property
     def curve(self) -> MemoryCurve:
-        """Bytes as a function of the size; where values are read, by the way that needs more.
+        """Bytes as a function of the size; if values are read, the larger of both runs.
 
-        Where no curve describes all sizes, that of the largest size that was verified.
+        If no curve describes all sizes, it is the curve of the largest verified size.
         """
         size = max(run.largest_size for run in self._runs)
         return max((run.curve_at(size) for run in self._runs), key=lambda curve: curve.peak(size))
 
     def peak(self, size: int) -> int:
-        """Return the bytes that a batch of that size needs at once.
+        """Return the peak memory of a step of that size, in bytes.
 
-        For CUDA, what its caching allocator reserves for them.
+        For CUDA, it is the memory that the caching allocator reserves.
         """
         if self._for_cuda:
             return max(reserved(run.curve_at(size), size) for run in self._runs)
         return max(run.curve_at(size).peak(size) for run in self._runs)
 
     def at(self, size: int) -> Peak:
-        """Return the moment of the peak, and what is allocated at it."""
+        """Return the moment of the peak and the allocations at that moment."""
         return max((run.curve_at(size).at(size) for run in self._runs), key=lambda peak: peak.bytes)
 
     def largest(self, limit: int, *, maximum: int = MAXIMUM) -> int | None:
         """Return the largest size, up to `maximum`, that needs at most `limit` bytes.
 
-        Verified by a fake step of that size and one of the next. None: not even one sample fits.
+        The size and the next one are verified by fake steps. None: not even one sample fits.
 
         Raises:
-            FitError: the step cannot be taken with as many samples.
+            FitError: the step fails with that many samples.
         """
         while True:
             size = self._search(limit, maximum)
@@ -97,9 +97,9 @@ class Prediction:
                 return size
 
     def guess(self, limit: int) -> int | None:
-        """Return about how many samples need `limit` bytes, for a search that takes fake steps.
+        """Return roughly how many samples need `limit` bytes, for a search with fake steps.
 
-        None if a curve describes all sizes, and can be asked about any.
+        None if a curve describes all sizes.
         """
         guesses = [run.guess(limit) for run in self._runs]
         return min((one for one in guesses if one is not None), default=None)
@@ -123,22 +123,22 @@ class Prediction:
         return _judged(self._runs, is_compiled=self._is_compiled)
 
     def verify(self, size: int) -> bool:
-        """Take a fake step of that size, and return whether the curve has said what it needs.
+        """Run a fake step of that size; return whether it confirms the curve.
 
-        Where it has not, the curve goes through this size from now on. If no curve can (a kernel
-        is another for other sizes), each size that is asked about gets a fake step of its own.
+        If it does not, the curve is fitted again with this size. If no curve fits (kernels change
+        with the size), each query runs a fake step of its own.
 
         Raises:
-            FitError: the step cannot be taken with as many samples.
+            FitError: the step fails with that many samples.
         """
-        # Each is asked, so that each is mended.
+        # Verify all runs, so that each curve is corrected.
         verified = [run.verify(size) for run in self._runs]
         return all(verified)
 
 
 @final
 class _Run:
-    """Fake steps of several sizes, with the same value for every element that is read."""
+    """Fake steps of several sizes, all with the same value for elements that are read."""
 
     def __init__(
         self, step: WholeStep, make_batch: Callable[[int], Any], value: int, *, for_cuda: bool
@@ -156,21 +156,21 @@ class _Run:
 
     @property
     def largest_size(self) -> int:
-        """The largest size that was verified."""
+        """The largest verified size."""
         return max(self._verified)
 
     def is_verified(self, size: int) -> bool:
-        """Return whether a step of that size was taken."""
+        """Return whether a step of that size has run."""
         return size in self._verified
 
     def curve_at(self, size: int) -> MemoryCurve:
-        """Return a curve that is right for a size, as far as is known."""
+        """Return the best known curve for a size."""
         if size not in self._verified and self._curve is None:
             self._record(size)
         return self._verified.get(size) or self._curve or self._verified[SIZES[0]]
 
     def guess(self, limit: int) -> int | None:
-        """Return about how many samples need `limit` bytes, if no curve describes all sizes."""
+        """Return roughly how many samples need `limit` bytes, if no curve fits all sizes."""
         if self._curve is not None:
             return None
         peaks = sorted((size, curve.peak(size)) for size, curve in self._verified.items())
@@ -182,7 +182,7 @@ class _Run:
         return max(1, low[0] + (limit - low[1]) * (high[0] - first[0]) // (high[1] - first[1]))
 
     def verify(self, size: int) -> bool:
-        """Take a step of that size; where the curve was wrong, mend it and return False."""
+        """Run a step of that size; if the curve was wrong, correct it and return False."""
         if size in self._verified or self._curve is None:
             return True
         expected, recording = self._curve.peak(size), self._record(size)
@@ -194,18 +194,18 @@ class _Run:
         return False
 
     def _record(self, size: int) -> Recording | None:
-        """Take a step of that size; None where a step cannot be taken with a single sample."""
+        """Record a step of that size; None if a single sample is refused."""
         try:
             recording = self.tracer.record(size)
         except FitError:
             if size >= min(SIZES):
                 raise
-            return None  # as batch normalisation refuses
+            return None  # batch normalisation refuses it
         self._verified[size] = fit([recording])
         return recording
 
     def _fit(self) -> None:
-        """Make a curve through all recordings; None where there is none."""
+        """Fit a curve to all recordings; None if none fits."""
         try:
             curve = fit(self._recordings)
         except FitError:
@@ -226,12 +226,12 @@ def predict(
     accumulation: int = 1,
     measures_noise: bool = False,
 ) -> Prediction:
-    """Return what a training step needs for a batch of any size, without allocating it.
+    """Predict the memory of a training step for any batch size, without allocating it.
 
-    The step is taken on fake tensors, with batches of 2 and 3 samples; every allocation is
-    followed, and its bytes are taken to be a polynomial in the size. That is extrapolated until
-    a step of the size in question has verified it, as `largest` does. Neither the model nor the
-    optimizer is touched, and the model may be on the meta device.
+    The step runs on fake tensors with batches of 2 and 3 samples. Every allocation is traced, and
+    its bytes are fitted by a polynomial in the size. Other sizes are extrapolated until a fake step
+    of that size verifies them, as `largest` does. Neither model nor optimizer is modified, and the
+    model may be on the meta device.
 
     >>> import torch
     >>> from stretto.runtime import SupervisedStep
@@ -244,18 +244,18 @@ def predict(
     (265738, 'exact', 'extrapolated')
 
     Args:
-        step: what is trained, and how.
-        make_batch: returns a micro-batch of as many samples as it is told. It is called where
-            tensors are fake, so a large one costs nothing.
-        device: the kind of device that is asked about; left out, the bytes of tensors are told,
-            on whichever they are. For `cuda` no GPU is needed: the kernels' habits and the
-            caching allocator are followed by a model of them. That is an estimate.
-        accumulation: micro-batches of a step: from the second on, the gradients are there during
-            the forward.
-        measures_noise: whether the gradient of each micro-batch is kept apart before it is added.
+        step: the training step.
+        make_batch: makes a micro-batch of a given size. It is called under the fake mode, so a
+            large batch costs nothing.
+        device: the device type to predict for. Default: only the bytes of tensors. `cuda` needs no
+            GPU: its kernels and its caching allocator are simulated, so the result is an estimate.
+        accumulation: micro-batches per step. From the second on, gradients exist during the
+            forward pass.
+        measures_noise: whether the gradient of each micro-batch is kept apart before it is
+            accumulated.
 
     Raises:
-        FitError: the step cannot be taken on fake tensors; the message says why.
+        FitError: the step cannot run on fake tensors; the message says why.
     """
     whole = WholeStep.of(step, accumulation=accumulation, measures_noise=measures_noise)
     runs: list[_Run] = []
@@ -266,7 +266,7 @@ def predict(
         except FitError as error:
             failure = error
         if runs and not runs[0].fake_values.reads:
-            break  # nothing is read, so a second run would be the same
+            break  # no value is read, so a second run would be the same
     if not runs:
         assert failure is not None
         raise failure
@@ -276,18 +276,18 @@ def predict(
 
 def _is_compiled(part: object) -> bool:
     """Return whether a part of a step runs as compiled code."""
-    # The mark that torch leaves on a compiled function has no public name.
+    # torch has no public name for the mark of a compiled function.
     is_function = hasattr(part, "_torchdynamo_orig_callable")
     return is_function or (isinstance(part, nn.Module) and bool(compiled_modules(part)))
 
 
 def _judged(runs: list[_Run], *, is_compiled: bool) -> tuple[Certainty, str]:
-    """Return how sure the runs are, and why."""
+    """Return the certainty of the runs, and why."""
     scratch, reads, worst = (
         _places([getattr(run.fake_values, what) for run in runs])
         for what in ("scratch", "reads", "worst_cases")
     )
-    # An optimizer reads values to scale or to skip its update; the larger run is the update.
+    # Optimizers read values to scale or skip the update; the larger run includes the update.
     reads = [place for place in reads if place.phase != "optimizer"]
     doubts = []
     if scratch:

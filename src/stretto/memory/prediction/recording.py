@@ -1,4 +1,4 @@
-"""What one step allocated and freed, in order."""
+"""The allocations of one step, in order."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ Category = Literal[
     "optimizer",
     "gradients",
     "batch",
-    "activations",  # of the forward, kept for the backward
+    "activations",  # of the forward pass, saved for the backward pass
     "temporaries",
-    "other",  # there before the step, and none of these: a teacher that the loss function holds
+    "other",  # other memory from before the step, such as a teacher in the loss function
 ]
 
 
 class Place(NamedTuple):
-    """Where in a step something happened."""
+    """A place in a step: the phase and the module."""
 
     phase: str
-    """`before` (what the step finds), `forward`, `backward` or `optimizer`."""
+    """`before` (static memory), `forward`, `backward` or `optimizer`."""
     module: str
-    """The path of the module that was running; empty outside of all modules."""
+    """The path of the running module; empty outside of all modules."""
 
 
 class Allocation(NamedTuple):
-    """One piece of memory."""
+    """One allocated block of memory."""
 
     bytes: int
     place: Place
     """Where it was allocated."""
     category: Category
     source: str = ""
-    """The operation that allocated it, where that is known."""
+    """The operation that allocated it, if known."""
 
 
 class Event(NamedTuple):
-    """A change of what is allocated."""
+    """An allocation or a free."""
 
     allocation: int
-    """Which one, by its place in the list of allocations."""
+    """Index into the list of allocations."""
     is_free: bool
     place: Place
-    """Where the step was when it happened."""
+    """Where in the step it happened."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """All allocations of one step at one size, those that it finds included."""
+    """All allocations of one step at one size, static memory included."""
 
     size: int
     """Samples of the micro-batch."""
@@ -59,7 +59,7 @@ class Recording:
     events: Sequence[Event]
 
     def live(self) -> list[int]:
-        """Return the bytes that are allocated after each event."""
+        """Return the allocated bytes after each event."""
         result, total = [], 0
         for event in self.events:
             size = self.allocations[event.allocation].bytes
@@ -69,5 +69,5 @@ class Recording:
 
     @property
     def peak(self) -> int:
-        """The most bytes that are allocated at once."""
+        """The peak of allocated bytes."""
         return max(self.live(), default=0)

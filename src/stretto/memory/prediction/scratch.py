@@ -1,11 +1,11 @@
-"""What kernels allocate for themselves, unseen by fake tensors, bounded from above.
+"""Upper bounds of the scratch memory of kernels, which fake tensors do not show.
 
 Found by recording real steps with torch 2.13 on a CPU (`tests/memory/test_scratch.py`):
 
-- oneDNN copies what a convolution reads and writes into blocks of 8 or 16 channels.
-- Where oneDNN does not compute a type (float64; bf16 and fp16 on CPUs without instructions for
-  them), PyTorch unfolds the input: one column of the kernel's size for each element of the output.
-- A mean of bf16 or fp16 goes through a float32 copy on a CPU, as does the gradient of a bias.
+- oneDNN copies inputs and outputs of convolutions into blocks of 8 or 16 channels.
+- If oneDNN does not support a type (float64; bf16 and fp16 on CPUs without instructions for them),
+  PyTorch unfolds the input: one column of the kernel's size for each element of the output.
+- On a CPU, means of bf16 or fp16 and gradients of biases use a float32 copy.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _HALF = {torch.bfloat16, torch.float16}
 _MEANS = {_aten.mean.default, _aten.mean.dim}
 
 CONVOLUTIONS = {
-    # Each with the positions of its weight, its dilation and whether it is transposed.
+    # The argument positions of weight, dilation and transposed.
     _aten.convolution.default: (1, 5, 6),
     _aten.convolution_backward.default: (2, 6, 7),
 }
 
 
 def scratch_bytes(func: Any, args: Sequence[Any], result: Any, *, on_cuda: bool) -> int:
-    """Return the most bytes that an operation allocates for itself while it runs.
+    """Return an upper bound of the scratch memory of an operation, in bytes.
 
     Args:
         func: the operation.
         args: its arguments.
-        result: what it returns.
+        result: its result.
         on_cuda: whether it runs on CUDA, where only copies of convolutions are counted.
 
     >>> x, weight = torch.ones(2, 16, 8, 8), torch.ones(16, 16, 1, 1)
@@ -54,7 +54,7 @@ def scratch_bytes(func: Any, args: Sequence[Any], result: Any, *, on_cuda: bool)
     weight, dilation, transposed = (args[position] for position in CONVOLUTIONS[func])
     if on_cuda or _is_blocked(weight.dtype):
         return sum(map(_in_blocks, tensors))
-    # Convolved in its own way, one sample after the other where it is dilated or transposed.
+    # The unfolding path; sample by sample if dilated or transposed.
     is_forward = func is _aten.convolution.default
     out = results[0] if is_forward else args[0]
     source, image = (args[0], out) if is_forward else (args[1], out)
@@ -73,7 +73,7 @@ _SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
 
 
 def _is_blocked(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN computes with a type on this machine."""
+    """Return whether oneDNN supports a type on this machine."""
     return torch.backends.mkldnn.is_available() and _SUPPORTED.get(dtype, lambda: False)()
 
 

@@ -1,4 +1,4 @@
-"""Follow every allocation of a step on fake tensors."""
+"""Trace every allocation of a step on fake tensors."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ BEFORE = Place("before", "")
 
 @final
 class StorageTrace(TorchDispatchMode):
-    """Sees each storage come and go, and where the step is when it does.
+    """Records when and where each storage is allocated and freed.
 
-    A storage is known by its address; it tells itself, through a weak reference, when it is gone.
+    A storage is identified by its address. A weak reference reports when it is freed.
     """
 
     def __init__(self, watch: ModuleWatch, fake_values: FakeValues) -> None:
@@ -49,9 +49,9 @@ class StorageTrace(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is _DEVICE:  # asked for twice in each operation: answered at once
+        if func is _DEVICE:  # called twice per operation, so return early
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
-        # What torch.tensor makes is new, though it comes as an argument.
+        # The argument of lift_fresh is new: torch.tensor has just created it.
         for argument in () if func is _LIFT else args:
             if isinstance(argument, Tensor):
                 self._find(argument, "other")
@@ -73,28 +73,28 @@ class StorageTrace(TorchDispatchMode):
         return result
 
     def enter(self, phase: str) -> None:
-        """Say that a phase begins."""
+        """Start a phase."""
         if phase == "backward":
-            # What the forward has left is what the backward needs.
+            # Memory of the forward pass that is still live is saved for the backward pass.
             for index, _ in self._live.values():
                 if self._places[index].phase == "forward":
                     self._categories.setdefault(index, "activations")
         self._phase = phase
 
     def find(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Say what some tensors are that are there from the start."""
+        """Set the category of tensors that exist before the step."""
         for tensor in tensors:
             self._find(tensor, category)
 
     def name(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Say what some tensors are that the step has made."""
+        """Set the category of tensors that the step has created."""
         for tensor in tensors:
             known = self._live.get(tensor.untyped_storage()._cdata)
             if known is not None:
                 self._categories[known[0]] = category
 
     def recording(self, size: int) -> Recording:
-        """Return what was seen, and see no more."""
+        """Stop recording and return the recording."""
         self._live.clear()
         allocations = [
             Allocation(size, place, self._categories.get(index, "temporaries"), source)
@@ -129,7 +129,7 @@ class StorageTrace(TorchDispatchMode):
         return index
 
     def _pass(self, scratch: int, func: Any) -> None:
-        """See memory come and go that an operation takes beside its result."""
+        """Record the scratch memory of an operation."""
         place = self._place
         index = self._note(scratch, place, f"{func}, scratch")
         self._events += [Event(index, is_free, place) for is_free in (False, True)]
@@ -151,9 +151,9 @@ class StorageTrace(TorchDispatchMode):
 
 
 def in_order(events: Iterable[Event]) -> list[Event]:
-    """Return the events with neighbouring frees in the order of their allocations.
+    """Return the events with adjacent frees sorted by allocation.
 
-    What one moment frees comes in an order that means nothing, and may differ between two steps.
+    Tensors that are freed at the same time have no defined order; it can differ between steps.
     """
     result: list[Event] = []
     for is_free, group in itertools.groupby(events, key=lambda event: event.is_free):
@@ -163,7 +163,7 @@ def in_order(events: Iterable[Event]) -> list[Event]:
 
 
 def trace(step: WholeStep, batch: Any, size: int, *, fake_values: FakeValues) -> Recording:
-    """Take `step`, which is fake, and return what it allocates and frees."""
+    """Run the fake `step` and return its allocations."""
     watch = ModuleWatch()
     seen = StorageTrace(watch, fake_values)
     parameters = step.parameters
@@ -189,7 +189,7 @@ def state_tensors(step: WholeStep) -> list[Tensor]:
 
 
 def step_tensors(step: WholeStep) -> list[Tensor]:
-    """Return the tensors that are there before a step: parameters, buffers, optimizer state."""
+    """Return the static tensors of a step: parameters, buffers and optimizer state."""
     return [*step.model.parameters(), *step.model.buffers(), *state_tensors(step)]
 
 
@@ -207,7 +207,7 @@ def tensors_in(node: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep Python from collecting garbage at a moment that chance decides."""
+    """Disable garbage collection, which would run at unpredictable times."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

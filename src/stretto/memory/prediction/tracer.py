@@ -1,4 +1,4 @@
-"""Takes fake steps, and says why where one cannot be taken."""
+"""Run steps on fake tensors, and explain why if that fails."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from stretto.runtime.random_state import RandomState
 
 @final
 class Tracer:
-    """Takes steps on fake copies of a model and its optimizer.
+    """Runs steps on fake copies of a model and its optimizer.
 
-    The optimizer makes its state in the first, and every later step finds it.
+    The first step creates the optimizer state, which later steps use.
 
     Args:
-        step: the step, which is not touched.
-        make_batch: makes a batch of so many samples.
-        value: the value of what is read from fake tensors.
-        for_cuda: whether kernels are to behave as on CUDA.
+        step: the step. It is not modified.
+        make_batch: makes a batch of a given size.
+        value: the value of elements that are read from fake tensors.
+        for_cuda: whether to trace CUDA kernels.
 
     Raises:
         FitError: the model cannot be copied.
@@ -51,7 +51,7 @@ class Tracer:
         self._make_batch = make_batch
         try:
             self._step = self._copies.step(step)
-        except Exception as error:  # whatever a copy of a user's model may raise
+        except Exception as error:  # copying a user's model may raise anything
             raise _cannot_copy(error) from error
         self._kernels: AbstractContextManager[Any] = contextlib.nullcontext()
         if for_cuda and self._device == "cpu":
@@ -62,7 +62,7 @@ class Tracer:
         """Return the recording of a step with a batch of that size.
 
         Raises:
-            FitError: the step cannot be taken on fake tensors.
+            FitError: the step cannot run on fake tensors.
         """
         self.num_steps += 1
         state = RandomState.now()
@@ -74,7 +74,7 @@ class Tracer:
                     return trace(self._step, batch, size, fake_values=self.fake_values)
         except StrettoError:
             raise
-        except Exception as error:  # whatever a user's model may raise
+        except Exception as error:  # a user's model may raise anything
             raise _cannot_follow(size, error) from error
         finally:
             state.restore()
@@ -83,8 +83,8 @@ class Tracer:
 def _cannot_copy(error: Exception) -> FitError:
     return FitError(
         cannot(
-            "put fake tensors in the place of a model's",
-            why=f"it cannot be copied: {_first_line(error)}",
+            "copy a model with fake tensors",
+            why=f"copy.deepcopy of the model fails: {_first_line(error)}",
             instead="probe with real steps, or give modules a __deepcopy__",
         )
     )
