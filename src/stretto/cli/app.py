@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
@@ -98,50 +98,57 @@ def plan(
     run(run_file or [], as_json=json, batches=batches, plot=plot, unit=unit, against=against)
 
 
+_DeviceMemory: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="AMOUNT",
+        help="What the device has, such as 80GiB; left out, what this one has left.",
+        show_default=False,
+    ),
+]
+_Device: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="cpu|cuda",
+        help="What kind of device that is; left out, cuda where its memory is stated.",
+        show_default=False,
+    ),
+]
+_Method: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|predict|probe|try|halve",
+        help="On fake tensors, from tiny real steps, by real trials, by halving; or the "
+        "cheapest that can tell.",
+    ),
+]
+_Margin: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PERCENT|AMOUNT",
+        help="What stays free: 3% or 512MiB; left out, 2%, or 5% where no real step is taken.",
+        show_default=False,
+    ),
+]
+_Maximum: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        help="The largest size that is wanted; left out, all samples there are.",
+        show_default=False,
+    ),
+]
+
+
 @app.command("find-batch-size")
 def find_batch_size(
     run_file: RunFileArguments = None,
     *,
-    device_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="AMOUNT",
-            help="What the device has, such as 80GiB; left out, what this one has left.",
-            show_default=False,
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cpu|cuda",
-            help="What kind of device that is; left out, cuda where its memory is stated.",
-            show_default=False,
-        ),
-    ] = None,
-    method: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|predict|probe|try|halve",
-            help="On fake tensors, from tiny real steps, by real trials, by halving; or the "
-            "cheapest that can tell.",
-        ),
-    ] = "auto",
-    margin: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PERCENT|AMOUNT",
-            help="What stays free: 3% or 512MiB; left out, 2%, or 5% where no real step is taken.",
-            show_default=False,
-        ),
-    ] = None,
+    device_memory: _DeviceMemory = None,
+    device: _Device = None,
+    method: _Method = "auto",
+    margin: _Margin = None,
     minimum: Annotated[int, typer.Option(help="The smallest size that is wanted.")] = 1,
-    maximum: Annotated[
-        int | None,
-        typer.Option(
-            help="The largest size that is wanted; left out, all samples there are.",
-            show_default=False,
-        ),
-    ] = None,
+    maximum: _Maximum = None,
     multiple_of: Annotated[int, typer.Option(help="What sizes are multiples of.")] = 1,
     power_of_two: Annotated[
         bool, typer.Option("--power-of-two", help="Only powers of two.")

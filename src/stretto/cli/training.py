@@ -21,8 +21,6 @@ from stretto.errors import ConfigError, cannot
 from stretto.planning import UnknownSizes, bound_of
 from stretto.timing import TimeUnit
 from stretto.training import Callback
-from stretto.training.algorithms import NoiseReport
-from stretto.training.algorithms.noise_report import FILE
 from stretto.training.checkpointing.resuming import FOLDER as CHECKPOINTS
 from stretto.training.interrupt import exit_code
 from stretto.training.logs.console import show_metrics, show_position, show_seconds
@@ -248,8 +246,8 @@ def summarise(trainer: Trainer, results: Results) -> Iterator[str]:
             ranks = trainer.loader.world_size
             start = f"torchrun --nproc-per-node {ranks} --no-python " if ranks > 1 else ""
             yield f"to go on:  {start}stretto train {folder}/{RUN_FILE} --resume latest"
-    if any(isinstance(one, NoiseReport) for one in trainer.callbacks):
-        yield f"batch sizes for a run like this:  {folder}/{FILE}"
+    for what, file in filter(None, (one.result_file for one in trainer.callbacks)):
+        yield f"{what}:  {folder}/{file}"
     if trainer.plan is not None and trainer.plan.is_exact:
         yield f"as planned?  stretto plan --against {folder}"
     yield f"to see it:  stretto report {folder} --plot {folder}/run.png"

@@ -35,6 +35,9 @@ class Callback:
     sets_learning_rate: bool = False
     """Whether it changes learning rates with the batch size, as a learning rate rule does."""
 
+    result_file: tuple[str, str] | None = None
+    """What it leaves in the run folder: a few words for the user, and the name of the file."""
+
     def on_build(self, run: Run) -> None:
         """Model, optimizers and clock are built; nothing is resumed yet.
 

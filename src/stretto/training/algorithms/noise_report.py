@@ -52,6 +52,8 @@ class NoiseReport(Callback):
         BatchSizeError: a value cannot be, or `minimum` is above `maximum`.
     """
 
+    result_file = ("batch sizes for a run like this", FILE)
+
     def __init__(
         self,
         *,
