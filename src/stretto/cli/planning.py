@@ -11,13 +11,8 @@ import typer
 from stretto.batching import BatchSizePolicy
 from stretto.cli.files import PLAN, add_working_folder, read_arguments
 from stretto.config.building.data import data_sizes
-from stretto.config.building.plans import (
-    build_run,
-    ends_of,
-    plan_of,
-    prepare_run,
-    scales_rate,
-)
+from stretto.config.building.plans import ends_of, plan_of, prepare_run, scales_rate
+from stretto.config.building.times_and_sizes import build_run
 from stretto.errors import ConfigError, PlanError, cannot
 from stretto.planning import Plan
 

@@ -8,7 +8,8 @@ import typer
 
 from stretto.cli.files import add_working_folder, read_arguments
 from stretto.config.building.data import data_sizes
-from stretto.config.building.plans import build_run, plan_of, prepare_run
+from stretto.config.building.plans import plan_of, prepare_run
+from stretto.config.building.times_and_sizes import build_run
 from stretto.errors import ConfigError, PlanError, cannot
 from stretto.report.run import read_metrics
 from stretto.report.run_table import run_table

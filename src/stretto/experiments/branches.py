@@ -20,7 +20,7 @@ from stretto.checkpoint import open_checkpoint, unpack_optimizer
 from stretto.config.building import parts
 from stretto.config.building.data import known_sizes, make_spec
 from stretto.config.building.hyperparameters import base_values
-from stretto.config.building.plans import build_run
+from stretto.config.building.times_and_sizes import build_run
 from stretto.config.building.training import check_complete, seed_everything
 from stretto.config.reading.source import NO_SOURCE, Source
 from stretto.config.run import RunConfig

@@ -15,7 +15,7 @@ from stretto.config.building.parts import (
     make_optimizer,
     make_step,
 )
-from stretto.config.building.plans import build_run
+from stretto.config.building.times_and_sizes import build_run
 from stretto.config.building.training import check_complete, seed_everything, with_some_maximum
 from stretto.config.reading.source import NO_SOURCE, Source
 from stretto.config.run import RunConfig

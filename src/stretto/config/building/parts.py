@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from stretto.config.building.plans import Run, scale_of
+from stretto.config.building.times_and_sizes import TimesAndSizes, scale_of
 from stretto.config.reading.source import Path, Source
 from stretto.config.run import RunConfig
 from stretto.config.values.context import Building
@@ -160,7 +160,9 @@ def make_loading(config: RunConfig, source: Source) -> Loading:
     return make_settings(Loading, config.loading, ("loading",), source, **more)
 
 
-def make_checkpointing(config: RunConfig, run: Run, source: Source) -> Checkpointing | None:
+def make_checkpointing(
+    config: RunConfig, run: TimesAndSizes, source: Source
+) -> Checkpointing | None:
     """Return when checkpoints are written and which are kept."""
     if config.checkpoint is None:
         return None
@@ -168,13 +170,15 @@ def make_checkpointing(config: RunConfig, run: Run, source: Source) -> Checkpoin
     return make_settings(Checkpointing, config.checkpoint, ("checkpoint",), source, every=every)
 
 
-def make_stepping(config: RunConfig, run: Run, source: Source) -> Stepping:
+def make_stepping(config: RunConfig, run: TimesAndSizes, source: Source) -> Stepping:
     """Return how a step is computed."""
     rule = run.rule
     return make_settings(Stepping, config.stepping, ("stepping",), source, learning_rate_rule=rule)
 
 
-def make_evaluation(config: RunConfig, section: Evaluate, run: Run, source: Source) -> Evaluation:
+def make_evaluation(
+    config: RunConfig, section: Evaluate, run: TimesAndSizes, source: Source
+) -> Evaluation:
     """Return an evaluation: its data, metrics and interval."""
     path: Path = ("evaluate",)
     if isinstance(config.evaluate, list):
@@ -210,7 +214,7 @@ def _evaluation_data(config: RunConfig, section: Evaluate, path: Path, source: S
     return DataSpec.of(data, sharded=config.data.sharded)
 
 
-def make_logging(config: RunConfig, run: Run, source: Source) -> Logging:
+def make_logging(config: RunConfig, run: TimesAndSizes, source: Source) -> Logging:
     """Return when metrics are logged, and where they go."""
     return make_settings(
         Logging,

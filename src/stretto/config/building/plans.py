@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import Any, cast, final
+from dataclasses import replace
+from typing import Any
 
-from stretto.batching import BatchSizePolicy, Fixed, LearningRateRule, couplings_in
+from stretto.batching import Fixed, couplings_in
 from stretto.batching.adaptive.following import check_monitored, followed_metric, metrics_of
 from stretto.config.building.data import data_sizes
 from stretto.config.building.hyperparameters import base_values, check_optimizer, effective
-from stretto.config.reading.source import NO_SOURCE, Path, Source, as_key
+from stretto.config.building.times_and_sizes import (
+    TimesAndSizes,
+    build_run,
+    planned_micro_batch_size,
+)
+from stretto.config.reading.source import NO_SOURCE, Source, as_key
 from stretto.config.run import RunConfig
-from stretto.config.values.batch_sizes import build_sizes
-from stretto.config.values.context import Building
 from stretto.config.values.fields import Target
-from stretto.config.values.schedules import build_schedule
-from stretto.config.values.settings import build_rule
 from stretto.errors import ConfigError, PlanError, cannot
 from stretto.planning import Plan, Prepared, prepare
 from stretto.planning.plan import plan_prepared
-from stretto.schedules import Schedule
-from stretto.timing import Every, Horizon, Time, Trigger
 
 MAX_STAGES = 100_000
 """Most stages of the run of a file; a ramp from 32 to 4,096 in steps of one has 4,065."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What a run file says about time and sizes, as objects; `scale_schedule` is in all of them."""
-
-    horizon: Horizon
-    policy: BatchSizePolicy
-    schedules: Mapping[str, Schedule]
-    triggers: Mapping[str, Trigger]
-    places: Mapping[str, Path]
-    """Where the time of each trigger stands in the file."""
-    rule: LearningRateRule | None
 
 
 def build_plan(
@@ -92,7 +75,7 @@ def plan_of(
 
 def ends_of(
     config: RunConfig,
-    run: Run,
+    run: TimesAndSizes,
     bounds: tuple[int, int],
     *,
     source: Source = NO_SOURCE,
@@ -126,7 +109,7 @@ def _is_ada_scale(target: Target) -> bool:
     return name == "AdaScale" and module.partition(".")[0] == "stretto"
 
 
-def prepare_run(config: RunConfig, run: Run, source: Source = NO_SOURCE) -> Prepared:
+def prepare_run(config: RunConfig, run: TimesAndSizes, source: Source = NO_SOURCE) -> Prepared:
     """Bind a run, and refuse what cannot be, as far as that is known before anything is built.
 
     Raises:
@@ -158,7 +141,7 @@ def prepare_run(config: RunConfig, run: Run, source: Source = NO_SOURCE) -> Prep
     return prepared
 
 
-def check_rates(config: RunConfig, run: Run, source: Source) -> None:
+def check_rates(config: RunConfig, run: TimesAndSizes, source: Source) -> None:
     """Refuse an AdaScale beside what follows the batch size already, as it does itself.
 
     Raises:
@@ -179,78 +162,3 @@ def check_rates(config: RunConfig, run: Run, source: Source) -> None:
                 where=source.where(("callbacks", number)),
             )
         )
-
-
-def build_run(
-    config: RunConfig,
-    sizes: Mapping[str, int | None],
-    *,
-    source: Source = NO_SOURCE,
-    world_size: int = 1,
-) -> Run:
-    """Return what a run file says about time and sizes.
-
-    Args:
-        config: the run file.
-        sizes: `num_samples`, `num_tokens` and `tokens_per_sample` of the data, as far as known.
-        source: where its values were written, for messages.
-        world_size: how many ranks.
-
-    Raises:
-        ConfigError: something cannot be built; the message says where it stands.
-    """
-    building = Building(world_size, planned_micro_batch_size(config), source)
-    ratio = scale_of(config)
-    with source.at("max_duration"):
-        horizon = Horizon(
-            config.max_duration,
-            dataset_num_samples=sizes["num_samples"],
-            dataset_num_tokens=sizes["num_tokens"],
-            tokens_per_sample=sizes["tokens_per_sample"],
-            last_batch=config.last_batch,
-        ).scaled(ratio)
-    written = {
-        name: build_schedule(value, building, ("schedules", name))
-        for name, value in config.schedules.items()
-    }
-    policy, schedules = build_sizes(config.batch_size, written, building, ("batch_size",))
-    scaled, triggers, intervals = {}, {}, _intervals(config)
-    with source.at("batch_size"):
-        policy = policy.scaled(ratio)
-    for name, schedule in schedules.items():
-        with source.at("schedules", name):
-            scaled[name] = schedule.scaled(ratio)
-    for name, (path, every) in intervals.items():
-        with source.at(*path):
-            triggers[name] = Every(every).scaled(ratio)
-    rule = config.learning_rate_rule
-    return Run(
-        horizon,
-        policy,
-        scaled,
-        triggers,
-        {name: path for name, (path, _) in intervals.items()},
-        None if rule is None else build_rule(rule, building, ("learning_rate_rule",)),
-    )
-
-
-def scale_of(config: RunConfig) -> Fraction:
-    """Return how many times as long as written the run is."""
-    return Fraction(repr(config.scale_schedule or 1))
-
-
-def planned_micro_batch_size(config: RunConfig) -> int | None:
-    """Return the micro-batch size of a plan; None where only training finds it."""
-    return None if config.micro_batch_size == "auto" else config.micro_batch_size
-
-
-def _intervals(config: RunConfig) -> dict[str, tuple[Path, Time]]:
-    """What happens now and then in a run: where that is said, and how often."""
-    found: dict[str, tuple[Path, Time]] = {}
-    for number, one in enumerate(config.evaluations):
-        within = (number,) if isinstance(config.evaluate, list) else ()
-        found[f"evaluate {one.name}"] = (("evaluate", *within, "every"), one.every)
-    if config.checkpoint is not None:
-        found["checkpoint"] = (("checkpoint", "every"), cast(Time, config.checkpoint.every))
-    found["log"] = (("log", "every"), config.log.every)
-    return found

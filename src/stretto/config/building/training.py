@@ -25,7 +25,8 @@ from stretto.config.building.parts import (
     make_step,
     make_stepping,
 )
-from stretto.config.building.plans import Run, build_run, prepare_run
+from stretto.config.building.plans import prepare_run
+from stretto.config.building.times_and_sizes import TimesAndSizes, build_run
 from stretto.config.reading.source import NO_SOURCE, Source
 from stretto.config.run import RunConfig
 from stretto.errors import ConfigError, cannot
@@ -90,7 +91,7 @@ def build_trainer(
     return trainer
 
 
-def with_some_maximum(run: Run) -> Run:
+def with_some_maximum(run: TimesAndSizes) -> TimesAndSizes:
     """The run with a largest batch size that is still to be found, so that it can be checked."""
     if not awaits_maximum(run.policy):
         return run

@@ -293,8 +293,6 @@ Natural: TypeAlias = Annotated[int, Field(ge=0, strict=True)]
 """A whole number of at least 0."""
 Number: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 """A finite number."""
-Factor: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0)]
-"""A finite number of at least 0."""
 
 
 class Target(Part):

@@ -66,10 +66,6 @@ def _unknown(path: Path, section: type[BaseModel] | None, meant: str | None) -> 
     """Why a key cannot stand where it is, and what to write."""
     inside = f" in {show_path(path[:-1])}" if len(path) > 1 else ""
     keys = {} if section is None else section.model_fields
-    ways = getattr(section, "ways", ())
-    if path[-1] in ways:
-        taken = next(way for way in ways if way in keys)
-        return f"{taken!r} says what it is already", f"write {taken!r} or {path[-1]!r}"
     if meant:
         return f"there is no such key{inside}", f"did you mean '{meant}'?"
     here = [key for key in keys if key != "duration" or "periods" in path]

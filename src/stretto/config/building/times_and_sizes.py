@@ -1,0 +1,107 @@
+"""What a run file says about time and sizes, as objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import cast, final
+
+from stretto.batching import BatchSizePolicy, LearningRateRule
+from stretto.config.reading.source import NO_SOURCE, Path, Source
+from stretto.config.run import RunConfig
+from stretto.config.values.batch_sizes import build_sizes
+from stretto.config.values.context import Building
+from stretto.config.values.schedules import build_schedule
+from stretto.config.values.settings import build_rule
+from stretto.schedules import Schedule
+from stretto.timing import Every, Horizon, Time, Trigger
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TimesAndSizes:
+    """What a run file says about time and sizes, as objects; `scale_schedule` is in all of them."""
+
+    horizon: Horizon
+    policy: BatchSizePolicy
+    schedules: Mapping[str, Schedule]
+    triggers: Mapping[str, Trigger]
+    places: Mapping[str, Path]
+    """Where the time of each trigger stands in the file."""
+    rule: LearningRateRule | None
+
+
+def build_run(
+    config: RunConfig,
+    sizes: Mapping[str, int | None],
+    *,
+    source: Source = NO_SOURCE,
+    world_size: int = 1,
+) -> TimesAndSizes:
+    """Return what a run file says about time and sizes.
+
+    Args:
+        config: the run file.
+        sizes: `num_samples`, `num_tokens` and `tokens_per_sample` of the data, as far as known.
+        source: where its values were written, for messages.
+        world_size: how many ranks.
+
+    Raises:
+        ConfigError: something cannot be built; the message says where it stands.
+    """
+    building = Building(world_size, planned_micro_batch_size(config), source)
+    ratio = scale_of(config)
+    with source.at("max_duration"):
+        horizon = Horizon(
+            config.max_duration,
+            dataset_num_samples=sizes["num_samples"],
+            dataset_num_tokens=sizes["num_tokens"],
+            tokens_per_sample=sizes["tokens_per_sample"],
+            last_batch=config.last_batch,
+        ).scaled(ratio)
+    written = {
+        name: build_schedule(value, building, ("schedules", name))
+        for name, value in config.schedules.items()
+    }
+    policy, schedules = build_sizes(config.batch_size, written, building, ("batch_size",))
+    scaled, triggers, intervals = {}, {}, _intervals(config)
+    with source.at("batch_size"):
+        policy = policy.scaled(ratio)
+    for name, schedule in schedules.items():
+        with source.at("schedules", name):
+            scaled[name] = schedule.scaled(ratio)
+    for name, (path, every) in intervals.items():
+        with source.at(*path):
+            triggers[name] = Every(every).scaled(ratio)
+    rule = config.learning_rate_rule
+    return TimesAndSizes(
+        horizon,
+        policy,
+        scaled,
+        triggers,
+        {name: path for name, (path, _) in intervals.items()},
+        None if rule is None else build_rule(rule, building, ("learning_rate_rule",)),
+    )
+
+
+def scale_of(config: RunConfig) -> Fraction:
+    """Return how many times as long as written the run is."""
+    return Fraction(repr(config.scale_schedule or 1))
+
+
+def planned_micro_batch_size(config: RunConfig) -> int | None:
+    """Return the micro-batch size of a plan; None where only training finds it."""
+    return None if config.micro_batch_size == "auto" else config.micro_batch_size
+
+
+def _intervals(config: RunConfig) -> dict[str, tuple[Path, Time]]:
+    """What happens now and then in a run: where that is said, and how often."""
+    found: dict[str, tuple[Path, Time]] = {}
+    for number, one in enumerate(config.evaluations):
+        within = (number,) if isinstance(config.evaluate, list) else ()
+        found[f"evaluate {one.name}"] = (("evaluate", *within, "every"), one.every)
+    if config.checkpoint is not None:
+        found["checkpoint"] = (("checkpoint", "every"), cast(Time, config.checkpoint.every))
+    found["log"] = (("log", "every"), config.log.every)
+    return found
