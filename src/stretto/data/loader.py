@@ -18,7 +18,7 @@ from stretto.data.source import Reading, Source, make_source
 from stretto.data.spec import Collate, DataSpec
 from stretto.data.step import MicroBatch, Step
 from stretto.data.token_counter import TokenCounter
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError, cannot, shown
 from stretto.planning import PlannedSizes, Prepared, prepare
 from stretto.timing import Horizon, LastBatch, TimeLike, Timer, Timestamp, TimeUnit, tick
 
@@ -466,6 +466,7 @@ def _prepared(
     last_batch: LastBatch | None,
 ) -> Prepared:
     if isinstance(batch_size, Prepared):
+        _check_run(batch_size, spec, {"max_duration": max_duration, "last_batch": last_batch})
         return batch_size
     if max_duration is None:
         raise DataError(
@@ -475,18 +476,28 @@ def _prepared(
                 instead="pass max_duration='90ep', or a run that prepare() has bound",
             )
         )
-    return prepare(horizon_of(spec, max_duration, last_batch), batch_size)
+    return prepare(spec.horizon(max_duration, last_batch), batch_size)
 
 
-def horizon_of(spec: DataSpec, max_duration: TimeLike, last_batch: LastBatch | None) -> Horizon:
-    """Return the length of a run over these data, and what is known of them."""
-    return Horizon(
-        max_duration,
-        dataset_num_samples=spec.known_num_samples,
-        dataset_num_tokens=spec.known_num_tokens,
-        tokens_per_sample=spec.known_tokens_per_sample,
-        last_batch=spec.last_batch if last_batch is None else last_batch,
-    )
+def _check_run(run: Prepared, spec: DataSpec, given: Mapping[str, object]) -> None:
+    """Refuse a run of other data, and what it says already."""
+    for name, value in given.items():
+        if value is not None:
+            raise DataError(
+                cannot(
+                    f"load data with {name}={shown(value)} and a run that prepare() has bound",
+                    why=f"the run has its own {name}",
+                    instead=f"leave {name} out, or write it in the Horizon",
+                )
+            )
+    if run.facts.dataset_num_samples != spec.known_num_samples:
+        raise DataError(
+            cannot(
+                f"load data with {spec.known_num_samples} samples",
+                why=f"the run was prepared for {run.facts.dataset_num_samples}",
+                instead="pass Horizon(..., dataset_num_samples=...) of these data to prepare()",
+            )
+        )
 
 
 def _reads(run: Horizon, units: frozenset[TimeUnit], unit: TimeUnit) -> bool:

@@ -20,7 +20,7 @@ from stretto.data.own_counts import own_count, own_counter
 from stretto.data.step import MicroBatch
 from stretto.data.tokens import count_tokens, longest_sequence
 from stretto.errors import DataError, cannot, shown
-from stretto.timing import LastBatch
+from stretto.timing import Horizon, LastBatch, TimeLike
 from stretto.timing.number import whole
 
 _COUNTERS = {
@@ -154,6 +154,20 @@ class DataSpec:
     def known_tokens_per_sample(self) -> int | None:
         """Tokens in each sample where all have equally many, or None."""
         return None if self.tokens_vary else self._stated_tokens_per_sample
+
+    def horizon(self, max_duration: TimeLike, last_batch: LastBatch | None = None) -> Horizon:
+        """Return the length of a run over these data, with what is known of them.
+
+        >>> DataSpec(range(20), num_samples=20).horizon("2ep")
+        Horizon('2ep', dataset_num_samples=20)
+        """
+        return Horizon(
+            max_duration,
+            dataset_num_samples=self.known_num_samples,
+            dataset_num_tokens=self.known_num_tokens,
+            tokens_per_sample=self.known_tokens_per_sample,
+            last_batch=self.last_batch if last_batch is None else last_batch,
+        )
 
     def count_samples(self, batch: Any) -> int:
         """Return the number of samples in a batch."""

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from stretto.batching import BatchSizePolicy
 from stretto.data import DataSpec, StepLoader
-from stretto.data.loader import horizon_of
 from stretto.optim import Hyperparameters
 from stretto.optim.hyperparameters import read_schedules
 from stretto.planning import Plan, Prepared, prepare
@@ -106,7 +105,7 @@ class Given:
     ) -> Prepared:
         """Return the run with all that has times bound to it."""
         return prepare(
-            horizon_of(spec, self.timed.max_duration, self.loading.last_batch),
+            spec.horizon(self.timed.max_duration, self.loading.last_batch),
             policy,
             schedules=read_schedules(self.optimizer, self.timed.schedules),
             triggers=self.timed.triggers,
