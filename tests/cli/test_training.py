@@ -327,6 +327,21 @@ def test_what_fails_after_an_error_is_told_with_it(stretto: Stretto) -> None:
     assert said.err == ("Error: cannot go on\nand Faulty.on_fit_end failed: ValueError: nor end\n")
 
 
+def test_an_error_names_keys_where_python_names_arguments(stretto: Stretto) -> None:
+    Path("cli_spoiled.py").write_text(
+        "from stretto.errors import TrainingError\n"
+        "from stretto.training import Callback\n"
+        "from stretto.training.stepping.finite import spoiled\n"
+        "class Spoiled(Callback):\n"
+        "    def on_batch_end(self, run, step):\n"
+        "        raise spoiled(step.timestamp)\n"
+    )
+    said = stretto("train", "run.yaml", "callbacks=[{target: cli_spoiled:Spoiled}]")
+    assert said.code == 2
+    assert "stepping.clip_norm: 1.0, or" in said.err
+    assert "stepping.non_finite: skip" in said.err
+
+
 def test_what_multiplies_the_learning_rate_by_measuring_is_not_planned(
     stretto: Stretto, project: Path
 ) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, final
 
 import torch.distributed as dist
 
-from stretto.errors import StrettoError, TrainingError, cannot
+from stretto.errors import Argument, StrettoError, Text, TrainingError, cannot
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -95,6 +95,7 @@ class Peers:
         asking.start()
         asking.join(grace.total_seconds() + _ANSWER_SECONDS)
         missing = answers[0] if answers else None
+        instead: Text
         if missing:
             why, instead = self._late(missing)
         elif not is_late and missing is None:
@@ -137,13 +138,13 @@ class Peers:
             time.sleep(_POLL_SECONDS)
         return has_come
 
-    def _late(self, missing: Sequence[int]) -> tuple[str, str]:
+    def _late(self, missing: Sequence[int]) -> tuple[str, Text]:
         listed = ", ".join(map(str, missing[:8]))
         who = f"rank {listed}" if len(missing) == 1 else f"ranks {listed}"
         wait = "in time" if self._timeout is None else f"within {self._timeout.total_seconds():g} s"
         return f"{who} did not come {wait}", (
-            "find out what it does, for example with py-spy; or, if it needs longer, write a "
-            "longer Stepping(rank_timeout=...)"
+            "find out what it does, for example with py-spy; or, if it needs longer, raise ",
+            Argument("rank_timeout", python="Stepping(rank_timeout=...)"),
         )
 
 

@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from stretto.errors import TrainingError, cannot
+from stretto.errors import Argument, TrainingError, cannot
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.records import count
 
@@ -128,8 +128,12 @@ def spoiled(at: Timestamp) -> TrainingError:
         cannot(
             f"take the step at {at.get('sp')}",
             why="its loss or gradient is nan or infinite; the weights are still those before it",
-            instead="lower the learning rate, clip with clip_norm=1.0, or pass "
-            "non_finite='skip' to leave such steps out",
+            instead=(
+                "lower the learning rate, clip with ",
+                Argument("clip_norm", 1.0),
+                ", or leave such steps out with ",
+                Argument("non_finite", "skip"),
+            ),
         )
     )
 
