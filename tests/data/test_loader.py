@@ -454,14 +454,15 @@ def test_a_step_is_finished_once() -> None:
 def test_processes_that_hold_parts_of_a_rank_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four processes, two for each of two ranks; this is the first."""
 
-    def add_three_others(packed: torch.Tensor) -> None:
+    def add_three_others(packed: torch.Tensor, group: object = None) -> None:
+        del group
         tokens, _, mark, square = packed.tolist()
         for other in (tokens, 5.0, 5.0):  # what the second rank has, twice
             packed += torch.tensor([other, 0.0, mark, square], dtype=torch.float64)
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_backend", lambda _=None: "gloo")
+    monkeypatch.setattr(dist, "get_world_size", lambda _=None: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "all_reduce", add_three_others)
     assert agreed(Part(0, 2, None), 7, 0.25, None) == (12, 0.25)

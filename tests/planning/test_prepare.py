@@ -23,7 +23,7 @@ from stretto import (
     Trainer,
     plan,
 )
-from stretto.errors import BatchSizeError, ConversionError, DataError, PlanError
+from stretto.errors import BatchSizeError, ConversionError, PlanError
 from stretto.planning import PlannedSizes, prepare
 
 DATA = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
@@ -109,22 +109,6 @@ def test_a_loader_takes_a_run_that_is_bound() -> None:
     loader = StepLoader(DATA, run)
     assert loader.horizon is run.horizon
     assert len(loader) == 12
-
-
-@pytest.mark.parametrize(
-    ("run", "options", "match"),
-    [
-        (prepare(HORIZON, 8), {"max_duration": "3ep"}, "the run has its own max_duration"),
-        (prepare(HORIZON, 8), {"last_batch": "drop"}, "the run has its own last_batch"),
-        (prepare(Horizon("9ba", dataset_num_samples=9), 8), {}, "prepared for 9"),
-        (8, {}, "the length of the run is not known"),
-    ],
-)
-def test_a_loader_refuses_a_run_that_is_not_its_own(
-    run: object, options: dict[str, str], match: str
-) -> None:
-    with pytest.raises(DataError, match=match):
-        StepLoader(DATA, run, **options)  # type: ignore[arg-type]
 
 
 def test_what_was_bound_before_is_used_where_it_is_equal(counts: Counter[str]) -> None:

@@ -13,13 +13,14 @@ from stretto.data import state as saved
 from stretto.data.decisions import Decisions
 from stretto.data.fetching.feed import Draw
 from stretto.data.fetching.workers import Workers
+from stretto.data.prepared import prepared_for
 from stretto.data.ranks import agreed, check_shares, is_all, part_of
 from stretto.data.source import Reading, Source, make_source
 from stretto.data.spec import Collate, DataSpec
 from stretto.data.step import MicroBatch, Step
 from stretto.data.token_counter import TokenCounter
-from stretto.errors import DataError, cannot, shown
-from stretto.planning import PlannedSizes, Prepared, prepare
+from stretto.errors import DataError, cannot
+from stretto.planning import PlannedSizes, Prepared
 from stretto.timing import Horizon, LastBatch, TimeLike, Timer, Timestamp, TimeUnit, tick
 
 
@@ -92,7 +93,7 @@ class StepLoader(Iterator[Step]):
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         spec = DataSpec.of(data)
-        self.prepared = _prepared(spec, batch_size, max_duration, last_batch)
+        self.prepared = prepared_for(spec, batch_size, max_duration, last_batch)
         self._part = part_of(rank, world_size, micro_batch_size)
         self.policy: BatchSizePolicy = self.prepared.policy
         self.horizon = self.prepared.horizon
@@ -457,47 +458,6 @@ class StepLoader(Iterator[Step]):
         timer.update(samples=size, tokens=tokens, seconds=seconds)
         for carried in draw.crossings:
             timer.end_epoch(samples=carried, tokens=of_last(carried))
-
-
-def _prepared(
-    spec: DataSpec,
-    batch_size: PolicyLike | Prepared,
-    max_duration: TimeLike | None,
-    last_batch: LastBatch | None,
-) -> Prepared:
-    if isinstance(batch_size, Prepared):
-        _check_run(batch_size, spec, {"max_duration": max_duration, "last_batch": last_batch})
-        return batch_size
-    if max_duration is None:
-        raise DataError(
-            cannot(
-                "load data",
-                why="the length of the run is not known",
-                instead="pass max_duration='90ep', or a run that prepare() has bound",
-            )
-        )
-    return prepare(spec.horizon(max_duration, last_batch), batch_size)
-
-
-def _check_run(run: Prepared, spec: DataSpec, given: Mapping[str, object]) -> None:
-    """Refuse a run of other data, and what it says already."""
-    for name, value in given.items():
-        if value is not None:
-            raise DataError(
-                cannot(
-                    f"load data with {name}={shown(value)} and a run that prepare() has bound",
-                    why=f"the run has its own {name}",
-                    instead=f"leave {name} out, or write it in the Horizon",
-                )
-            )
-    if run.facts.dataset_num_samples != spec.known_num_samples:
-        raise DataError(
-            cannot(
-                f"load data with {spec.known_num_samples} samples",
-                why=f"the run was prepared for {run.facts.dataset_num_samples}",
-                instead="pass Horizon(..., dataset_num_samples=...) of these data to prepare()",
-            )
-        )
 
 
 def _reads(run: Horizon, units: frozenset[TimeUnit], unit: TimeUnit) -> bool:

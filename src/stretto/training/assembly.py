@@ -45,14 +45,14 @@ class Assembly:
         finds_micro_batch_size: bool,
     ) -> tuple[Loop, RunState]:
         """Return what runs, and what of it a checkpoint keeps."""
-        timed, due = self.given.timed, loader.prepared.bound_triggers
+        given, timed, due = self.given, self.given.timed, loader.prepared.bound_triggers
         stepper = self._stepper(loader, is_found=finds_micro_batch_size)
         evaluators = self._evaluators(loader, stepper)
         best = Best(timed.checkpoint, timed.evaluations)
         recorder = self._recorder(run, loader, hyperparameters)
-        built = BuiltWith(self.given.optimizer)
+        built = BuiltWith(given.optimizer)
         state = RunState(
-            self.given.step,
+            given.step,
             loader=loader,
             recorder=recorder,
             stepper=stepper,
@@ -62,23 +62,18 @@ class Assembly:
             best=best,
             setup=self._setup(loader, hyperparameters, built, is_found=finds_micro_batch_size),
             built=built,
-            ranks=self.given.ranks,
+            ranks=given.ranks,
         )
-        trigger = due.get("checkpoint")
         saver = Saver(
             timed.checkpoint,
-            self.given.folder,
-            trigger=trigger,
-            ranks=self.given.ranks,
+            given.folder,
+            trigger=due.get("checkpoint"),
+            ranks=given.ranks,
             state=state,
             best=best,
         )
         measurements = Measurements(
-            loader,
-            stepper,
-            stepping=self.given.stepping,
-            events=events,
-            evaluations=timed.evaluations,
+            loader, stepper, stepping=given.stepping, events=events, evaluations=timed.evaluations
         )
         loop = Loop(
             run=run,
@@ -90,9 +85,9 @@ class Assembly:
             saver=saver,
             evaluators=evaluators,
             best=best,
-            non_finite=self.given.stepping.non_finite,
+            non_finite=given.stepping.non_finite,
             events=events,
-            ranks=self.given.ranks,
+            ranks=given.ranks,
             interrupts=Interrupts(),
             log_is_due=due["log"],
             flush_is_due=timed.log.flush_trigger.bind(run.horizon),
