@@ -1,4 +1,4 @@
-"""Events: what one can listen to in a run, without a word in the loop for whoever does not."""
+"""Callbacks and their events."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from stretto.training.run import Run
 
 
 class Callback:
-    """Listens to a run; override what you need, the rest costs nothing.
+    """Base class of callbacks; events that you do not override cost nothing.
 
     Each event gets the `Run`: its clock is `run.timer`, and `run.log("name", value)` puts a value
-    on the next line of metrics. State that must survive a resume goes through `state_dict` and
-    `load_state_dict`: numbers, texts, bytes, tensors, and lists, tuples and dicts of them.
+    on the next line of metrics. State that must survive a resume is saved by `state_dict` and
+    `load_state_dict`: numbers, strings, bytes, tensors, and lists, tuples and dicts of them.
 
     >>> class PrintEpochs(Callback):
     ...     def on_epoch_end(self, run):
@@ -30,77 +30,76 @@ class Callback:
     """
 
     changes_tokens: bool = False
-    """Whether `transform_batch` changes how many tokens a batch has: then they are counted behind
-    it, and what the data state of an epoch or a sample is not relied upon."""
+    """Whether `transform_batch` changes the number of tokens. Then tokens are counted after it, and
+    token counts that the data declare are not used."""
     sets_learning_rate: bool = False
-    """Whether it changes learning rates with the batch size, as a learning rate rule does."""
+    """Whether it scales learning rates with the batch size, as a learning rate rule does."""
 
     result_file: tuple[str, str] | None = None
     """What it leaves in the run folder: a few words for the user, and the name of the file."""
 
     def on_build(self, run: Run) -> None:
-        """Model, optimizers and clock are built; nothing is resumed yet.
+        """Called once when model, optimizers and clock are built, before a resume.
 
-        It comes once, before `load_state_dict`, and before a search for the micro-batch size, which
-        then leaves room for what is allocated here.
+        It runs before `load_state_dict` and before a search for the micro-batch size, so the search
+        takes memory that you allocate here into account.
         """
 
     def on_fit_start(self, run: Run) -> None:
-        """Training begins; the clock stands where the run starts or resumes.
+        """Called when training starts; the clock is at the start or the resumed position.
 
-        Where this fails, it must undo what it has done so far: it is not told the end.
+        If it fails, it must undo its own changes, because its `on_fit_end` is not called.
         """
 
     def on_batch_start(self, run: Run, step: Step) -> None:
-        """The batch is there and hyper-parameters are set; nothing is computed yet."""
+        """Called before a step: the batch is loaded and hyper-parameters are set."""
 
     def transform_batch(self, run: Run, batch: Any) -> Any:  # noqa: ARG002
-        """Return the micro-batch to train on instead of `batch`, on its device."""
+        """Return the micro-batch to train on instead of `batch`, which is on the device."""
         return batch
 
     def on_gradient(self, run: Run, step: Step) -> None:
-        """The gradient of the whole batch is in the parameters, not yet clipped.
+        """Called when the parameters have the gradient of the whole batch, before clipping.
 
-        With fp16, it is divided by the loss scale already; it may be infinite, and then the
-        optimizer does not step.
+        With fp16 the gradient is unscaled already. It may be infinite; then the optimizer skips the
+        step.
         """
 
     def on_noise(self, run: Run, step: Step, signals: Signals) -> None:
-        """The noise of the step's gradient was measured, and the clock has moved.
+        """Called after a step whose gradient noise was measured.
 
-        It is measured only where this is overridden, or where the batch size follows it.
+        Noise is measured only if a callback overrides this, or if the batch size depends on it.
         """
 
     def on_batch_end(self, run: Run, step: Step) -> None:
-        """The optimizer has stepped and the clock has moved."""
+        """Called after the optimizer step, when the clock has advanced."""
 
     def on_epoch_end(self, run: Run) -> None:
-        """An epoch has ended; once for each, also where one batch ended several."""
+        """Called after each epoch, several times if one batch ends several epochs."""
 
     def on_evaluation_start(self, run: Run, name: str) -> None:
-        """An evaluation begins; if it fails, `on_evaluation_end` does not come."""
+        """Called before an evaluation; if it fails, `on_evaluation_end` is not called."""
 
     def on_evaluation_end(self, run: Run, name: str, metrics: Mapping[str, float]) -> None:
-        """An evaluation is done."""
+        """Called after an evaluation."""
 
     def on_log(self, run: Run, record: Mapping[str, float]) -> None:
-        """A line of metrics was logged; what `run.log` takes now is for the next one."""
+        """Called after a line of metrics; `run.log` here adds to the next line."""
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
-        """A checkpoint is whole and in its place."""
+        """Called when a checkpoint is complete."""
 
     def on_fit_end(self, run: Run) -> None:
-        """Training has ended, was stopped, or has failed: undo what `on_fit_start` did.
+        """Called when training ends, stops or fails; undo what `on_fit_start` did.
 
-        It comes where `on_fit_start` has, also if that of a later callback or this of an earlier
-        one failed.
+        It is called if `on_fit_start` succeeded, even if other callbacks failed.
         """
 
     def scaled(self, ratio: Number) -> Self:
         """Return the callback for a run `ratio` times as long (`scale_schedule`).
 
-        It is a copy in which every attribute that is a `Time`, a trigger or a schedule is
-        stretched; without any, it is the callback itself. Override it for times kept otherwise.
+        It is a copy with every attribute that is a `Time`, a trigger or a schedule scaled, or the
+        callback itself if there are none. Override it if you store times in another way.
 
         >>> from stretto.training.algorithms import LayerFreezing
         >>> LayerFreezing(["embed"], start="2ep", end="80%").scaled(0.5)
@@ -120,25 +119,24 @@ class Callback:
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must survive a resume.
+        """Return the state that must survive a resume.
 
-        None, bools, numbers, texts, bytes, tensors on any device, and lists, tuples and dicts of
-        them. It is called once when the trainer is built, so that a state that no checkpoint can
-        hold is refused before the run.
+        It may contain None, bools, numbers, strings, bytes, tensors on any device, and lists,
+        tuples and dicts of them. It is called once when the trainer is built, so that a state that
+        cannot be saved is refused before the run.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned, its tensors on the CPU.
+        """Restore the result of `state_dict`; tensors are on the CPU.
 
-        A tensor that is spread over ranks (a `DTensor`) comes back spread like the one of the same
-        key in the present state.
+        A `DTensor` is sharded like the tensor of the same key in the present state.
         """
 
 
 @final
 class Events:
-    """The listeners of each event of a run: only those that do listen."""
+    """The callbacks of a run that override each event."""
 
     __slots__ = ("_callbacks", "_listeners", "_run")
 
@@ -151,7 +149,7 @@ class Events:
         }
 
     def listeners(self, event: str) -> list[Callable[..., Any]]:
-        """Return whoever listens to `event`, in the order of the callbacks."""
+        """Return the listeners of `event`, in the order of the callbacks."""
         return self._listeners[event]
 
     def tell(self, event: str, *details: Any) -> None:
@@ -161,10 +159,10 @@ class Events:
 
     @contextmanager
     def fit(self) -> Iterator[None]:
-        """Tell all the start; at the end, however it comes, tell those that know of the start.
+        """Call `on_fit_start` of all callbacks; at the end, `on_fit_end` of those that started.
 
         Raises:
-            Exception: the first that is raised; what fails after it becomes its notes.
+            Exception: the first error; later errors are added as notes.
         """
         started: list[Callback] = []
         try:
@@ -182,12 +180,12 @@ class Events:
             raise first
 
     def _end(self, started: Iterable[Callback]) -> list[tuple[str, Exception]]:
-        """Tell the end; return who failed at that, and how."""
+        """Call `on_fit_end` of the callbacks; return names and errors of those that fail."""
         failures = []
         for callback in started:
             try:
                 callback.on_fit_end(self._run)
-            except Exception as error:  # noqa: BLE001  the others are told nevertheless
+            except Exception as error:  # noqa: BLE001  the others are called anyway
                 failures.append((type(callback).__qualname__, error))
         return failures
 

@@ -1,4 +1,4 @@
-"""`Run`: what callbacks see of a run, and what they can do."""
+"""`Run`: the interface of a run for callbacks."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Run:
         model: the model itself, neither compiled nor wrapped.
         optimizers: those that update it.
         timer: the clock.
-        horizon: the static facts of the run: its length, and what an epoch is.
-        hyperparameters: what is scheduled, for callbacks that read it.
-        plan: the run as it is planned; None: it is not known.
+        horizon: the static facts of the run: its length, and the size of an epoch.
+        hyperparameters: the scheduled hyper-parameters, for callbacks that read them.
+        plan: the plan of the run; None: unknown.
         folder: the run folder; None: there is none.
-        callbacks: the listeners of the run.
+        callbacks: the callbacks of the run.
         ranks: the processes of the run; None: those of the environment.
     """
 
@@ -82,16 +82,15 @@ class Run:
         self.folder = folder
         self.callbacks = tuple(callbacks)
         self.step: Step | None = None
-        """The current step, from `on_batch_start` to `on_batch_end` and all that follows it; None
-        before the first."""
+        """The current step, from `on_batch_start` until the next step; None before the first."""
         self.stop_reason: str | None = None
-        """Why the run is to stop after this batch, or has stopped; None: it goes on."""
+        """Why the run stops after this batch, or has stopped; None: it continues."""
         self.logged_units = 0.0
-        """How many samples, or target tokens, the loss in the last line of metrics is a mean of."""
+        """Number of samples, or target tokens, of the loss in the last line of metrics."""
         self.skipped = SkippedSteps()
-        """Counts the steps that were left out; for the loop."""
+        """Counts skipped steps; for the loop."""
         self.logged = Logged()
-        """What was logged since the last line of metrics; for the loop."""
+        """Values logged since the last line of metrics; for the loop."""
         self._ranks = Ranks.from_environment() if ranks is None else ranks
         self.latest_loss: float | Tensor | Callable[[], float] = float("nan")
         """What `loss` reads; for the loop."""
@@ -102,13 +101,13 @@ class Run:
         """The base values, the schedules and the learning rate rule.
 
         Raises:
-            TrainingError: the loop has given the run none.
+            TrainingError: the loop has not set them.
         """
         if self._hyperparameters is None:
             raise TrainingError(
                 cannot(
                     "read the schedules of the run",
-                    why="this loop has given it none",
+                    why="the loop has not set them",
                     instead="pass Run(hyperparameters=Hyperparameters(optimizer, {}, horizon))",
                 )
             )
@@ -121,12 +120,12 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
+        """The number of processes of the run."""
         return self._ranks.world_size
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this process writes and prints for all."""
+        """Whether this is rank 0, which writes and prints."""
         return self._ranks.is_first
 
     @property
@@ -143,7 +142,7 @@ class Run:
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were left out because something in them was not finite."""
+        """Number of steps that were skipped because a value was not finite."""
         return self.skipped.count
 
     def log(
@@ -151,16 +150,16 @@ class Run:
     ) -> None:
         """Put a value on the next line of metrics.
 
-        It is reduced over all calls since the last line, on all ranks; a rank that logs nothing
-        adds nothing. What was logged survives a resume.
+        It is reduced over all calls since the last line and over all ranks; not every rank has to
+        log. Logged values survive a resume.
 
         Args:
-            name: the name on the line; one that the line has already is refused.
-            value: a number, or a tensor of one, which is not read before the line is written.
+            name: the name on the line. Names that the line already has are refused.
+            value: a number, or a tensor with one element, which is read when the line is written.
             reduce: `"mean"`; `"sum"`; or `"last"`: the newest value, of the first rank that has
                 one.
-            weight: what the value counts in a mean, for example `step.num_samples`: then the mean
-                is one over samples, whatever the batch sizes were.
+            weight: the weight in a mean. For example, `step.num_samples` gives a mean over samples
+                for any batch sizes.
 
         Raises:
             TrainingError: the value is not a number, or the name was logged with another reduction
@@ -169,7 +168,7 @@ class Run:
         self.logged.add(name, value, reduce=reduce, weight=weight)
 
     def take_logged(self) -> dict[str, float]:
-        """Return what was logged since the last call; for a loop of your own.
+        """Return values logged since the last call; for your own loop.
 
         Every rank must call it.
         """
@@ -197,11 +196,11 @@ class Run:
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order, on every rank.
 
-        Every rank must call it. Nothing is pickled: a value may hold what the state of a callback
-        may (`Callback.state_dict`).
+        Every rank must call it. Nothing is pickled: values may contain the types that
+        `Callback.state_dict` allows.
 
         Raises:
-            TrainingError: it holds something else, or another rank has ended.
+            TrainingError: a value has another type, or another rank has ended.
         """
         texts = self._ranks.gather(_text(value, "gather"), call="run.gather()")
         return [unpack(json.loads(text)) for text in texts]
@@ -210,7 +209,7 @@ class Run:
         """Return the first rank's value on every rank. Every rank must call it.
 
         Raises:
-            TrainingError: it holds what `gather` does not take, or another rank has ended.
+            TrainingError: the value has a type that `gather` refuses, or another rank has ended.
         """
         text = _text(value if self.is_first_rank else None, "broadcast")
         return unpack(json.loads(self._ranks.gather(text, call="run.broadcast()")[0]))
@@ -219,21 +218,21 @@ class Run:
         """Wait until every rank has called it.
 
         Raises:
-            TrainingError: another rank has ended, or did not come in time.
+            TrainingError: another rank has ended, or the time limit has passed.
         """
         self._ranks.gather("", call="run.barrier()")
 
     def stop(self, reason: str) -> None:
-        """End the run after the batch that is being computed, as a signal would.
+        """Stop the run after the current batch, as a signal would.
 
-        In `on_fit_start`: before the first batch. The first reason counts. On several ranks one
-        that asks is enough; they agree while they compute a batch, so what is asked after that
-        holds for the next one.
+        In `on_fit_start`, it stops before the first batch. The first reason counts. On several
+        ranks, one call is enough. The ranks agree during a batch, so a later call takes effect
+        after the next batch.
         """
         self.stop_reason = self.stop_reason or reason
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the model on every evaluation's data, log it and return it by `name/metric`.
+        """Run all evaluations, log the metrics and return them by `name/metric`.
 
         Every rank must call it.
 
@@ -244,23 +243,23 @@ class Run:
             raise TrainingError(
                 cannot(
                     "evaluate",
-                    why="this loop has given the run no evaluations",
+                    why="the loop has no evaluations",
                     instead="call run.evaluate_with(function) in the loop first",
                 )
             )
         return self._evaluate()
 
     def evaluate_with(self, evaluate: Callable[[], dict[str, float]]) -> None:
-        """Set what `evaluate` does; for the loop."""
+        """Set the function that `evaluate` calls; for the loop."""
         self._evaluate = evaluate
 
     def begin_step(self, step: Step) -> None:
-        """Note that a step begins; for the loop."""
+        """Set the current step; for the loop."""
         self.step, self.latest_loss = step, float("nan")
 
     def set_loss(self, loss: float | Tensor | Callable[[], float]) -> None:
-        """Note the loss of the step, or a function that reads it; for the loop."""
-        # `isinstance(loss, Tensor)` takes longer than all the rest: torch overrides it.
+        """Set the loss of the step, or a function that reads it; for the loop."""
+        # Avoid `isinstance(loss, Tensor)`, which is slow because torch overrides it.
         self.latest_loss = loss if callable(loss) or isinstance(loss, float) else loss.detach()
 
 

@@ -18,10 +18,10 @@ GROUP = "callbacks"
 
 
 def check_states(callbacks: Iterable[Callback]) -> None:
-    """Check, before the run, that a checkpoint can hold the state of every callback.
+    """Check before the run that the state of every callback can be saved.
 
     Raises:
-        TrainingError: it cannot; the message names the callback and the key.
+        TrainingError: a state cannot be saved; the message names the callback and the key.
     """
     for callback in callbacks:
         _, tensors = _packed(callback, TrainingError)
@@ -36,7 +36,7 @@ def pack_states(callbacks: Iterable[Callback]) -> tuple[list[dict[str, Any]], di
     """Return a record of each callback, and the tensors that the records name.
 
     Raises:
-        CheckpointError: a state holds what no checkpoint can hold.
+        CheckpointError: a state cannot be saved.
     """
     records: list[dict[str, Any]] = []
     everything: dict[str, Tensor] = {}
@@ -52,16 +52,16 @@ def restore_states(
     records: Iterable[Mapping[str, Any]],
     stored: Mapping[str, LazyTensor],
 ) -> list[str]:
-    """Give each callback the saved state of the one of its type; of several, in their order.
+    """Restore the saved state of each callback; several of one type are matched in order.
 
     Args:
-        callbacks: those of the run that is resumed.
-        records: what `pack_states` returned.
-        stored: the tensors, which are laid out over ranks as those of the same name are in the
-            present state of the callback.
+        callbacks: the callbacks of the resumed run.
+        records: the records of `pack_states`.
+        stored: the tensors. Each is sharded like the tensor of the same name in the present state
+            of the callback.
 
     Returns:
-        The types of callbacks that had state and are none of the run's.
+        The types of saved callbacks with state that the run does not have.
     """
     left = list(enumerate(records))
     for callback in callbacks:

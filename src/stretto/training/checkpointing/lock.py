@@ -1,4 +1,4 @@
-"""One run in a folder at a time."""
+"""Lock a run folder, so that only one run writes to it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LOCK = "run.lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a run folder; the system lets go of it when the process ends, however that comes.
+    """Lock a run folder; the system releases the lock when the process ends in any way.
 
-    On Windows, and on a file system without locks (some network ones), nothing is held.
+    There is no lock on Windows, and on file systems without locks (some network ones).
 
     Raises:
-        TrainingError: another live run holds it.
+        TrainingError: another live run has the lock.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,12 +47,12 @@ _open_locks: set[IO[bytes]] = set()
 
 @cache
 def _watch_forks() -> None:
-    """Let no child hold a folder: a loader's workers outlive a killed run for up to 5 s."""
+    """Release locks in forked children: data workers outlive a killed run for up to 5 s."""
     os.register_at_fork(after_in_child=lambda: [file.close() for file in _open_locks])
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:
-    import fcntl  # where there is one
+    import fcntl  # POSIX only
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,13 +68,13 @@ def _lock(file: IO[bytes], folder: Path) -> None:
         ) from None
     except OSError:
         return
-    with suppress(OSError):  # a full disk: who holds the folder is only for the message
+    with suppress(OSError):  # a full disk: the content is only for the message
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
 
 def set_aside(path: Path) -> Path:
-    """Rename what another one takes the place of, to end in `.old1`, or the next number."""
+    """Rename a path that will be replaced; it ends in `.old1`, or the next free number."""
     number = 1
     while (target := path.with_name(f"{path.name}.old{number}")).exists():
         number += 1

@@ -1,4 +1,4 @@
-"""Reading the records of a checkpoint, so that an error names the file and the key."""
+"""Read records of a checkpoint; errors name the file and the key."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from stretto.errors import CheckpointError, StrettoError, cannot, shown
 
 UNFIT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""What Python raises when a record is not what it should be."""
+"""Exceptions that Python raises for an invalid record."""
 _MOST = 2**63
 
 
 @contextmanager
 def section(path: Path, name: str) -> Iterator[None]:
-    """Name the checkpoint, and the section of its records, in whatever that leads to.
+    """Add the checkpoint and the section of its records to errors raised inside.
 
     Raises:
-        StrettoError: what was raised within, with the place added.
-        CheckpointError: for errors that show that the section is none of a run.
+        StrettoError: the error raised inside, with the place added.
+        CheckpointError: the section is not from a run.
     """
     try:
         yield
@@ -38,7 +38,7 @@ def section(path: Path, name: str) -> Iterator[None]:
 
 
 def unfit(path: Path, name: str, error: Exception) -> CheckpointError:
-    """Return the error for optimizers that fail in their first update after a resume."""
+    """Return the error for an optimizer that fails in its first update after a resume."""
     return CheckpointError(
         cannot(
             f"update the weights with {name}",
@@ -49,14 +49,14 @@ def unfit(path: Path, name: str, error: Exception) -> CheckpointError:
 
 
 def number(record: Mapping[str, Any], key: str) -> float:
-    """Return a number of a record; nan and infinity are numbers.
+    """Return a number of a record; nan and inf are allowed.
 
     >>> number({"sum": 0.5}, "sum")
     0.5
 
     Raises:
         LookupError: it is missing.
-        ValueError: it is no number.
+        ValueError: it is not a number.
     """
     value = record[key]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -73,7 +73,7 @@ def count(record: Mapping[str, Any], key: str, *, least: int = 0) -> int:
 
     Raises:
         LookupError: it is missing.
-        ValueError: it is no integer, or less than `least`.
+        ValueError: it is not an integer, or less than `least`.
     """
     value = record[key]
     if type(value) is not int or not least <= value < _MOST:

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from."""
+"""Find the checkpoint from which a run resumes."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from stretto.training.distributed.ranks import Ranks
 from stretto.training.logs.recorder import Recorder
 
 FOLDER = "checkpoints"
-"""Where in a run folder its checkpoints lie."""
+"""The folder of checkpoints inside a run folder."""
 
 
 def find_checkpoint(asked: str | Path, run_folder: Path | None, ranks: Ranks) -> Path | None:
-    """Return the checkpoint that is meant, the same on every rank; every rank must call it.
+    """Return the checkpoint to resume from, the same on every rank; every rank must call it.
 
-    The first rank looks and verifies. Of its own run a damaged one is renamed and the one before
-    it is used.
+    The first rank searches and verifies. In this run's folder, a damaged checkpoint is renamed and
+    the previous one is used.
 
     Args:
-        asked: `"auto"`, `"latest"`, a checkpoint, or the folder of a run whose newest is meant.
+        asked: `"auto"`, `"latest"`, a checkpoint, or a run folder, to use its newest checkpoint.
         run_folder: the folder of this run.
         ranks: the processes of the run.
 
     Returns:
-        None where `"auto"` finds nothing.
+        The path; None if `"auto"` finds nothing.
 
     Raises:
-        CheckpointError: there is none; the one that was named is damaged, or all there are; or
-            one cannot be read.
-        TrainingError: the newest is asked for and the run has no folder; or another live run
-            writes to the folder.
+        CheckpointError: there is no checkpoint; the given one is damaged, or all are; or one cannot
+            be read.
+        TrainingError: `"auto"` or `"latest"` without a run folder; or another live run writes to
+            the folder.
     """
 
     def look() -> str:
@@ -59,15 +59,15 @@ def find_checkpoint(asked: str | Path, run_folder: Path | None, ranks: Ranks) ->
 
 
 def open_verified(path: Path) -> CheckpointReader:
-    """Open what `find_checkpoint` returned, which has been verified."""
+    """Open the checkpoint of `find_checkpoint`, which is verified already."""
     return open_checkpoint(path, verify=False)
 
 
 def set_newer_aside(run_folder: Path, sample: int) -> list[Path]:
-    """Rename the checkpoints behind position `sample`: those of a run that was gone back on.
+    """Rename checkpoints after position `sample`, which an earlier attempt has left.
 
     Returns:
-        Their new paths, which end in `.old`.
+        Their new paths, which end in `.old1` and so on.
     """
     folder = run_folder / FOLDER
     try:
@@ -79,9 +79,9 @@ def set_newer_aside(run_folder: Path, sample: int) -> list[Path]:
 def open_run(
     resources: ExitStack, folder: Path | None, recorder: Recorder, at: Timestamp, ranks: Ranks
 ) -> None:
-    """Take hold of the run folder, on the first rank; the others hear if that fails.
+    """Lock the run folder on the first rank and open the log files; all ranks fail together.
 
-    Before that, compare where the ranks are: one may have resumed alone.
+    First, check that all ranks are at the same position: one may have resumed alone.
     """
     place = {unit: str(at.get(unit)) for unit in ("ep", "ba", "sp", "tok")}
     settings = {f"position in {unit}": text for unit, text in place.items()}
@@ -101,7 +101,7 @@ def open_run(
 
 
 def _locked_if_there(run_folder: Path | None) -> AbstractContextManager[None]:
-    """Nobody else writes there while checkpoints are looked at and, if damaged, renamed."""
+    """Lock the run folder, if it exists, while checkpoints are verified and renamed."""
     try:
         has_folder = run_folder is not None and run_folder.is_dir()
     except OSError as error:
@@ -141,7 +141,7 @@ def _newest(run_folder: Path) -> Path:
 
 
 def newest_of(run_folder: Path) -> Path:
-    """Return the newest whole checkpoint of a run that may live: nothing is renamed there.
+    """Return the newest intact checkpoint of another run; nothing is renamed.
 
     Raises:
         CheckpointError: there is none.

@@ -1,8 +1,8 @@
-"""When a checkpoint is due, where it goes, and how it gets there while training goes on.
+"""Write checkpoints asynchronously.
 
-A save holds the step only while tensors are copied to host memory. A thread writes the copies. How
-far each rank is travels in the sum that the ranks form at every step anyway, so that nobody waits
-for the disk, and no thread talks to another rank.
+Training waits only while tensors are copied to host memory. A thread writes the copies. The ranks
+share their progress in the sum that they form at every step anyway. So no rank waits for the disk,
+and no thread communicates.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from stretto.training.logs.appending import synchronize_file
 
 
 class Progress(NamedTuple):
-    """How far a save is, as the ranks sum it up."""
+    """The progress of a save, summed over ranks."""
 
     written: float = 0
-    """Ranks that have nothing left to write."""
+    """Number of ranks that have written everything."""
     failed: float = 0
-    """Ranks that could not write."""
+    """Number of ranks that failed to write."""
     finished: float = 0
-    """1 where the first rank has put the checkpoint in its place."""
+    """1 if the first rank has finished the checkpoint."""
 
 
 @final
@@ -51,7 +51,7 @@ class Saver:
     """Writes checkpoints into the run folder, one at a time.
 
     Raises:
-        TrainingError: checkpoints are wanted and there is no folder for them.
+        TrainingError: checkpoints are requested, but the run has no folder.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Saver:
         self._copies = HostCopies()
         self._job: _Job | None = None
         self.saved_at: int | None = None
-        """The position of the last checkpoint of this run, which needs no second one."""
+        """The position of the last checkpoint of this run."""
         self.failure: str | None = None
-        """Why the last checkpoint could not be written; None where it could."""
+        """Why the last checkpoint could not be written; None if it was written."""
 
     def is_due(self, before: Timestamp, after: Timestamp) -> bool:
-        """Return whether one is due between two timestamps."""
+        """Return whether a checkpoint is due between two timestamps."""
         return self.trigger is not None and self.trigger(before, after)
 
     @property
@@ -96,12 +96,12 @@ class Saver:
         return self._job is not None
 
     def begin(self, timestamp: Timestamp) -> Path | None:
-        """Begin to write a checkpoint unless this position has one; every rank must call it.
+        """Start to write a checkpoint unless this position has one; every rank must call it.
 
-        One that is being written is waited for.
+        It first waits for a checkpoint that is being written.
 
         Returns:
-            The path of that one, if it is whole now.
+            The path of that earlier checkpoint, if it is complete now.
         """
         if self._settings is None or self.folder is None:
             return None
@@ -118,13 +118,13 @@ class Saver:
             tensors, state = self._state.capture()
             if is_first:
                 begin_checkpoint(path)
-                # As text, because what it is made of goes on changing.
+                # Encode now, because the state changes while training continues.
                 records = encode_records(state)
             if is_first or writers > 1:
                 staged = self._copies.take(tensors)
         except CheckpointError as caught:
             error = caught
-        # The others write into the folder when it is there, and hear of what went wrong.
+        # All ranks learn that the folder exists, or that something failed.
         if self._ranks.agree((error is not None,))[0]:
             if is_first:
                 abandon_checkpoint(path)
@@ -142,20 +142,20 @@ class Saver:
         return earlier
 
     def owns(self, path: Path) -> bool:
-        """Return whether a checkpoint is one of the run's; one that was set aside is not."""
+        """Return whether a checkpoint is one of this run; renamed ones are not."""
         return self.folder is not None and path.resolve() in [
             one.resolve() for one in checkpoints(self.folder)
         ]
 
     def progress(self) -> Progress:
-        """Return how far this rank is, for the sum over all of them."""
+        """Return the progress of this rank, for the sum over all ranks."""
         return Progress() if self._job is None else self._job.progress()
 
     def advance(self, total: Progress) -> Path | None:
-        """Go on as far as all ranks are, and return the path of a checkpoint that became whole.
+        """Continue the save as far as all ranks are ready; return its path when it is complete.
 
-        A checkpoint that cannot be written is reported and does not stop the run; the ones before
-        it stay.
+        A checkpoint that cannot be written is reported and does not stop the run. Earlier
+        checkpoints are kept.
         """
         job = self._job
         if job is None:
@@ -173,7 +173,7 @@ class Saver:
         return None
 
     def wait(self) -> Path | None:
-        """Wait for the checkpoint that is being written, if any; every rank must call it."""
+        """Wait for a checkpoint that is being written; every rank must call it."""
         path = None
         while self._job is not None:
             self._job.written.wait()
@@ -183,7 +183,7 @@ class Saver:
         return path
 
     def close(self) -> None:
-        """Leave nothing running, also where the ranks cannot agree any more."""
+        """Stop the thread, without communication between ranks."""
         job, self._job = self._job, None
         if job is not None:
             error = job.end()
@@ -205,16 +205,16 @@ class Saver:
 
 @final
 class _Job:
-    """One checkpoint on its way to the disk.
+    """One checkpoint that is being written.
 
     Args:
-        path: where it goes.
-        staged: what this rank writes; None: nothing.
-        records: what is not a tensor, as JSON.
+        path: its final path.
+        staged: the tensors that this rank writes; None: nothing.
+        records: all other state, as JSON.
         rank: this rank.
         writers: how many ranks write.
-        files: files of the run that must be on the disk before the checkpoint is.
-        stay: how many of the newest checkpoints stay, and which besides.
+        files: files of the run that must be flushed to disk before the checkpoint.
+        stay: how many of the newest checkpoints to keep, and which others.
     """
 
     def __init__(
@@ -245,12 +245,12 @@ class _Job:
         if staged is None:
             self.written.set()
         else:
-            # No daemon: an interpreter that exits lets it finish.
+            # Not a daemon: the interpreter waits for it at exit.
             self._thread = Thread(target=self._work, name="stretto-checkpoint")
             self._thread.start()
 
     def progress(self) -> Progress:
-        """Return how far this rank is."""
+        """Return the progress of this rank."""
         has_failed = self._error is not None
         return Progress(self.written.is_set() and not has_failed, has_failed, self._is_finished)
 
@@ -260,7 +260,7 @@ class _Job:
             self._thread.join()
 
     def end(self) -> Exception | None:
-        """End the thread, leaving a checkpoint that cannot become whole; return what went wrong."""
+        """End the thread; abandon a checkpoint that cannot be completed; return its error."""
         if self._writers > 1 and not self.all_written.is_set():
             self._is_abandoned = True
             self.all_written.set()

@@ -1,4 +1,4 @@
-"""Everything that a run must remember to go on as if it had never stopped."""
+"""The complete state of a run: capture it and restore it."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ _STEP = "step"
 
 @final
 class RunState:
-    """Captures a run as tensors and JSON, and puts it back.
+    """Captures the state of a run as tensors and JSON, and restores it.
 
     Args:
-        step: has the model, its optimizers and state of its own.
-        loader: the clock, the position in the data and the batch size policy's state.
-        recorder: the losses since the last log, and how long its files are.
-        stepper: knows the micro-batch size that was found.
-        callbacks: listeners that may have state of their own.
-        evaluators: know when they last measured.
-        skipped: the steps that were not applied.
+        step: the model, its optimizers and further state.
+        loader: the clock, the position in the data and the state of the batch size policy.
+        recorder: the losses since the last log, and the lengths of its files.
+        stepper: the micro-batch size that was found.
+        callbacks: callbacks with their state.
+        evaluators: when they last ran.
+        skipped: counts skipped steps.
         best: the best evaluation so far.
-        setup: what the run is set up as.
-        built: what the optimizers were built with.
+        setup: the settings of the run.
+        built: the hyperparameters that the optimizers were built with.
         ranks: the processes of the run.
     """
 
@@ -92,7 +92,7 @@ class RunState:
 
     @property
     def _optimizers(self) -> dict[str, Optimizer]:
-        """The optimizers by the names that they have in a checkpoint."""
+        """The optimizers by their names in a checkpoint."""
         several = enumerate(self._step.optimizers)
         return {f"optimizer_{number}" if number else "optimizer": one for number, one in several}
 
@@ -104,7 +104,7 @@ class RunState:
     def capture(self) -> tuple[Tensors, dict[str, Any]]:
         """Return tensors by group and name, and the rest as JSON. Every rank must call it."""
         packed = {name: pack_optimizer(one) for name, one in self._optimizers.items()}
-        # All that ranks do together comes first: what follows may fail on one of them alone.
+        # Communication comes first, because the rest can fail on a single rank.
         everybody = self._ranks.gather(json.dumps(pack(RandomState.now().state_dict())))
         groups = {"model": self._model.state_dict()}
         groups |= {name: state for name, (state, _) in packed.items()}
@@ -140,19 +140,18 @@ class RunState:
         return tensors, records
 
     def restore(self, checkpoint: CheckpointReader, path: Path, *, is_own: bool) -> list[str]:
-        """Put back what `capture` returned.
+        """Restore the result of `capture`.
 
         Args:
-            checkpoint: an open one.
-            path: where it lies, for messages.
-            is_own: whether it lies in this run's folder, whose files go on from there.
+            checkpoint: an open checkpoint.
+            path: its path, for messages.
+            is_own: whether it is in this run's folder, whose files are then continued.
 
         Returns:
-            What has changed since in the set-up of the run, a line each.
+            One line for each setting that has changed.
 
         Raises:
-            CheckpointError: it was captured from another model, optimizer or data, or its records
-                are none of ours.
+            CheckpointError: it has another model, optimizer or data, or its records are invalid.
         """
         records = checkpoint.records
         with section(path, "model"):
@@ -175,7 +174,7 @@ class RunState:
         return lines
 
     def _has_the_size_found(self, records: Mapping[str, Any]) -> bool:
-        """Return whether the micro-batch size given is the one that was found before."""
+        """Return whether the given micro-batch size is the one that was found before."""
         given = self._setup["micro_batch_size"]
         if records.get("setup", {}).get("micro_batch_size") != "auto":
             return False
@@ -202,7 +201,7 @@ class RunState:
     def _restore_records(
         self, checkpoint: CheckpointReader, path: Path, *, is_own: bool
     ) -> list[str]:
-        """Put the records back; return the types of callbacks whose state nobody takes."""
+        """Restore the records; return the types of saved callbacks that the run lacks."""
         records = checkpoint.records
         with section(path, "net"):
             self._stepper.load_state_dict(records)
@@ -231,12 +230,14 @@ class RunState:
         with section(path, "best"):
             if is_own and "best" in records:
                 self._best.load_state_dict(records["best"])
-                self._best.confirm(self._loader.timer.sample)  # which is the one that is read
+                self._best.confirm(
+                    self._loader.timer.sample
+                )  # the checkpoint that is being restored
         return left
 
 
 def restore_step(step: TrainStep, checkpoint: CheckpointReader) -> None:
-    """Give a step the state of its own that a checkpoint has."""
+    """Restore the state of a step from a checkpoint."""
     tensors = stored_tensors(checkpoint, _STEP)
     record = checkpoint.records[_STEP]
     step.load_state_dict(unpack(record, lambda name: tensors[name].read(None)))
@@ -249,7 +250,7 @@ def _pack_step(step: TrainStep) -> tuple[Any, dict[str, Tensor]]:
 
 
 def stored_tensors(checkpoint: CheckpointReader, group: str) -> dict[str, LazyTensor]:
-    """Return the tensors of a group, of which each rank reads what it needs."""
+    """Return the tensors of a group; each rank reads only what it needs."""
 
     def reader(name: str) -> Callable[[TensorSlice | None], Tensor]:
         def read(part: TensorSlice | None) -> Tensor:

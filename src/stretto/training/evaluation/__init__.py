@@ -1,1 +1,1 @@
-"""Losses and metrics over whole data sets, and the best of them."""
+"""Evaluation: loss and metrics over whole data sets, and the best result."""

@@ -1,4 +1,4 @@
-"""The best evaluation so far, whose checkpoint is kept besides the newest ones."""
+"""The best evaluation so far; its checkpoint is kept."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from stretto.training.settings import Evaluation
 
 @final
 class Best:
-    """Watches one metric of one evaluation.
+    """Tracks the best value of one metric.
 
     Args:
-        settings: names the metric, as `validation/loss`, and whether less or more of it is better.
-        evaluations: those that there are.
+        settings: the metric, such as `validation/loss`, and whether lower or higher is better.
+        evaluations: all evaluations of the run.
 
     Raises:
-        TrainingError: none of them measures that metric.
+        TrainingError: no evaluation measures that metric.
     """
 
     def __init__(self, settings: Checkpointing | None, evaluations: Sequence[Evaluation]) -> None:
@@ -32,13 +32,13 @@ class Best:
         self.value = math.inf * self._sign
         self.sample: int | None = None
         """The position at which it was measured; None before the first."""
-        # Of the best one whose checkpoint is whole.
+        # The position of the best one whose checkpoint is complete.
         self._kept: int | None = None
         if self._monitor is not None:
             check_monitored(self._monitor, metrics_of(evaluations))
 
     def is_beaten(self, metrics: Mapping[str, float], sample: int) -> bool:
-        """Take the metrics of an evaluation at position `sample`; return whether they are best."""
+        """Update with the metrics of an evaluation at `sample`; return whether it is the best."""
         value = measured_value(self._monitor, metrics)
         if value is None or not value * self._sign < self.value * self._sign:  # nan is never better
             return False
@@ -46,17 +46,17 @@ class Best:
         return True
 
     def confirm(self, sample: int) -> None:
-        """Note that the checkpoint at `sample` is whole."""
+        """Record that the checkpoint at `sample` is complete."""
         if sample == self.sample:
             self._kept = sample
 
     def paths(self, folder: Path) -> list[Path]:
-        """Return the checkpoints that must stay: of the best, and of the last that was written."""
+        """Return the checkpoints to keep: of the best, and of the best that is complete."""
         kept = {sample for sample in (self.sample, self._kept) if sample is not None}
         return [checkpoint_path(folder, sample) for sample in sorted(kept)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is best so far."""
+        """Return the best value so far."""
         value = None if math.isinf(self.value) else self.value
         return {
             "monitor": self._monitor,
@@ -66,7 +66,7 @@ class Best:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was best, if that was the same metric."""
+        """Restore the best value, if the metric is the same."""
         self.start_over()
         if state["monitor"] == self._monitor and state["value"] is not None:
             self.value, self.sample = number(state, "value"), count(state, "sample")
@@ -74,5 +74,5 @@ class Best:
                 self._kept = count({"kept": self.sample, **state}, "kept")
 
     def start_over(self) -> None:
-        """Forget what was best."""
+        """Reset the best value."""
         self.value, self.sample, self._kept = math.inf * self._sign, None, None

@@ -29,21 +29,21 @@ from stretto.training.settings import Evaluation, LossFunction
 
 @final
 class Evaluator:
-    """Measures the model on one data set; every rank takes its share of the samples.
+    """Evaluates the model on one data set; every rank takes its share of the samples.
 
     The loss and all metrics share one forward pass of each batch.
 
     Args:
         settings: the data and the metrics.
-        model: the model itself, not the one that averages gradients: ranks need no equal shares.
-        loss: the training loss, where the evaluation has none of its own.
-        loss_is_sum: whether that returns sums.
-        count: counts the units that the loss is a mean over; None: samples.
+        model: the model without DDP, because ranks may have different numbers of batches.
+        loss: the training loss, used if the evaluation has no loss.
+        loss_is_sum: whether the training loss returns sums.
+        count: counts the units over which the loss is averaged; None: samples.
         autocast: returns the context in which the model runs.
-        batch_size: samples of one forward pass, where the evaluation does not say.
-        collate_fn: makes batches of training samples, and of these where they are plain samples.
+        batch_size: the default number of samples per forward pass.
+        collate_fn: the collate function of the training data, also used here for plain samples.
         ranks: the processes of the run.
-        is_due: when it is due.
+        is_due: the trigger.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Evaluator:
         are_samples = self._spec.is_map_style and not isinstance(self._spec.data, DataLoader)
         self._collate_fn = collate_fn if are_samples else None
         self._most = self._batch_size
-        # What cannot be read, or predicted, is refused now and not at the first evaluation.
+        # Fail now, not at the first evaluation, if data cannot be read or predictions not made.
         self._loader(self._batch_size)
         if are_samples and self._objects and settings.predict is None:
             check_predictable(_first_batch(self._loader(1)))
@@ -90,10 +90,10 @@ class Evaluator:
     def measure(self) -> dict[str, float]:
         """Return the mean loss and metrics. Every rank must call it.
 
-        The model is in evaluation mode meanwhile; then each of its modules is back in its own, and
-        random numbers go on as if nothing had drawn any.
+        The model is in evaluation mode; afterwards each module's mode and the random state are
+        restored.
         """
-        # Averaging keeps weights alike on all ranks, but not what batch normalisation has seen.
+        # Weights are equal on all ranks, but statistics of batch normalisation are not.
         self._ranks.copy_from_first(self._model.buffers())
         modes = [(module, module.training) for module in self._model.modules()]
         chance = RandomState.now()
@@ -117,12 +117,12 @@ class Evaluator:
         return means | values
 
     def _sums(self) -> list[float]:
-        """Sums of the loss, its units, each metric, and the number of samples, on this rank."""
+        """Return sums of loss, units, each metric, and the number of samples on this rank."""
         sums = [0.0] * (3 + len(self._metrics))
         is_sharded = is_fully_sharded(self._model)
         for step in self._loader(self._batch_size):
             for micro in step.micro_batches:
-                # The forward pass of a sharded model is one of all ranks, samples or not.
+                # All ranks must run the forward pass of a sharded model, even without samples.
                 if is_sharded:
                     results, arguments = self._results(micro.batch, micro.num_samples)
                     if micro.weight:
@@ -134,7 +134,7 @@ class Evaluator:
         return sums
 
     def _in_chunks(self, batch: Any, num_samples: int) -> list[float]:
-        """The sums of a batch, in as many pieces as memory asks for; from then on those sizes."""
+        """Return the sums of a batch; split it if memory runs out, and remember the size."""
         if num_samples <= self._most:
             done = attempt(lambda: self._results(batch, num_samples))
             if done.result is not None:
@@ -161,19 +161,19 @@ class Evaluator:
         return sums
 
     def _results(self, batch: Any, num_samples: int) -> tuple[list[float], Sequence[Any]]:
-        """The sums of a batch, and what metrics that are objects take of it."""
+        """Return the sums of a batch, and the arguments of `update` of metric objects."""
         batch = move_batch(batch, self._ranks.device)
         units = num_samples if self._count is None else self._count(batch)
         measured, arguments = self._measured(batch)
         values = [_scalar(name, value) for name, value in measured.items()]
         loss, *means = torch.stack([value.to(self._ranks.device) for value in values]).tolist()
-        # A mean over no units is nan; there is nothing to add.
+        # A mean over no units is nan; add nothing.
         total = 0.0 if not units else loss * (1 if self._loss_is_sum else units)
         return [total, units, *(mean * num_samples for mean in means), num_samples], arguments
 
     def _measured(self, batch: Any) -> tuple[dict[str, Any], Sequence[Any]]:
         if not self._metrics and not self._objects:
-            return {"loss": self._loss(self._model, batch)}, ()  # nothing to share the pass with
+            return {"loss": self._loss(self._model, batch)}, ()  # no metric shares the forward pass
         arguments: Sequence[Any] = ()
         with OnePass(self._model) as one_pass:
             measured = {

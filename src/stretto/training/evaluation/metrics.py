@@ -1,4 +1,4 @@
-"""Metrics of an evaluation that are objects with `update`, `compute` and `reset`."""
+"""Metric objects with `update`, `compute` and `reset`, as in torchmetrics."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ WRITE_PREDICT = "write predict, a function (model, batch) -> (outputs, targets),
 
 @runtime_checkable
 class Metric(Protocol):
-    """An object that gathers what it needs from batches, as all of torchmetrics and torcheval do.
+    """A metric that accumulates over batches, as in torchmetrics and torcheval.
 
     >>> isinstance({}, Metric)
     False
     """
 
     def update(self, *arguments: Any) -> Any:
-        """Take a batch of predictions and targets."""
+        """Add a batch of predictions and targets."""
 
     def compute(self) -> Any:
         """Return the value over all batches since `reset`."""
 
     def reset(self) -> Any:
-        """Forget all batches."""
+        """Reset the metric."""
 
 
 def is_object(metric: object) -> TypeGuard[Metric]:
-    """Return whether a metric is an object; else it is a function `metric(model, batch)`."""
+    """Return whether a metric is an object, and not a function `metric(model, batch)`."""
     return isinstance(metric, Metric)
 
 
 def check_metric(name: str, metric: object) -> None:
-    """Refuse what is no metric.
+    """Refuse an object that is not a metric.
 
     Raises:
         TrainingError: it is a class, or neither a function nor an object with all three methods.
@@ -84,10 +84,10 @@ def check_metric(name: str, metric: object) -> None:
 
 
 def check_merging(metrics: Mapping[str, object]) -> None:
-    """Refuse objects whose value over several ranks cannot be computed.
+    """Refuse metric objects that cannot be computed over several ranks.
 
     Raises:
-        TrainingError: one neither has `merge_state` nor gathers from all ranks by itself.
+        TrainingError: a metric has no `merge_state` and does not synchronize by itself.
     """
     for name, metric in metrics.items():
         if not is_object(metric) or _can_merge(metric):
@@ -110,13 +110,13 @@ def check_merging(metrics: Mapping[str, object]) -> None:
 def default_predict(model: Callable[..., Any], batch: Any) -> tuple[Any, Any]:
     """Return `(model(inputs), targets)`, or logits and labels of a batch with `labels`.
 
-    Labels that are the inputs are moved by one place, as a causal language model does.
+    Labels equal to the inputs are shifted by one, as for causal language models.
 
     >>> default_predict(len, ([5, 6, 7], 1))
     (3, 1)
 
     Raises:
-        TrainingError: the batch is of another kind, or the model returns no logits.
+        TrainingError: the batch has another format, or the model returns no logits.
     """
     check_predictable(batch)
     if not isinstance(batch, Mapping):
@@ -138,7 +138,7 @@ def default_predict(model: Callable[..., Any], batch: Any) -> tuple[Any, Any]:
 
 
 def check_predictable(batch: Any) -> None:
-    """Refuse a batch that says nothing of what are its inputs and what are its targets.
+    """Refuse a batch whose inputs and targets are unknown.
 
     Raises:
         TrainingError: it is neither a pair nor a mapping with `labels`.
@@ -156,10 +156,10 @@ def check_predictable(batch: Any) -> None:
 
 @final
 class MetricObjects:
-    """The metrics of one evaluation that are objects.
+    """The metric objects of one evaluation.
 
     Args:
-        metrics: all of its metrics, by name.
+        metrics: all metrics of the evaluation, by name.
         predict: returns the arguments of `update`.
         ranks: the processes of the run.
     """
@@ -176,17 +176,17 @@ class MetricObjects:
         return bool(self._metrics)
 
     def reset(self) -> None:
-        """Begin an evaluation."""
+        """Start an evaluation."""
         self._updates = 0
         for metric in self._metrics.values():
             _move(metric, self._ranks.device)
             metric.reset()
 
     def arguments(self, model: nn.Module, batch: Any) -> Sequence[Any]:
-        """Return what `update` takes for a batch.
+        """Return the arguments of `update` for a batch.
 
         Raises:
-            TrainingError: `predict` returned something else than a tuple.
+            TrainingError: `predict` did not return a tuple.
         """
         arguments = self._predict(model, batch)
         if not isinstance(arguments, (tuple, list)):
@@ -200,11 +200,11 @@ class MetricObjects:
         return arguments
 
     def update(self, arguments: Sequence[Any]) -> None:
-        """Take the predictions of one batch.
+        """Add the predictions of one batch.
 
         Raises:
-            TrainingError: memory ran out. The metric may have a part of the batch by now, so the
-                batch cannot be repeated in pieces.
+            TrainingError: memory ran out. The metric may contain part of the batch, so the batch
+                cannot be repeated in smaller chunks.
         """
         self._updates += 1
         for name, metric in self._metrics.items():
@@ -219,10 +219,10 @@ class MetricObjects:
                 )
 
     def values(self) -> dict[str, float]:
-        """Return what the metrics are over the samples of all ranks; every rank must call it.
+        """Return the metrics over the samples of all ranks; every rank must call it.
 
         Raises:
-            TrainingError: one returned something else than a scalar or a dict of scalars.
+            TrainingError: a metric did not return a scalar or a dict of scalars.
         """
         if not self._metrics:
             return {}
@@ -253,9 +253,9 @@ class MetricObjects:
         return cast(dict[str, float], json.loads(self._ranks.from_first(merged)))
 
     def _gathered(self, name: str, metric: Any, having: Sequence[int]) -> str:
-        """What a metric of torchmetrics computes, which gathers its state from all ranks.
+        """Compute a metric of torchmetrics, which gathers its state from all ranks.
 
-        It cannot gather what a rank without a sample has: lists there have no type and no shape.
+        Ranks without samples are left out, because their empty lists cannot be gathered.
         """
         if len(having) == self._ranks.world_size:
             return json.dumps(_scalars(name, metric.compute()))
@@ -274,7 +274,7 @@ class MetricObjects:
 
 
 def _is_torchmetrics(metric: object) -> bool:
-    # Where nobody has imported it nothing can be of it.
+    # If torchmetrics is not imported, the metric is not one of its classes.
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return False
@@ -288,7 +288,7 @@ def _can_merge(metric: Any) -> bool:
 
 
 def _check_gathering(name: str, metric: Any, updates: Sequence[int]) -> None:
-    """Refuse lists of which ranks have different numbers; gathering them would wait without end."""
+    """Refuse list states of different lengths; gathering them would deadlock."""
     counts = {number for number in updates if number}
     if len(counts) > 1 and any(map(_gathers_lists, metric.modules())):
         raise TrainingError(
@@ -304,7 +304,7 @@ def _check_gathering(name: str, metric: Any, updates: Sequence[int]) -> None:
 def _gathers_lists(module: Any) -> bool:
     base = sys.modules["torchmetrics"].Metric
     if getattr(type(module), "_sync_dist", None) is not base._sync_dist:
-        return False  # it has a way of its own
+        return False  # it has its own synchronization
     states = getattr(module, "_reductions", {}).items()
     return any(
         reduction is None and isinstance(getattr(module, name, None), list)
@@ -319,7 +319,7 @@ def _move(metric: object, device: torch.device) -> None:
 
 
 def _scalars(name: str, value: object) -> dict[str, float]:
-    """What a metric computed, by name; the items of a dict by `name/key`."""
+    """Return the value of a metric by name; items of a dict are named `name/key`."""
     if isinstance(value, Mapping):
         return {f"{name}/{key}": _scalar(f"{name}/{key}", part) for key, part in value.items()}
     return {name: _scalar(name, value)}

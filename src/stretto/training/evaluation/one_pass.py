@@ -1,4 +1,4 @@
-"""One forward pass for all functions that call the model with the same arguments."""
+"""Share one forward pass among functions that call the model with equal arguments."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ T = TypeVar("T")
 _PLAIN = frozenset({bool, int, float, str})
 _SIZED = frozenset({dict, list, set, OrderedDict})
 _SLOT = "_compiled_call_impl"
-"""The attribute of a module that a call of it runs if it is set, hooks included. `Module.compile`
-uses it, too. Replacing `forward` would not do: hooks run before it, and those of FSDP2 gather
-weights and cast the arguments, which are then other objects in each call."""
+"""A module attribute that replaces the whole call, hooks included; `Module.compile` uses it, too.
+Replacing `forward` is not enough: hooks of FSDP2 run before it and cast the arguments, so these are
+new objects in each call."""
 
 
 @final
 class OnePass:
-    """While open, a model runs once for several functions, such as the loss and the metrics.
+    """Runs a model once for several functions, such as the loss and the metrics.
 
-    A call gets the output of the last one if another function made that, with the same objects as
-    arguments, and if nothing that can be seen has changed since: the values of the arguments, of
-    the output and of the weights, the attributes and hooks of the modules, grad mode and autocast.
-    Any other call runs the model, so a function that calls it twice gets two passes.
+    A call returns the last output if another function made it with the same objects as arguments,
+    and if nothing has visibly changed since: values of arguments, output and weights, attributes
+    and hooks of modules, grad mode and autocast. Any other call runs the model. So a function that
+    calls the model twice gets two passes.
 
     >>> model, x = nn.Linear(1, 1), torch.ones(1, 1)
     >>> with OnePass(model) as one_pass:
@@ -44,14 +44,14 @@ class OnePass:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._compiled: Callable[..., Any] | None = None
-        self._number = 0  # of the function that runs
-        self._owner = 0  # the last one that has had the output
+        self._number = 0  # number of the running function
+        self._owner = 0  # number of the function that last used the output
         self._before: _Seen | None = None
         self._after: _Seen | None = None
         self._output: Any = None
 
     def __enter__(self) -> Self:
-        # Not by setattr, which a compiled module passes on to the one that it compiles.
+        # Not setattr: a compiled module forwards it to the original module.
         self._compiled = vars(self._model).get(_SLOT)
         vars(self._model)[_SLOT] = self._call
         return self
@@ -69,7 +69,7 @@ class OnePass:
         self._forget()
 
     def function(self, work: Callable[[], T]) -> T:
-        """Return what `work`, the next of the functions, returns."""
+        """Run `work` as the next function and return its result."""
         self._number += 1
         return work()
 
@@ -84,14 +84,14 @@ class OnePass:
             self._forget()
             run: Callable[..., Any] = self._compiled or self._model._call_impl
             self._output = run(*args, **kwargs)
-            # Looked at after the pass, which may change buffers; FSDP2 gathers weights in it.
+            # Read after the pass, which may change buffers; FSDP2 gathers weights in it.
             self._before = self._inputs(args, kwargs)
             self._after = _Seen().value(self._output)
         self._owner = self._number
         return self._output
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Seen:
-        """All that decides what the model returns, as far as it can be seen."""
+        """Record everything visible that determines the output of the model."""
         seen = _Seen()
         kinds = {"cpu"}
         for module in self._model.modules():
@@ -113,7 +113,7 @@ class OnePass:
 
 @final
 class _Seen:
-    """What values were at some time: the same if the objects are the same, and unchanged."""
+    """A snapshot of values; two are equal if the objects are identical and unchanged."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -130,12 +130,12 @@ class _Seen:
         )
 
     def tensor(self, tensor: Tensor) -> None:
-        """Add a tensor with the number of its changes in place, if that is counted."""
+        """Add a tensor with its version counter, if it has one."""
         self.objects.append(tensor)
         self.numbers.append(object() if tensor.is_inference() else tensor._version)
 
     def value(self, node: Any) -> _Seen:
-        """Add what is in a container, with its kind and its keys."""
+        """Add a value; of a container, its type, keys and items."""
         container = opened(node)
         if container is not None:
             self.objects.append(type(node))
@@ -147,7 +147,7 @@ class _Seen:
         elif isinstance(node, Tensor):
             self.tensor(node)
         else:
-            # Equal numbers and texts need not be one object.
+            # Numbers and strings are compared by value.
             is_plain = type(node) in _PLAIN
             self.numbers += (type(node), node if is_plain else None)
             self.objects.append(None if is_plain else node)
