@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         from stretto.config.reading.source import as_key
 
-        in_keys = error.recast(type(error), word=as_key)
+        in_keys = error.recast(StrettoError, word=as_key)
         text = "\n".join([str(in_keys), *getattr(error, "__notes__", ())])
         typer.secho(f"Error: {text}", err=True, fg=typer.colors.RED)
         raise SystemExit(MISUSE) from None
