@@ -165,10 +165,11 @@ def _is_factor(factor: float) -> bool:
 RuleLike: TypeAlias = LearningRateRule | Mapping[str, Any] | Callable[[int], float]
 """A rule, what a run file says for one (`{"sqrt": 256}`), or a function `size -> factor`."""
 
-_RULES: Mapping[str, Callable[[Any], LearningRateRule]] = {
+RULES: Mapping[str, Callable[[Any], LearningRateRule]] = {
     "linear": LinearRule,
     "sqrt": SquareRootRule,
 }
+"""The rules that a mapping can name."""
 
 
 def as_rule(rule: RuleLike) -> LearningRateRule:
@@ -184,9 +185,9 @@ def as_rule(rule: RuleLike) -> LearningRateRule:
     if isinstance(value, LearningRateRule):
         return value
     if isinstance(value, Mapping):
-        if len(value) == 1 and next(iter(value)) in _RULES:
+        if len(value) == 1 and next(iter(value)) in RULES:
             [(name, argument)] = value.items()
-            return _RULES[name](argument)
+            return RULES[name](argument)
         why = "it is not exactly one of 'linear' and 'sqrt'"
     elif callable(value):
         return FunctionRule(value)

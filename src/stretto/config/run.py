@@ -105,7 +105,7 @@ class RunConfig(Section):
     micro_batch_size: CountOrAuto | None = None
     """Most samples of one forward and backward pass on one rank; `auto`: as many as fit into
     memory; left out: all its share."""
-    learning_rate_rule: AnyRule | None = None
+    learning_rate_rule: AnyRule = None
     """How the learning rate follows the batch size, a rule or a function of yours; left out: not at
     all."""
     last_batch: LastBatch = "keep"

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast, get_type_hints
 
-from pydantic import AfterValidator, ConfigDict, Field, Tag, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    Tag,
+    WithJsonSchema,
+    create_model,
+)
 
 from stretto.batching import LearningRateRule, as_rule
+from stretto.batching.rules import RULES
 from stretto.config.reading.source import Path
 from stretto.config.values.context import Building
 from stretto.config.values.docstrings import summary_of
 from stretto.config.values.fields import (
+    TARGET_PATTERN,
     Count,
     CountOrAuto,
     Length,
@@ -78,46 +88,26 @@ class Optimizer(Target):
     """Groups by name, for `lr@name`; a parameter belongs to the first whose pattern it matches."""
 
 
-class Rule(Section):
-    """How the learning rate follows the batch size; exactly one of the keys."""
-
-    linear: Count | None = None
-    """In proportion to it; the learning rate is meant for batches of this size."""
-    sqrt: Count | None = None
-    """In proportion to its square root; the learning rate is meant for batches of this size."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_words(cls, values: Any) -> Any:
-        return as_rule(cast(Any, values)) if isinstance(values, str) else values
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ConfigError(
-                cannot(
-                    "follow the batch size with the learning rate",
-                    why=f"{' and '.join(given)} are several rules" if given else "no rule is said",
-                    instead="write one, such as sqrt: 64",
-                )
-            )
-        return self
-
-    def rule(self) -> LearningRateRule:
-        """Return the rule."""
-        return as_rule({"sqrt": self.sqrt} if self.linear is None else {"linear": self.linear})
+def _checked_rule(value: Any) -> Any:
+    if isinstance(value, dict) and "target" in value:
+        return Target.model_validate(value)
+    as_rule(value)
+    return value
 
 
+_SIZE = {"type": "integer", "minimum": 1, "description": "The size that the rate is meant for."}
+_TARGET = {"type": "string", "pattern": TARGET_PATTERN}
 AnyRule: TypeAlias = Annotated[
-    Annotated[Rule, Tag("<Rule>")] | Annotated[Target, Tag("<target>")],
-    shape_of(
-        lambda value: (
-            "<target>"
-            if isinstance(value, Target) or (isinstance(value, dict) and "target" in value)
-            else "<Rule>"
-        ),
-        "write for example {sqrt: 64}, or {target: my.module:rule}",
+    Any,
+    PlainValidator(_checked_rule),
+    WithJsonSchema(
+        {
+            "oneOf": [
+                {"type": "object", "properties": {name: schema}, "required": [name]}
+                | {"additionalProperties": name == "target"}
+                for name, schema in ((*dict.fromkeys(RULES, _SIZE).items(), ("target", _TARGET)))
+            ]
+        }
     ),
 ]
 """How the learning rate follows the batch size: a rule, or a function of yours from the size to a
@@ -130,10 +120,8 @@ def build_rule(value: AnyRule, building: Building, path: Path) -> LearningRateRu
     Raises:
         ConfigError: the target cannot be imported or called.
     """
-    if isinstance(value, Rule):
-        return value.rule()
     with building.source.at(*path):
-        return as_rule(building.function(value, path))
+        return as_rule(building.function(value, path) if isinstance(value, Target) else value)
 
 
 LossWeight: TypeAlias = Annotated[
