@@ -160,7 +160,7 @@ def test_it_is_the_same_each_time_and_leaves_the_run_alone(stretto: Stretto, tra
         (("--tolerance", "-1", *SIZES), "write for example --tolerance 0.01"),
         (("--seeds", "0"), "--seeds"),
         (("--over", "20sp"), "write --over 64sp or more, or smaller --sizes"),
-        (("loading={shuffle: false}",), "all branches would be the same; write --seeds 1, or loading="),
+        (("loading={shuffle: false}",), "branches would be the same; write --seeds 1, or loading="),
         (("--over", "32tok"), "write it in 'sp'"),
         (("--checkpoint", "nowhere"), "nowhere"),
     ],
