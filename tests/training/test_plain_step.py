@@ -17,7 +17,8 @@ from stretto.training import Logging, Trainer
 
 SOURCE = str(Path(stretto.__file__).parent)
 FIRST, LAST = 30, 70
-MOST_FUNCTIONS, MOST_FILES, MOST_CALLS = 22, 8, 22
+MOST_FUNCTIONS, MOST_FILES, MOST_CALLS = 24, 8, 25
+"""Three fewer unless somebody draws random numbers: then the state of a generator is read again."""
 
 
 def test_a_plain_step_enters_few_functions_of_few_files(tmp_path: Path) -> None:

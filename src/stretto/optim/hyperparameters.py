@@ -213,6 +213,17 @@ class Hyperparameters:
         self.apply(Timestamp())
         return places
 
+    def only_place(self) -> tuple[dict[str, Any], str] | None:
+        """Return where the only value that `values` reads is, as group and key; None: elsewhere.
+
+        It holds until a state is loaded into the optimizer.
+        """
+        columns = list(self._columns.values())
+        if len(columns) != 1 or columns[0].index is not None:
+            return None
+        group = self._optimizer.param_groups[columns[0].number]
+        return None if isinstance(group[columns[0].key], Tensor) else (group, columns[0].key)
+
     def values(self) -> dict[str, float]:
         """Return the values in force: the learning rate, and whatever else is scheduled.
 

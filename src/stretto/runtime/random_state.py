@@ -107,24 +107,24 @@ def kept_generators() -> Iterator[None]:
 
 def _python_memory() -> bytes | None:
     """The memory of Python's generator; None if it does not hold all of the state."""
-    words = _python_words()
-    if words is None or _GENERATOR.gauss_next is not None:
+    words = python_words()
+    if words is None or GENERATOR.gauss_next is not None:
         return None  # the second of a pair of normal numbers is kept elsewhere
     memory: bytes = words.raw
     return memory
 
 
-_GENERATOR: Any = random.random.__self__  # type: ignore[attr-defined]
+GENERATOR: Any = random.random.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of `random`."""
 
 
 @cache
-def _python_words() -> Any:
+def python_words() -> Any:
     """Where CPython keeps the words of its generator; None if they are not there."""
     start = object.__basicsize__
-    if start + _MT19937_BYTES > type(_GENERATOR).__basicsize__:
+    if start + _MT19937_BYTES > type(GENERATOR).__basicsize__:
         return None
-    words = (ctypes.c_char * _MT19937_BYTES).from_address(id(_GENERATOR) + start)
+    words = (ctypes.c_char * _MT19937_BYTES).from_address(id(GENERATOR) + start)
     *numbers, position = random.getstate()[1]
     return words if words.raw == struct.pack("625I", position, *numbers) else None
 
@@ -136,12 +136,13 @@ def _numpy_memory() -> bytes | None:
     bits = None if get is None else get()
     if numpy is None or bits is None or type(bits) is not numpy.random.MT19937:
         return None
-    memory: bytes = _numpy_words(bits).raw
+    memory: bytes = numpy_words(bits).raw
     return memory
 
 
 @lru_cache(maxsize=1)
-def _numpy_words(bits: Any) -> Any:
+def numpy_words(bits: Any) -> Any:
+    """Where a Mersenne Twister of NumPy keeps its words."""
     return (ctypes.c_char * _MT19937_BYTES).from_address(bits.ctypes.state_address)
 
 

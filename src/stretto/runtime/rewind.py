@@ -7,6 +7,7 @@ a quarter.
 
 from __future__ import annotations
 
+import sys
 from operator import is_
 from typing import final
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from stretto.runtime.random_state import RandomState
+from stretto.runtime.random_state import GENERATOR, RandomState, numpy_words, python_words
 
 _ALWAYS_COPIED_BYTES = 1 << 20
 """Up to this size a buffer is copied without asking whether it has changed."""
@@ -46,6 +47,8 @@ class Rewind:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._random: RandomState | None = None
+        self._torch_state: Tensor | None = None
+        """Newer than the one in `_random`, whose other states still hold."""
         self._searches = 0
         self._owners: list[nn.Module] = []
         self._present: list[Tensor | None] = []
@@ -55,7 +58,9 @@ class Rewind:
 
     def take(self) -> None:
         """Take note of the state of now."""
-        self._random = RandomState.now(self._random)
+        if self._random is None or not _is_current(self._random):
+            self._random = RandomState.now(self._random)
+        self._torch_state = torch.default_generator.get_state()
         if self._searches < _SEARCHES:
             self._searches += 1
             self._owners = [module for module in self._model.modules() if module._buffers]
@@ -76,9 +81,11 @@ class Rewind:
     def restore(self) -> None:
         """Go back to the last `take`; may be called again and again."""
         assert self._random is not None, "take() comes first"
+        assert self._torch_state is not None, "it comes with the others"
         for buffer in self._buffers:
             buffer.restore()
         self._random.restore()
+        torch.default_generator.set_state(self._torch_state)
 
     def _find(self) -> None:
         """Look at all buffers anew; copies of those that are still there are kept."""
@@ -137,3 +144,18 @@ class _Buffer:
             self._version = self.tensor._version
         # A forward may have put another tensor in its place.
         self.owner._buffers[self.name] = self.tensor
+
+
+def _is_current(state: RandomState) -> bool:
+    """Return whether no generator was used since, but perhaps torch's on the CPU.
+
+    False also if that is not known, as with an accelerator. It is here, and not with the state, as
+    every step asks: no function of another file is entered.
+    """
+    python, memory, numpy = state.python_memory, state.numpy_memory, sys.modules.get("numpy")
+    if python is None or GENERATOR.gauss_next is not None or torch.accelerator.is_available():
+        return False
+    if python != python_words().raw or memory is None or numpy is None:
+        return False
+    bits = numpy.random.get_bit_generator()
+    return type(bits) is numpy.random.MT19937 and bool(memory == numpy_words(bits).raw)

@@ -187,8 +187,11 @@ class SupervisedStep(TrainStep):
         Raises:
             TrainingError: the loss is no scalar.
         """
-        with _PLAIN if self._dtype is None else self.autocast():
+        if self._dtype is None:
             loss = self.loss(self.forward_model, batch)
+        else:
+            with self.autocast():
+                loss = self.loss(self.forward_model, batch)
         if type(loss) is not Tensor or loss.dim():  # a subclass, or an error
             loss = scalar(loss)
         # A weight of exactly 1 leaves the loss alone: to the last bit a plain loop's.

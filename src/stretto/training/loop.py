@@ -44,6 +44,10 @@ class Shared(NamedTuple):
     signals: Signals = NO_SIGNALS
 
 
+_FINE, _SPOILED = (Shared(None, None, is_spoiled) for is_spoiled in (False, True))
+"""What there is to know of most steps of one process."""
+
+
 @final
 @dataclass(slots=True, kw_only=True)
 class Loop:
@@ -75,6 +79,8 @@ class Loop:
     """Whether a callback listens to single batches."""
     _fixed: Sequence[tuple[dict[str, Any], str, float]] | None = None
     """What is written to the optimizer before each batch; None: what the schedules say."""
+    _place: tuple[dict[str, Any], str] | None = None
+    """The parameter group and the key of the only value that the ledger shows."""
 
     @property
     def timer(self) -> Timer:
@@ -120,6 +126,7 @@ class Loop:
         Up to there nothing happens between two steps, so what holds for all of them is noted here.
         """
         self._fixed = None if self._listens else self.hyperparameters.fixed()
+        self._place = None if self._listens else self.hyperparameters.only_place()
         batches = self.loader.horizon.axis("ba").read
         limits: dict[Callable[[Timestamp], int], int] = {
             batches: now.batch + MOST_PENDING,
@@ -169,10 +176,11 @@ class Loop:
         run.latest_loss = partial(mean_loss, gradient.losses)
         if self.interrupts.received is not None:
             run.stop(f"received {self.interrupts.received}")
-        if self._is_alone and not self._is_saving:
-            shared = Shared(gradient.tokens, None, not self.stepper.is_finite(gradient))
-        else:
+        shared = _FINE
+        if self._is_saving or not self._is_alone or gradient.tokens is not None:
             shared = self._agree(step, gradient)
+        elif not self.stepper.is_finite(gradient):
+            shared = _SPOILED
         info = None if shared.is_spoiled else self._update(step)
         if info is None:
             self._leave_out(step, is_spoiled=shared.is_spoiled)
@@ -181,11 +189,11 @@ class Loop:
         )
         if shared.signals.noise_numerator is not None:
             self.events.tell("on_noise", step, shared.signals)
-        if fixed:
-            group, key, _ = fixed[0]
-            values: tuple[float, ...] = (group[key],)
-        else:
+        if self._place is None:
             values = tuple(self.hyperparameters.values().values())
+        else:
+            group, key = self._place
+            values = (group[key],)
         losses = () if info is None else gradient.losses
         self.recorder.pending.append(
             Finished(
