@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -17,12 +19,14 @@ from stretto.training import Logging, Trainer
 
 SOURCE = str(Path(stretto.__file__).parent)
 FIRST, LAST = 30, 70
-MOST_FUNCTIONS, MOST_FILES, MOST_CALLS = 24, 8, 25
-"""Three fewer unless somebody draws random numbers: then the state of a generator is read again."""
+MOST_FUNCTIONS, MOST_FILES, MOST_CALLS = 20, 8, 20
 
 
 def test_a_plain_step_enters_few_functions_of_few_files(tmp_path: Path) -> None:
     """One process, a constant size, no options; a run folder, whose ledger gets each step."""
+    # The second of a pair of normal numbers that another test has left would be read at each step.
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
     calls: Counter[tuple[str, str]] = Counter()
     steps = 0
 
