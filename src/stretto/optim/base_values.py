@@ -1,4 +1,4 @@
-"""What an optimizer was built with, however often it is scheduled."""
+"""Base values of hyper-parameters, however often an optimizer is scheduled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GroupKey: TypeAlias = tuple[int, str]
 
 @final
 class BaseValue:
-    """A value that a schedule multiplies, and what was last written in its place."""
+    """The base value of a schedule, and the value that was last written."""
 
     __slots__ = ("value", "written")
 
@@ -28,21 +28,20 @@ _SCHEDULED: WeakKeyDictionary[Optimizer, dict[GroupKey, BaseValue]] = WeakKeyDic
 
 
 def restore_base_values(optimizer: Optimizer) -> dict[GroupKey, BaseValue]:
-    """Undo what schedules have written to an optimizer, and return the record of it.
+    """Restore the base values of an optimizer and return their record.
 
-    Torch keeps an `initial_lr` in the parameter group for this. Here the record belongs to the
-    optimizer object instead: it holds for every key and not only for `lr`, it is no part of
-    `state_dict()` (so checkpoints stay as they are, old states load, and a loaded state does not
-    bring another run's base along), and it is compared with what stands in the group. A value that
-    is not the one last written was set by you, and is the base from then on.
+    Torch stores `initial_lr` in the parameter group for this. Here the record belongs to the
+    optimizer object. It covers every key, not only `lr`, and is not part of `state_dict()`. So
+    checkpoints are unchanged, and a loaded state does not bring the base of another run. If a value
+    differs from the last written one, you have set it, and it becomes the new base.
 
-    The record does not go with a copy of the optimizer (`copy.deepcopy`, `pickle`).
+    Copies of the optimizer (`copy.deepcopy`, `pickle`) have no record.
     """
     optimizer = _unwrapped(optimizer)
     if optimizer not in _SCHEDULED:
         _SCHEDULED[optimizer] = {}
-        # What is loaded was once written by a schedule, so it is no base either.
-        with suppress(AttributeError):  # not an optimizer of torch: it has no hooks
+        # A loaded value was written by a schedule, so it is not a base value.
+        with suppress(AttributeError):  # not an optimizer of torch, so it has no hooks
             optimizer.register_load_state_dict_post_hook(_note_loaded)
     record = _SCHEDULED[optimizer]
     for place, base in list(record.items()):
@@ -56,7 +55,7 @@ def restore_base_values(optimizer: Optimizer) -> dict[GroupKey, BaseValue]:
 
 
 def write(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set a value of a parameter group; a compiled or captured step reads the tensors in it."""
+    """Set a value of a parameter group; tensors are filled in place, for compiled steps."""
     current = group[key]
     if isinstance(current, Tensor):
         current.fill_(value)
@@ -68,7 +67,7 @@ def write(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a value apart from tensors, which are written in place."""
+    """Return a value without tensors, which are overwritten in place."""
     if isinstance(value, tuple):
         return tuple(float(item) for item in value)
     return float(value) if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""`from_torch`: any torch scheduler as a function of time."""
+"""`from_torch`: use any torch scheduler as a schedule."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from stretto.timing import Time, TimeLike, Timestamp
 Factory = Callable[[Optimizer], Any]
 
 _KEPT = 4096
-"""Values kept from the furthest step backwards; going back further begins anew."""
+"""Number of recent values that are cached; earlier steps restart the scheduler."""
 
 
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class TorchSchedule(Schedule):
-    """A torch scheduler, read as a function of time; made by `from_torch`."""
+    """A torch scheduler as a function of time; made by `from_torch`."""
 
     factory: Factory
     every: Time
@@ -78,14 +78,14 @@ class TorchSchedule(Schedule):
 
 @final
 class _SchedulerValues:
-    """The factors of a torch scheduler, step by step on an optimizer of its own."""
+    """The factors of a torch scheduler, stepped on a separate optimizer."""
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
         self._begin()
 
     def factor(self, step: int) -> float:
-        """Return the learning rate after `step` steps, over the one that it began with."""
+        """Return the learning rate after `step` steps, relative to the initial one."""
         if step < self._first:
             self._begin()
         while step >= self._first + len(self._values):
@@ -120,7 +120,7 @@ class _SchedulerValues:
 
     def _advance(self) -> None:
         with warnings.catch_warnings():
-            # No optimizer step ever comes before these: only the learning rate is read.
+            # This optimizer never steps; only its learning rate is read.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             try:
                 self._scheduler.step()
@@ -145,10 +145,10 @@ class _SchedulerValues:
 def from_torch(factory: Factory, every: TimeLike = "1ba") -> TorchSchedule:
     """Return a torch scheduler as a schedule: a pure function of time, in any unit.
 
-    The scheduler is built on an optimizer of its own with a learning rate of 1 and stepped there,
-    as often as the time says; so it may be read at any time, backwards too, and there is nothing
-    to save. Its learning rate is the factor. A scheduler that sets a learning rate of its own
-    (`OneCycleLR`'s `max_lr`) is told 1 for the optimizer's: `max_lr=1.0` peaks there.
+    The scheduler is built on a separate optimizer with a learning rate of 1 and stepped there, as
+    often as the time requires. So it can be read at any time, backwards too, and has no state to
+    save. Its learning rate is the factor. For a scheduler with absolute learning rates, write them
+    relative to the optimizer's: `OneCycleLR(max_lr=1.0)` peaks at the base learning rate.
 
     >>> from torch.optim.lr_scheduler import StepLR
     >>> from stretto.timing import Horizon
@@ -158,11 +158,11 @@ def from_torch(factory: Factory, every: TimeLike = "1ba") -> TorchSchedule:
     [1.0, 1.0, 0.1, 0.01, 0.1]
 
     Args:
-        factory: returns a scheduler of the optimizer that it is given.
-        every: how much time one `step()` stands for.
+        factory: makes a scheduler for a given optimizer.
+        every: the time of one `step()`.
 
-    `ReduceLROnPlateau` follows a metric and not the time, so it is refused. A batch size can follow
-    a metric: see `Plateau`.
+    `ReduceLROnPlateau` depends on a metric, not on time, so it is refused. A batch size can depend
+    on a metric: see `Plateau`.
 
     Raises:
         ScheduleError: `factory` is not a function, or `every` is not positive. When it is bound:

@@ -1,4 +1,4 @@
-"""Several optimizers as one: for whoever reads or sets hyper-parameters."""
+"""Several optimizers as one, to read and set hyper-parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 def joined(optimizers: Sequence[Optimizer]) -> Optimizer:
-    """Return a single optimizer itself, or one that has the parameter groups of several.
+    """Return a single optimizer itself, or one with the parameter groups of several.
 
     >>> import torch
     >>> one, two = (torch.optim.SGD([torch.zeros(1)], lr=lr) for lr in (0.1, 0.2))
@@ -20,7 +20,7 @@ def joined(optimizers: Sequence[Optimizer]) -> Optimizer:
 
 
 def each_of(optimizer: Optimizer) -> Sequence[Optimizer]:
-    """Return the optimizers that one was joined of; a plain one alone."""
+    """Return the optimizers behind a joined one; or the optimizer itself."""
     return optimizer.optimizers if isinstance(optimizer, Joined) else (optimizer,)
 
 
@@ -29,7 +29,7 @@ class Joined(Optimizer):
     """The parameter groups of several optimizers, in order; made by `joined`."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        # Nothing of an optimizer is set up: all that it has is what the others have.
+        # Do not call super().__init__: it has no state of its own.
         self.optimizers = tuple(optimizers)
         self.defaults: dict[str, Any] = {}
         for one in optimizers:
@@ -37,7 +37,7 @@ class Joined(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all, as they are now."""
+        """The present groups of all optimizers."""
         return [group for one in self.optimizers for group in one.param_groups]
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What was planned and what was done, as pictures, tables and comparisons."""
+"""Plots, tables and comparisons of plans and runs."""
 
 from __future__ import annotations
 

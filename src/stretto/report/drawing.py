@@ -1,4 +1,4 @@
-"""What all pictures share: the look, axes in a unit of time, and the file they go to."""
+"""Shared parts of all plots: style, time axes and output files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
-"""The endings of pictures that are drawn."""
+"""The supported file endings."""
 LABELS = {
     TimeUnit.EPOCH: "epochs",
     TimeUnit.BATCH: "batches",
@@ -25,9 +25,9 @@ LABELS = {
     TimeUnit.DURATION: "fraction of the run",
     TimeUnit.SECOND: "seconds",
 }
-"""What an axis in a unit is called."""
+"""The label of an axis, by unit."""
 
-# Told apart in print and by those who do not see red or green (Okabe and Ito 2008).
+# Distinct in print and for colour-blind readers (Okabe and Ito 2008).
 BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#a05a8c"
 INK, MUTED, FAINT = "#222222", "#767676", "#e3e3e3"
 STYLE: dict[str, Any] = {
@@ -60,19 +60,19 @@ STYLE: dict[str, Any] = {
     "ytick.left": False,
 }
 MAX_SIZES = 6
-"""Up to this many batch sizes, each stands at the axis."""
+"""Up to this many batch sizes, each gets a tick."""
 
 
 def check_drawable(path: Path) -> None:
-    """Refuse a picture that could not be drawn, before hours of work are done for it.
+    """Check before a long run that a plot can be written.
 
     Raises:
-        ConfigError: the ending of its name is none of ours, or it cannot be written there.
+        ConfigError: the file ending is not supported, or the folder is not writable.
         MissingPackageError: matplotlib is not installed.
     """
     check_format(path)
     import_optional("matplotlib", "plot")
-    # Folders that are not there are made when it is drawn.
+    # Missing folders are created later.
     place = next((one for one in (path, *path.absolute().parents) if one.exists()), path)
     is_file = place == path and path.is_file()
     if not os.access(place, os.W_OK) or not (is_file or (place != path and place.is_dir())):
@@ -86,10 +86,10 @@ def check_drawable(path: Path) -> None:
 
 
 def check_format(path: Path) -> None:
-    """Refuse a picture of a kind that is not drawn, before any work is done.
+    """Check the file ending of a plot.
 
     Raises:
-        ConfigError: the ending of its name is none of ours.
+        ConfigError: the file ending is not supported.
     """
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(
@@ -102,7 +102,7 @@ def check_format(path: Path) -> None:
 
 
 def panels(heights: Sequence[float], title: str) -> tuple[Figure, list[Axes]]:
-    """Return a figure of panels above each other that share their horizontal axis."""
+    """Return a figure of stacked panels with a shared horizontal axis."""
     figures = import_optional("matplotlib.figure", "plot")
     figure: Figure = figures.Figure(figsize=(8, 1.1 + sum(heights)), layout="constrained")
     figure.suptitle(title, x=0.012, ha="left", fontsize=10.5, color=INK)
@@ -113,7 +113,7 @@ def panels(heights: Sequence[float], title: str) -> tuple[Figure, list[Axes]]:
 
 
 def finish_time_axis(axes: Axes, unit: TimeUnit, end: float) -> None:
-    """Let the lowest panel say what the horizontal axis counts, from 0 to the end."""
+    """Label the horizontal axis of the lowest panel, from 0 to the end."""
     ticker = import_optional("matplotlib.ticker", "plot")
     axes.set_xlim(0, end)
     axes.set_xlabel(LABELS[unit])
@@ -124,7 +124,7 @@ def finish_time_axis(axes: Axes, unit: TimeUnit, end: float) -> None:
 
 
 def finish_size_axis(axes: Axes, sizes: Sequence[int]) -> None:
-    """Let the vertical axis say batch sizes; where few are far apart, each at a doubling."""
+    """Format the axis of batch sizes; it is logarithmic for a few distant sizes."""
     ticker = import_optional("matplotlib.ticker", "plot")
     distinct = sorted(set(sizes))
     if len(distinct) <= MAX_SIZES and distinct[-1] >= 4 * distinct[0]:
@@ -139,17 +139,17 @@ def finish_size_axis(axes: Axes, sizes: Sequence[int]) -> None:
 
 
 def finish_value_axis(axes: Axes) -> None:
-    """Let the vertical axis of a hyper-parameter begin at 0, with plain numbers."""
+    """Format the axis of a hyper-parameter: from 0, with plain numbers."""
     axes.set_ylim(bottom=0)
     axes.margins(y=0.1)
     ticker = import_optional("matplotlib.ticker", "plot")
-    # 0.004 and 1e-5, where matplotlib would put a factor of 10 above the axis.
+    # Print 0.004 and 1e-5; matplotlib would put a power of 10 above the axis.
     plain = ticker.FuncFormatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
     axes.yaxis.set_major_formatter(plain)
 
 
 def finish_count_axis(axes: Axes, counts: Sequence[int]) -> None:
-    """Let the vertical axis say whole numbers from 0."""
+    """Format an axis of integers from 0."""
     ticker = import_optional("matplotlib.ticker", "plot")
     axes.set_ylim(0, max(counts) * 1.2)
     distinct = sorted(set(counts))
@@ -160,7 +160,7 @@ def finish_count_axis(axes: Axes, counts: Sequence[int]) -> None:
 
 
 def short(value: float) -> str:
-    """Return a large count as people say it.
+    """Return a large count as short text.
 
     >>> [short(value) for value in (0, 950, 20_000, 1_310_720, 2e9)]
     ['0', '950', '20K', '1.31M', '2B']
@@ -172,7 +172,7 @@ def short(value: float) -> str:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the picture; the same picture is the same bytes.
+    """Write the plot; equal plots give equal bytes.
 
     Raises:
         ConfigError: the file cannot be written.

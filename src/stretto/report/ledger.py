@@ -1,4 +1,4 @@
-"""The ledger of a run: what each batch was, read back and held against the plan."""
+"""Read the ledger of a run and compare it with the plan."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from stretto.errors import DataError, cannot
 from stretto.planning import Plan, PlannedBatch
 
 LEDGER = "ledger.csv"
-"""What the ledger is called in a run folder."""
+"""File name of the ledger in a run folder."""
 FIRST = 10
-"""Most differences that a comparison lists."""
+"""The most differences that a comparison lists."""
 _COUNTS = ("batch", "epoch", "sample", "token", "size", "tokens", "micro_batches")
 
 
 class LedgerRow(NamedTuple):
-    """One batch as it was run."""
+    """One batch of a run."""
 
     counts: Mapping[str, int]
     """The clock before it (`batch`, `epoch`, `sample`, `token`), its `size` and `tokens` over all
-    ranks, and its `micro_batches` on one."""
+    ranks, and its `micro_batches` on one rank."""
     values: Mapping[str, float]
     """The hyper-parameters."""
 
 
 class Difference(NamedTuple):
-    """Where a run and its plan part."""
+    """A difference between a run and its plan."""
 
     batch: int
     what: str
@@ -49,9 +49,9 @@ class Comparison:
     """A run against its plan, batch for batch."""
 
     batches: int
-    """How many batches the run has done."""
+    """Number of batches in the run."""
     planned: int | None
-    """How many the plan has; None where only the run can tell."""
+    """Number of batches in the plan; None if unknown."""
     differences: tuple[Difference, ...]
     """The first few."""
     compared: tuple[str, ...]
@@ -59,7 +59,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether every batch that was run is as planned."""
+        """Whether every batch of the run is as planned."""
         return not self.differences
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ def read_ledger(folder: Path) -> Iterator[LedgerRow]:
     """Yield every batch of the run in `folder`.
 
     Raises:
-        DataError: there is no ledger, or it is not one.
+        DataError: there is no ledger, or it is invalid.
     """
     path = folder / LEDGER
     try:
@@ -100,9 +100,9 @@ def read_ledger(folder: Path) -> Iterator[LedgerRow]:
 
 
 def decided_sizes(rows: Sequence[LedgerRow]) -> list[int]:
-    """Return the size in force in each batch: of one that an epoch or the run cuts, as before it.
+    """Return the decided size of each batch; a cut batch has the size of the previous one.
 
-    Where the size also changes in such a batch, the ledger does not know of it.
+    A change of size in a batch that is cut is not visible in the ledger.
     """
     sizes: list[int] = []
     for row, after in zip_longest(rows, rows[1:]):
@@ -113,19 +113,19 @@ def decided_sizes(rows: Sequence[LedgerRow]) -> list[int]:
 
 
 def compare(plan: Plan, folder: Path, *, ignores_rate: bool = False) -> Comparison:
-    """Return how the run in `folder` followed `plan`: sizes, clock, hyper-parameters.
+    """Compare the run in `folder` with `plan`: sizes, clock and hyper-parameters.
 
-    Counts must be equal. Hyper-parameters may differ in the last digits, since a plan multiplies
-    base, schedule and rule in another order than an optimizer does. Tokens are compared where the
-    plan knows them.
+    Counts must be equal. Hyper-parameters may differ in the last digits, because a plan multiplies
+    base, schedule and rule in another order than an optimizer does. Tokens are compared if the plan
+    has them.
 
     Args:
-        plan: what was to be.
-        folder: that of the run.
-        ignores_rate: whether learning rates are left out, as no plan knows them.
+        plan: the plan.
+        folder: the run folder.
+        ignores_rate: whether to ignore learning rates, if the plan cannot know them.
 
     Raises:
-        DataError: there is no ledger in the folder, or it is not one.
+        DataError: there is no ledger in the folder, or it is invalid.
     """
     differences: list[Difference] = []
     batches, names = 0, ["size", "epoch", "sample", "micro_batches"]
@@ -153,7 +153,7 @@ def compare(plan: Plan, folder: Path, *, ignores_rate: bool = False) -> Comparis
 
 
 def _expected(planned: PlannedBatch, tokens_per_sample: int) -> dict[str, float]:
-    """What the ledger's row of a planned batch should say."""
+    """Return the expected row of the ledger for a planned batch."""
     at = planned.timestamp
     return {
         "batch": at.batch,

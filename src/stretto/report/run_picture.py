@@ -1,4 +1,4 @@
-"""A picture of a run: loss, batch size and hyper-parameters, with the plan drawn behind."""
+"""Plot a run: loss, batch size and hyper-parameters, with the plan behind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_VALUES = 3
-"""Most hyper-parameters that get a panel."""
+"""The most hyper-parameters that get a panel."""
 _COUNTERS = {TimeUnit.BATCH: "batch", TimeUnit.SAMPLE: "sample", TimeUnit.TOKEN: "token"}
 _COLORS = (BLUE, ORANGE, GREEN, PURPLE)
 
@@ -49,14 +49,13 @@ def draw_run(
     Args:
         folder: the run folder.
         path: a name that ends in `.png`, `.svg` or `.pdf`.
-        horizon: what is known of the run.
-        plan: what was planned, drawn behind; None where only the run could tell.
-        unit: what the horizontal axis counts; left out, tokens where they were counted, else
-            samples.
+        horizon: the horizon of the run.
+        plan: the plan, drawn behind the run; None if unknown.
+        unit: the unit of the horizontal axis. Default: tokens if they were counted, else samples.
 
     Raises:
-        ConfigError: the file cannot be written, or is of another kind.
-        DataError: the folder holds no run.
+        ConfigError: the file cannot be written, or its ending is not supported.
+        DataError: the folder contains no run.
         MissingPackageError: matplotlib is not installed.
     """
     check_format(path)
@@ -75,7 +74,7 @@ def draw_run(
         _draw_losses(axes[0], metrics, target)
         xs = [place(row) for row in rows]
         if rows and metrics.training:
-            # A row is where a batch begins; the last one holds to where the run stands.
+            # A row marks the start of a batch; extend the last one to the end of the run.
             rows, xs = [*rows, rows[-1]], [*xs, max(xs[-1], metrics.training[-1][target])]
             sizes = [*sizes, sizes[-1]]
         _draw_sizes(axes[1], xs, sizes, curves)
@@ -107,7 +106,7 @@ def _unit(metrics: RunMetrics, unit: str | None) -> TimeUnit:
 
 
 def _horizontal_position(horizon: Horizon, unit: TimeUnit) -> Callable[[LedgerRow], float]:
-    """Where a row of the ledger lies on the horizontal axis."""
+    """Return a function from a row of the ledger to its horizontal position."""
 
     def place(row: LedgerRow) -> float:
         if unit in _COUNTERS:
@@ -123,14 +122,14 @@ def _curves(plan: Plan | None, unit: TimeUnit) -> Curves | None:
         return None
     try:
         return plan_curves(plan, unit)
-    except PlanError:  # without an end, or without tokens: the run is drawn without it
+    except PlanError:  # the plan has no end, or no tokens: draw the run alone
         return None
 
 
 def _thinned(
     rows: list[LedgerRow], sizes: list[int], most: int = 3_000
 ) -> tuple[list[LedgerRow], list[int]]:
-    """At most about `most` rows and their sizes, with each at which the size changes."""
+    """Return about `most` rows and their sizes, including every change of size."""
     stride = -(-len(rows) // most) if rows else 1
     kept = [
         number
@@ -165,7 +164,7 @@ def _draw_losses(axes: Axes, metrics: RunMetrics, unit: TimeUnit) -> None:
             clip_on=False,
             label=name.removesuffix("/loss"),
         )
-        # On the side of it where the training's last loss is not.
+        # On the side away from the last training loss.
         is_below = bool(lines) and lines[-1]["loss"] > found[-1][name]
         axes.annotate(
             f"{found[-1][name]:.3f}",
@@ -187,7 +186,7 @@ def _draw_losses(axes: Axes, metrics: RunMetrics, unit: TimeUnit) -> None:
                 label,
                 (1, value),
                 xycoords=("axes fraction", "data"),
-                xytext=(-42, 3),  # beside the last value, which may lie on the line
+                xytext=(-42, 3),  # beside the last value, which may be on the line
                 textcoords="offset points",
                 ha="right",
                 color=MUTED,

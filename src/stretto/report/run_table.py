@@ -1,4 +1,4 @@
-"""A run as a table: what each evaluation measured, and where the run stood."""
+"""Print a run as a table: a row for each evaluation."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from stretto.report.run import RunMetrics
 
 MAX_ROWS = 24
-"""With more evaluations than this, only some are shown: evenly spread, the last among them."""
+"""The most rows; of more evaluations, evenly spaced ones are shown, with the last."""
 FOLLOWED = ("noise_scale", "norm_test", "gain")
-"""What batch sizes and learning rates follow, where it was measured."""
+"""Measurements that batch sizes and learning rates can depend on."""
 _CLOCK = {"ep": "epoch", "ba": "batches", "sp": "samples", "tok": "tokens"}
 
 
 def run_table(metrics: RunMetrics, folder: Path) -> str:
-    """Return a run as text: a row for each evaluation, or for each log where there was none."""
+    """Return a run as text: a row per evaluation, or per log if there are none."""
     rows = metrics.evaluations or metrics.training
     shown = _evenly_spaced(list(rows))
     counts = [unit for unit in _CLOCK if unit != "tok" or rows[-1]["tok"]]
@@ -47,7 +47,7 @@ def _evenly_spaced(rows: list[Mapping[str, float]]) -> list[Mapping[str, float]]
 
 
 def _line_at(metrics: RunMetrics, row: Mapping[str, float]) -> Mapping[str, float]:
-    """The last line of training up to where `row` was written."""
+    """Return the last line of training up to `row`."""
     before = [line for line in metrics.training if line["ba"] <= row["ba"]]
     return before[-1] if before else {}
 

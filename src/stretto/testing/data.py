@@ -1,4 +1,4 @@
-"""Strategies for policies, and what to hold a loader to: read by all ranks, cut and resumed."""
+"""Strategies for policies, and checks for loaders: several ranks, cut and resumed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def policies(max_size: int = 20) -> st.SearchStrategy[BatchSizePolicy]:
 
 
 def cycled(sizes: list[int], *, planned: bool = True) -> SizeFunction:
-    """Return a policy that takes the sizes in turn, batch after batch.
+    """Return a policy that cycles through the sizes.
 
     >>> from stretto.planning import walk
     >>> from stretto.timing import Horizon
@@ -56,20 +56,20 @@ def cycled(sizes: list[int], *, planned: bool = True) -> SizeFunction:
 
 
 class StepRecord(NamedTuple):
-    """What one rank got in one step."""
+    """The data that one rank got in one step."""
 
     sample: int
     """The position at which the step starts."""
     size: int
     samples: tuple[Any, ...]
-    """The samples that count, in order."""
+    """The samples without padding, in order."""
     micro_batches: int
     weights: tuple[float, ...]
     tokens: int
 
 
 def read(loader: StepLoader, values: Callable[[Any], list[Any]]) -> Iterator[StepRecord]:
-    """Yield what a loader gives, step by step; `values` lists the samples of a batch.
+    """Yield a record of each step of a loader; `values` lists the samples of a batch.
 
     >>> loader = StepLoader(["a", "b", "c"], 2, max_duration="1ep", shuffle=False)
     >>> [record.samples for record in read(loader, list)]
@@ -82,7 +82,7 @@ def read(loader: StepLoader, values: Callable[[Any], list[Any]]) -> Iterator[Ste
 
 
 def record_of(step: Step, values: Callable[[Any], list[Any]]) -> StepRecord:
-    """Return what one step gives."""
+    """Return the record of one step."""
     samples: list[Any] = []
     for micro in step:
         if micro.num_samples:
@@ -96,7 +96,7 @@ def record_of(step: Step, values: Callable[[Any], list[Any]]) -> StepRecord:
 def assert_resumes(
     make_loader: Callable[[], StepLoader], values: Callable[[Any], list[Any]]
 ) -> None:
-    """Save before, in and after every step, restore in a new loader, and compare what follows.
+    """Save before, during and after every step, resume in a new loader, and compare.
 
     >>> assert_resumes(lambda: StepLoader(list("abcde"), 2, max_duration="2ep"), list)
     """
@@ -106,7 +106,7 @@ def assert_resumes(
         number, before = states[-1]
         in_hand = json.dumps(loader.state_dict())
         if _without_job(json.loads(in_hand)) != _without_job(json.loads(before)):
-            states.append((number, in_hand))  # what `drop` leaves out has been passed over
+            states.append((number, in_hand))  # dropped samples were skipped
         records.append(record)
         loader.finish()
         states.append((number + 1, json.dumps(loader.state_dict())))
@@ -120,7 +120,7 @@ def assert_resumes(
 
 
 def _without_job(state: Any) -> Any:
-    """A loader's state without wall times: of the clock, and of when a period began."""
+    """Return a loader's state without wall times."""
     if not isinstance(state, dict):
         return state
     return {key: _without_job(one) for key, one in state.items() if "nanoseconds" not in key}

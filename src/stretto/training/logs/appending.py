@@ -1,4 +1,4 @@
-"""Text at the end of a file, of which nothing is lost while the disk is full."""
+"""Append text to a file without losing text while the disk is full."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BLOCK_BYTES = 1 << 16
 
 @final
 class Appender:
-    """Appends text to a file; what cannot be written yet is kept, and written later.
+    """Appends text to a file; text that cannot be written is kept for later.
 
     >>> lines = Appender(Path("lines.txt"))
     >>> lines.add("one ")
@@ -32,20 +32,20 @@ class Appender:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is in the file, and nothing on its way there."""
+        """Whether the file is empty and no text is waiting."""
         return not (self.is_waiting or self._file.tell())
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something is not written yet."""
+        """Whether text is waiting."""
         return bool(self._texts or self._rest)
 
     def add(self, text: str) -> None:
-        """Take text, which the next flush writes."""
+        """Add text, which the next flush writes."""
         self._texts.append(text)
 
     def flush(self) -> None:
-        """Hand everything to the operating system.
+        """Write everything to the operating system.
 
         Raises:
             OSError: not all of it could be written; the rest is kept.
@@ -59,7 +59,7 @@ class Appender:
         """Flush and close the file.
 
         Raises:
-            OSError: not all could be written; what is left is lost.
+            OSError: not all could be written; the rest is lost.
         """
         try:
             self.flush()
@@ -68,7 +68,7 @@ class Appender:
 
 
 def check_appendable(path: Path) -> None:
-    """Check that appending to `path` would not wait for a reader, nor fail.
+    """Check that appending to `path` neither blocks nor fails.
 
     Raises:
         OSError: it is a folder, a pipe or a socket, or it cannot be looked at.
@@ -83,11 +83,11 @@ def check_appendable(path: Path) -> None:
 
 
 def cut_back(path: Path, length: int | None) -> int:
-    """Cut a file of lines to `length`, and any half line off its end; return how long it is then.
+    """Truncate a file to `length`, without a partial last line; return the new length.
 
     Args:
-        path: the file; one that is missing, or a device, counts as empty.
-        length: None leaves every whole line.
+        path: the file. A missing file or a device counts as empty.
+        length: None keeps every complete line.
     """
     if not path.is_file():
         return 0
@@ -100,7 +100,7 @@ def cut_back(path: Path, length: int | None) -> int:
 
 
 def _end_of_lines(file: BinaryIO, end: int) -> int:
-    """Where the last line before `end` ends."""
+    """Return the end of the last complete line before `end`."""
     while end:
         start = max(0, end - _BLOCK_BYTES)
         file.seek(start)
@@ -112,10 +112,10 @@ def _end_of_lines(file: BinaryIO, end: int) -> int:
 
 
 def synchronize_file(path: Path) -> None:
-    """Have a file on the disk; a device has nothing to keep.
+    """Flush a file to disk (fsync); devices are ignored.
 
     Raises:
-        OSError: it cannot be done; the error names the file.
+        OSError: it fails; the error names the file.
     """
     try:
         with path.open("rb") as file:

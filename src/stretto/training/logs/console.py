@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 REFRESH_SECONDS = 0.2
-"""How often the bar moves: drawing it takes a millisecond."""
+"""Time between updates of the bar; drawing takes a millisecond."""
 LINE_SECONDS = 5.0
-"""How often a line is printed if there is no terminal."""
+"""Time between printed lines without a terminal."""
 
 
 @final
 class ConsoleLogger:
-    """Shows loss, batch size, learning rate, throughput and the time that is left.
+    """Shows loss, batch size, learning rate, throughput and remaining time.
 
     Args:
         max_duration: the length of the run.
@@ -51,7 +51,7 @@ class ConsoleLogger:
 
     @property
     def is_due(self) -> bool:
-        """Whether the bar should move."""
+        """Whether the bar is due for an update."""
         return self._bar is not None and self._clock() - self._shown_at >= REFRESH_SECONDS
 
     def start(self, config: Mapping[str, Any], sample: int) -> None:
@@ -74,7 +74,7 @@ class ConsoleLogger:
         self._bar.start()
 
     def show(self, at: Record) -> None:
-        """Move the bar to `at`, the clock in every unit; the first call is the start of the run."""
+        """Move the bar to `at`, the clock in every unit; the first call starts the run."""
         if self._began is None:
             self._began = (self._clock(), at["dur"])
         if self._bar is not None:
@@ -84,7 +84,7 @@ class ConsoleLogger:
             self._bar.refresh()
 
     def log(self, record: Record) -> None:
-        """Print an evaluation; keep a line of training for the bar, or print it now and then."""
+        """Print an evaluation; show a line of training in the bar, or print it at intervals."""
         done = f"{record['dur']:4.0%}"
         if "loss" not in record:
             position = show_position(record[self._unit], self._max_duration.unit)
@@ -97,7 +97,7 @@ class ConsoleLogger:
             self._print(f"{done}  {self._describe(record)}")
 
     def close(self) -> None:
-        """Take the bar away; what was printed stays."""
+        """Remove the bar; printed lines stay."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -110,7 +110,7 @@ class ConsoleLogger:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _describe(self, at: Record) -> str:
-        """The last line of training, and what is left at `at`."""
+        """Return the last line of training and the remaining time."""
         record = self._record
         parts = []
         if record:
@@ -125,7 +125,7 @@ class ConsoleLogger:
         return "  ".join([*parts, *self._left(at)])
 
     def _left(self, at: Record) -> list[str]:
-        """What is left of the run in its own unit, and the seconds it may take at this pace."""
+        """Return the remaining part of the run in its unit, and the estimated seconds."""
         unit = self._max_duration.unit
         left = []
         if unit is not TimeUnit.SECOND:
@@ -141,7 +141,7 @@ class ConsoleLogger:
 
 
 def has_terminal() -> bool:
-    """Return whether standard output is a terminal; a notebook is none."""
+    """Return whether standard output is a terminal; a notebook is not."""
     if sys.stdout is None or not sys.stdout.isatty():
         return False
     from rich.console import Console

@@ -16,7 +16,7 @@ from stretto.training.distributed.ranks import Ranks
 Reduce: TypeAlias = Literal["mean", "sum", "last"]
 
 _FOLD = 256
-"""Tensors kept before they are read: reading one waits for the device."""
+"""Number of tensors kept before a read, which waits for the device."""
 
 
 @final
@@ -41,7 +41,7 @@ class Logged:
     def add(
         self, name: str, value: float | Tensor, *, reduce: Reduce = "mean", weight: float = 1.0
     ) -> None:
-        """Take one value.
+        """Add one value.
 
         Raises:
             TrainingError: it is not a number, or `name` was logged with another reduction.
@@ -59,14 +59,14 @@ class Logged:
         known.add(value, weight)
 
     def take(self, ranks: Ranks, *, taken: Iterable[str] = ()) -> dict[str, float]:
-        """Return what was logged since the last call, on every rank, and begin anew.
+        """Return the values since the last call, reduced over ranks, and reset them.
 
-        A rank that has logged nothing adds nothing. Of "last", the first rank that has logged the
-        name counts. Every rank must call it.
+        Not every rank has to log. "last" takes the value of the first rank that has logged the
+        name. Every rank must call it.
 
         Args:
             ranks: the processes of the run.
-            taken: names that the line has already.
+            taken: names that are on the line already.
 
         Raises:
             TrainingError: a name is taken, or two ranks have logged one with different reductions.
@@ -84,7 +84,7 @@ class Logged:
         return {name: one.result() for name, one in merged.items()}
 
     def state_dict(self, ranks: Ranks) -> dict[str, Sequence[str | float]]:
-        """Return what was logged on all ranks since the last line. Every rank must call it."""
+        """Return the values of all ranks since the last line. Every rank must call it."""
         return {name: one.record() for name, one in self._merged(ranks).items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[str | float]], ranks: Ranks) -> None:
@@ -107,7 +107,7 @@ class Logged:
 
 @final
 class _Value:
-    """What was logged under one name."""
+    """The values of one name."""
 
     __slots__ = ("_pending", "reduce", "total", "weight")
 
@@ -127,7 +127,7 @@ class _Value:
             self._take([(float(value), weight)])
 
     def record(self) -> Sequence[str | float]:
-        """What is known, as JSON."""
+        """Return the sums as JSON."""
         self._fold()
         return [self.reduce, self.total, self.weight]
 

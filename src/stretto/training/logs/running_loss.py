@@ -1,4 +1,4 @@
-"""The loss between two logs: one mean over every unit that was seen, whatever the batches were."""
+"""The mean loss between two logs, over all units."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RunningLoss:
             self._sum, self._weight = _added(losses, self._sum, self._weight)
 
     def take(self) -> tuple[float, float]:
-        """Return this rank's sum and weight since the last call, and begin anew."""
+        """Return this rank's sum and weight since the last call, and reset them."""
         sums = self._sum, self._weight
         self._sum = self._weight = 0.0
         return sums
@@ -51,7 +51,7 @@ def mean_loss(losses: Sequence[MicroLoss]) -> float:
 def _added(
     losses: Sequence[MicroLoss], total: float = 0.0, weight: float = 0.0
 ) -> tuple[float, float]:
-    """The sum and the weight, one loss after the other: the same to the last bit however cut."""
+    """Add losses one by one, so that the sum does not depend on how they are grouped."""
     values = torch.stack([micro.loss for micro in losses]).double().tolist()
     for loss, micro in zip(values, losses, strict=True):
         total += loss * micro.factor
