@@ -85,8 +85,7 @@ bench-peers: $(VENV)/.develop  ## step and clock cost beside the peers' (makes 5
 	$(BIN)/python bench/step_cost.py
 
 golden: $(VENV)/.develop  ## rewrite the golden files; read the diff before you commit it
-	STRETTO_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_error_messages.py \
-		tests/test_public_face.py tests/planning/test_table.py
+	STRETTO_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_public_face.py tests/planning/test_table.py
 
 check: lint types layers docs wheel bench test  ## exactly what CI runs
 
