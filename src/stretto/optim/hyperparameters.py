@@ -119,7 +119,7 @@ class Hyperparameters:
         ConversionError: a time needs a fact that is not known.
     """
 
-    __slots__ = ("_base", "_columns", "_only", "_optimizer", "_rule", "_settings", "_varies")
+    __slots__ = ("_base", "_columns", "_only", "_rule", "_settings", "_varies", "optimizer")
 
     def __init__(
         self,
@@ -133,7 +133,8 @@ class Hyperparameters:
         factors = read_schedules(optimizer, schedules)
         self._rule = NoRule() if rule is None else as_rule(rule)
         # Its groups are looked up each time: loading a state puts new ones in their place.
-        self._optimizer = optimizer
+        self.optimizer = optimizer
+        """What is written to."""
         groups = optimizer.param_groups
         _part_tensors(groups)
         self._varies = not isinstance(self._rule, NoRule) or any(
@@ -187,49 +188,49 @@ class Hyperparameters:
         only = self._only
         if only is not None:
             value = only.base.value * only.factors[0](timestamp)
-            self._optimizer.param_groups[only.number][only.key] = only.base.written = value
+            self.optimizer.param_groups[only.number][only.key] = only.base.written = value
             return
         rule = 1.0
         if not isinstance(self._rule, NoRule):
             rule = self._rule(_given(batch_size))
         for setting in self._settings:
             setting.base.written = value = setting.at(timestamp, rule)
-            write(self._optimizer.param_groups[setting.number], setting.key, value)
+            write(self.optimizer.param_groups[setting.number], setting.key, value)
 
-    def fixed(self) -> list[tuple[dict[str, Any], str, float]] | None:
-        """Return what `apply` writes at any time: group, key and value, the learning rate first.
+    def fixed(self) -> list[tuple[int, str, float]] | None:
+        """Return what `apply` writes at any time, the learning rate first.
 
-        It holds until a state is loaded into the optimizer. None: a value changes, or others are
-        scheduled beside the learning rate, so `apply` is called for each batch.
+        Each is the number of a group in `optimizer.param_groups`, a key and a value. None: a value
+        changes, or others are scheduled beside the learning rate, so `apply` is called for each
+        batch.
         """
         if self._varies or len(self._columns) > 1:
             return None
-        places = [
-            (self._optimizer.param_groups[one.number], one.key, one.at(Timestamp(), 1.0))
-            for one in self._settings
-        ]
-        if any(isinstance(group[key], Tensor) for group, key, _ in places):
+        groups = self.optimizer.param_groups
+        if any(isinstance(groups[one.number][one.key], (Tensor, tuple)) for one in self._settings):
             return None
-        self.apply(Timestamp())
-        return places
+        for one in self._settings:
+            one.base.written = one.at(Timestamp(), 1.0)
+        return [(one.number, one.key, one.base.written) for one in self._settings]
 
-    def only_place(self) -> tuple[dict[str, Any], str] | None:
-        """Return where the only value that `values` reads is, as group and key; None: elsewhere.
+    def only_place(self) -> tuple[int, str] | None:
+        """Return where the only value that `values` reads is; None: elsewhere.
 
-        It holds until a state is loaded into the optimizer.
+        It is the number of a group in `optimizer.param_groups`, and a key.
         """
         columns = list(self._columns.values())
         if len(columns) != 1 or columns[0].index is not None:
             return None
-        group = self._optimizer.param_groups[columns[0].number]
-        return None if isinstance(group[columns[0].key], Tensor) else (group, columns[0].key)
+        number, key = columns[0].number, columns[0].key
+        is_tensor = isinstance(self.optimizer.param_groups[number][key], Tensor)
+        return None if is_tensor else (number, key)
 
     def values(self) -> dict[str, float]:
         """Return the values in force: the learning rate, and whatever else is scheduled.
 
         A name without a group shows the first group's value; of `betas`, the first.
         """
-        return {name: column.read(self._optimizer) for name, column in self._columns.items()}
+        return {name: column.read(self.optimizer) for name, column in self._columns.items()}
 
 
 def read_schedules(optimizer: Optimizer, schedules: Mapping[str, Any]) -> dict[str, Schedule]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import nan
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, final
+from typing import Literal, NamedTuple, final
 
 from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import Step, StepLoader
@@ -77,10 +78,10 @@ class Loop:
     """Whether a step is nobody else's business: one process, and nothing is measured."""
     _listens: bool = False
     """Whether a callback listens to single batches."""
-    _fixed: Sequence[tuple[dict[str, Any], str, float]] | None = None
+    _fixed: Sequence[tuple[int, str, float]] | None = None
     """What is written to the optimizer before each batch; None: what the schedules say."""
-    _place: tuple[dict[str, Any], str] | None = None
-    """The parameter group and the key of the only value that the ledger shows."""
+    _place: tuple[int, str] | None = None
+    """The parameter group, by number, and the key of the only value that the ledger shows."""
 
     @property
     def timer(self) -> Timer:
@@ -166,11 +167,12 @@ class Loop:
         if fixed is None:
             self.hyperparameters.apply(step.timestamp, step.batch_size)
         else:
-            for group, key, value in fixed:
-                group[key] = value
-        run.step = step
+            # Looked up for each batch: a step that loads a state puts new groups in their place.
+            groups = self.hyperparameters.optimizer.param_groups
+            for number, key, value in fixed:
+                groups[number][key] = value
+        run.step, run.latest_loss = step, nan
         if self._listens:
-            run.begin_step(step)
             self.events.tell("on_batch_start", step)
         gradient = self.stepper.gradient(step)
         run.latest_loss = partial(mean_loss, gradient.losses)
@@ -192,8 +194,8 @@ class Loop:
         if self._place is None:
             values = tuple(self.hyperparameters.values().values())
         else:
-            group, key = self._place
-            values = (group[key],)
+            number, key = self._place
+            values = (self.hyperparameters.optimizer.param_groups[number][key],)
         losses = () if info is None else gradient.losses
         self.recorder.pending.append(
             Finished(

@@ -145,7 +145,12 @@ class Recorder:
         self._goes_on = True
 
     def record(self) -> None:
-        """Record the batches that are pending."""
+        """Record the batches that are pending, and read their losses."""
+        self._collect()
+        self.loss.read()
+
+    def _collect(self) -> None:
+        """Record the batches that are pending, but read nothing from the device."""
         pending, self.pending = self.pending, []
         if not pending:
             return
@@ -247,7 +252,7 @@ class Recorder:
 
     def close(self) -> None:
         """Flush and close everything."""
-        self.record()
+        self._collect()  # after a failure of the device, its losses cannot be read
         self._is_full = False
         self._try([one.close for one in self._outputs], "they are lost")
         self._ledger = self._metrics = None

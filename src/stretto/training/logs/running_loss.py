@@ -14,30 +14,39 @@ from stretto.training.stepping.stepper import MicroLoss
 
 @final
 class RunningLoss:
-    """The sum of losses over their units."""
+    """Sums losses over their units."""
 
     def __init__(self) -> None:
+        self._pending: list[MicroLoss] = []
         self._sum = 0.0
         self._weight = 0.0
 
     def add(self, losses: Sequence[MicroLoss]) -> None:
-        """Take the losses of some steps; this waits for the device."""
-        if losses:
-            self._sum, self._weight = _added(losses, self._sum, self._weight)
+        """Take the losses of some steps, without reading them."""
+        self._pending += losses
+
+    def read(self) -> None:
+        """Read the losses that were taken; this waits for the device."""
+        if self._pending:
+            self._sum, self._weight = _added(self._pending, self._sum, self._weight)
+            self._pending = []
 
     def take(self) -> tuple[float, float]:
         """Return this rank's sum and weight since the last call, and reset them."""
+        self.read()
         sums = self._sum, self._weight
         self._sum = self._weight = 0.0
         return sums
 
     def state_dict(self, ranks: Ranks) -> dict[str, float]:
         """Return the sums over all ranks. Every rank must call it."""
+        self.read()
         total, weight = ranks.agree((self._sum, self._weight))
         return {"sum": total, "weight": weight}
 
     def load_state_dict(self, state: Mapping[str, float], ranks: Ranks) -> None:
         """Continue from saved sums, which the first rank takes over for all."""
+        self._pending = []
         saved = number(state, "sum"), number(state, "weight")
         self._sum, self._weight = saved if ranks.is_first else (0.0, 0.0)
 
