@@ -5,7 +5,6 @@ Nothing is allocated beyond the size of the files.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from stretto.checkpoint.manifest import (
     read_manifest,
     with_file_name,
 )
+from stretto.checkpoint.tensor_entry import TensorEntry, sharded_entry, single_entry
 from stretto.checkpoint.tensor_file import DTYPES
 from stretto.checkpoint.writing import REPLACED
 from stretto.errors import CheckpointError, cannot, shown
@@ -44,30 +44,6 @@ class Checkpoint(NamedTuple):
     """Tensors by group and name, on the CPU."""
     records: dict[str, Any]
     """All other state, as JSON."""
-
-
-class FilePart(NamedTuple):
-    """The part of a tensor in one file."""
-
-    file: str
-    offset: int
-    length: int
-
-
-class TensorEntry(NamedTuple):
-    """The type, shape and files of a stored tensor."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    dim: int
-    """The dimension along which it is sharded."""
-    parts: tuple[FilePart, ...]
-    """In order; a single part if it is not sharded."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its values."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @final
@@ -211,7 +187,9 @@ class CheckpointReader:
         if not found.keys() >= shards.keys():
             raise DamagedError(f"a tensor of {group} is missing")
         return {
-            name: _assembled(name, parts, shards[name]) if name in shards else _single(name, parts)
+            name: sharded_entry(name, parts, shards[name])
+            if name in shards
+            else single_entry(name, parts)
             for name, parts in found.items()
         }
 
@@ -329,42 +307,3 @@ def _checked_aliases(group: str, aliases: Any, places: Mapping[str, TensorEntry]
         if not isinstance(original, str) or original not in places or name in places:
             raise DamagedError(f"{shown(name)} of {shown(group)} stands for {shown(original)}")
     return aliases
-
-
-TensorInfo = tuple[torch.dtype, tuple[int, ...]]
-
-
-def _single(name: str, parts: Mapping[str, TensorInfo]) -> TensorEntry:
-    if len(parts) != 1:
-        raise DamagedError(f"{shown(name)} is there {len(parts)} times")
-    ((file, (dtype, shape)),) = parts.items()
-    return TensorEntry(dtype, shape, 0, (FilePart(file, 0, shape[0] if shape else 1),))
-
-
-def _assembled(name: str, parts: Mapping[str, TensorInfo], shard: Any) -> TensorEntry:
-    """Check that the parts of a tensor are complete, without gaps or overlaps."""
-    match shard:
-        case {"shape": [*shape], "dim": int(dim), "pieces": [*listed]}:
-            numbers = [dim, *shape]
-        case _:
-            raise DamagedError(f"{RECORDS} does not say how {shown(name)} is sharded")
-    are_counts = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
-    if not are_counts or dim >= len(shape) or len(listed) != len(parts):
-        raise DamagedError(f"{RECORDS} does not say how {shown(name)} is sharded")
-    placed: list[FilePart] = []
-    end = 0
-    for entry in listed:
-        match entry:
-            case [str(file), int(offset)] if file in parts and type(offset) is int:
-                dtype, part = parts[file]
-            case _:
-                raise DamagedError(f"{RECORDS} does not say where the parts of {shown(name)} are")
-        whole = [*part[:dim], shape[dim], *part[dim + 1 :]]
-        same = dtype == parts[listed[0][0]][0] and len(part) == len(shape) and whole == shape
-        if not same or offset != end or file in {part.file for part in placed}:
-            raise DamagedError(f"the parts of {shown(name)} are incomplete or overlap")
-        placed.append(FilePart(file, offset, part[dim]))
-        end += part[dim]
-    if end != shape[dim] or not placed:
-        raise DamagedError(f"the parts of {shown(name)} are incomplete or overlap")
-    return TensorEntry(dtype, tuple(shape), dim, tuple(placed))

@@ -99,6 +99,26 @@ def cut_back(path: Path, length: int | None) -> int:
     return whole
 
 
+def cut_with_note(path: Path, length: int | None, batch: int) -> str | None:
+    """Truncate a file as `cut_back` does; return what it lacks, if anything.
+
+    Args:
+        path: the file.
+        length: None keeps every complete line.
+        batch: the batch after which the file had that length.
+    """
+    size = path.stat().st_size if path.is_file() else 0
+    left = cut_back(path, length)
+    if length is not None and left < length:
+        return (
+            f"lacks {length - left:,} of the {length:,} bytes it had when the checkpoint "
+            f"was written; lines from before batch {batch} are missing"
+        )
+    if length is None and left < size:
+        return "ends in half a line, which is cut off"
+    return None
+
+
 def _end_of_lines(file: BinaryIO, end: int) -> int:
     """Return the end of the last complete line before `end`."""
     while end:

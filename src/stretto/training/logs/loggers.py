@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -280,3 +282,13 @@ def _keep_id(config: Mapping[str, Any], service: str, run_id: str) -> None:
 def _id_file(config: Mapping[str, Any], service: str) -> Path | None:
     folder = config.get("folder")
     return Path(folder) / f"{service}-run-id.txt" if folder else None
+
+
+def json_line(record: Record) -> str:
+    r"""Return a line of metrics as JSON; a value that is not finite becomes null.
+
+    >>> json_line({"sp": 4096, "loss": float("nan")})
+    '{"sp": 4096, "loss": null}\n'
+    """
+    clean = {key: value if math.isfinite(value) else None for key, value in record.items()}
+    return json.dumps(clean) + "\n"

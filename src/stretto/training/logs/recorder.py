@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import warnings
@@ -16,10 +15,10 @@ from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.checkpointing.lock import set_aside, unwritable
 from stretto.training.checkpointing.records import count
 from stretto.training.distributed.ranks import Ranks
-from stretto.training.logs.appending import Appender, check_appendable, cut_back
+from stretto.training.logs.appending import Appender, check_appendable, cut_with_note
 from stretto.training.logs.console import ConsoleLogger
 from stretto.training.logs.logged import Logged
-from stretto.training.logs.loggers import Guarded, Logger, Record
+from stretto.training.logs.loggers import Guarded, Logger, json_line
 from stretto.training.logs.running_loss import RunningLoss
 from stretto.training.stepping.finite import SkippedSteps
 from stretto.training.stepping.stepper import MicroLoss
@@ -323,32 +322,11 @@ class Recorder:
         """Cut the files back to where the checkpoint left them; say what they lack."""
         for name in FILES:
             path, length = folder / name, self._lengths.get(name)
-            size = path.stat().st_size if path.is_file() else 0
-            if size > 0 == length:
+            if length == 0 and path.is_file() and path.stat().st_size:
                 set_aside(path)
-                continue
-            left = cut_back(path, length)
-            if length is not None and left < length:
-                told = (
-                    f"lacks {length - left:,} of the {length:,} bytes it had when the checkpoint "
-                    f"was written; lines from before batch {self._since.batch} are missing"
-                )
-            elif length is None and left < size:
-                told = "ends in half a line, which is cut off"
-            else:
-                continue
-            warnings.warn(f"{path} {told}", RuntimeWarning, stacklevel=2)
+            elif missing := cut_with_note(path, length, self._since.batch):
+                warnings.warn(f"{path} {missing}", RuntimeWarning, stacklevel=2)
         self._lengths = {}
-
-
-def json_line(record: Record) -> str:
-    r"""Return a line of metrics as JSON; a value that is not finite becomes null.
-
-    >>> json_line({"sp": 4096, "loss": float("nan")})
-    '{"sp": 4096, "loss": null}\n'
-    """
-    clean = {key: value if math.isfinite(value) else None for key, value in record.items()}
-    return json.dumps(clean) + "\n"
 
 
 def _no_checkpoint(folder: Path | None, why: str) -> CheckpointError:
