@@ -1,7 +1,7 @@
 """Batch size policies as they are written: numbers, text, mappings, functions.
 
-A class of policies declares the key that it is written with (`written`); the other keys are the
-arguments of its constructor. Run files are read by the same `Dialect`, with a few more keys.
+A policy class declares its key (`written`); the other keys are the arguments of its constructor.
+Run files use the same `Dialect` with a few more keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stretto.timing import Horizon, Time
 PolicyLike: TypeAlias = (
     BatchSizePolicy | int | str | Mapping[str, object] | Mapping[Time, int] | SizeCallable
 )
-"""What is accepted as a batch size policy at the edges."""
+"""Anything that `as_policy` reads as a batch size policy."""
 _EXAMPLE = (
     "write a number, '0ep:8 1ep:16', or for example {ramp: double, start: 8, end: 64, over: 40%}"
 )
@@ -32,18 +32,18 @@ _EXAMPLE = (
 @final
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What else can be written, and how errors are located: a run file has its own."""
+    """The extra keys of a source of policies, and how it locates errors."""
 
     at: Callable[[Path], AbstractContextManager[None]] = lambda _: nullcontext()
-    """Lets errors raised within say that they come from a path."""
+    """Returns a context that adds a path to errors raised inside."""
     function: Callable[[Any, Path], object] = lambda value, _: value
-    """Returns the function that a value stands for."""
+    """Returns the function that a value names."""
     readers: Mapping[str, Callable[[dict[str, Any], Path], BatchSizePolicy]] = field(
         default_factory=dict
     )
-    """More ways, by key: each makes a policy of the keys of a mapping."""
+    """More keys: each makes a policy from a mapping."""
     even_unit: int | None = None
-    """What `even` sizes are a multiple of; None: there is no such key."""
+    """What `even` sizes are a multiple of; None: the key does not exist."""
 
     def policy(self, value: object, path: Path) -> BatchSizePolicy:
         """Return `value`, which is written at `path`, as a batch size policy."""
@@ -87,7 +87,7 @@ class Dialect:
         return wrapped
 
     def _way_of(self, words: Mapping[Any, Any], path: Path) -> str:
-        """The one key that says which way a mapping is written."""
+        """Return the one key that says what a mapping describes."""
         ways = ["ramp", *WAYS, *self.readers]
         given = [key for key in ways if key in words]
         if len(given) > 1:
@@ -122,13 +122,13 @@ class Dialect:
     def made(
         self, way: Way, words: Mapping[str, Any], path: Path, others: Iterable[str] = ()
     ) -> Any:
-        """Return what a way makes of the keys of a mapping.
+        """Return what a mapping describes.
 
         Args:
-            way: how it is written.
-            words: its keys, with their values.
+            way: the way it is written.
+            words: its keys and values.
             path: where it is written.
-            others: the keys that may stand beside it.
+            others: further keys that are allowed.
 
         Raises:
             BatchSizeError: a key is unknown or missing, or has no such value.
@@ -155,7 +155,7 @@ class Dialect:
         return way.make(**arguments)
 
     def _read(self, kind: str, key: str, value: Any, path: Path) -> Any:
-        """The value of an argument; what is not checked here, its class checks."""
+        """Return the value of an argument; the class checks what is not checked here."""
         match kind.removesuffix(" | None"):
             case "int":
                 return checked_size(value, key, instead="write a number such as 64")
@@ -212,7 +212,7 @@ class Dialect:
         return policy
 
     def evened(self, words: Mapping[str, Any], path: Path) -> dict[str, Any]:
-        """Return the keys without `even`, and with the `multiple_of` that it asks for."""
+        """Return the keys with `even` replaced by its `multiple_of`."""
         rest = {key: value for key, value in words.items() if key != "even"}
         with self.at((*path, "even")):
             unit = (self.even_unit or 1) if _flag("even", words.get("even", False)) else 1
@@ -232,14 +232,14 @@ class Dialect:
 
 
 PYTHON = Dialect()
-"""What is read in Python."""
+"""The dialect of Python."""
 
 
 def as_policy(value: object) -> BatchSizePolicy:
     """Return `value` as a batch size policy.
 
-    A number is a size for the whole run; text is steps, or a number; a mapping from times is
-    steps; a function `(timestamp, current) -> size` is asked before every batch. A mapping with
+    A number is the size of the whole run. Text is a number or steps. A mapping from times is
+    steps. A function `(timestamp, current) -> size` is called before every batch. A mapping with
     keywords has one of `ramp` (`linear`, `double` or `stages`, with `start`, `end`, `sizes`,
     `over`, `increment`, `equal`), `steps`, `size`, `periods` (each with a `duration`), `increase`
     (a function, with `start` and `max_batch_size`), or one that follows what is measured, with
@@ -264,12 +264,12 @@ def as_policy(value: object) -> BatchSizePolicy:
 
 
 def without_nulls(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a mapping without its nulls, which count as left out."""
+    """Return a mapping without its nulls, which mean left out."""
     return {key: value for key, value in mapping.items() if value is not None}
 
 
 def _check_place(words: Mapping[Any, Any]) -> None:
-    """Refuse keys that belong somewhere else."""
+    """Refuse keys that belong elsewhere."""
     if "duration" in words:
         raise _refused(
             "use the key 'duration'",
@@ -312,7 +312,7 @@ def _check_reach(
     *,
     is_bounded: bool,
 ) -> None:
-    """Refuse wrappers that lead beyond the bounds that a policy itself has."""
+    """Refuse wrappers that exceed the policy's own bounds."""
     horizon = Horizon("1ep")
     inner, outer = policy.bind(horizon).bounds, wrapped.bind(horizon).bounds
     if inner is None or outer is None:

@@ -15,19 +15,19 @@ from stretto.timing.number import exact, whole
 from stretto.timing.time import Number
 
 PolicyState: TypeAlias = Mapping[str, "int | float | str | PolicyState | None"]
-"""What a policy remembers: a small record that JSON keeps exactly. Never edited, only replaced."""
+"""The state of a policy: a small record that JSON keeps exactly. Replaced, never edited."""
 
 
 _TOO_LARGE = 10**200
-"""More than any count has that a plan can be made of; a longer one makes work and long messages."""
+"""Larger than any batch size in a plan; longer numbers only cost time and long messages."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """What the last step measured; None where it measured nothing.
+    """What the last step measured; None for what it did not.
 
-    Any value may be nan or infinite: a policy must answer all the same.
+    Any value may be nan or infinite: a policy must still decide.
 
     >>> Signals(loss=2.5).metric is None
     True
@@ -45,11 +45,11 @@ class Signals:
     noise_denominator: float | None = None
     """An unbiased estimate of |G|^2, the squared norm of the true gradient."""
     num_samples: float | None = None
-    """How many samples that batch had, by which its noise counts beside that of others; left out,
-    the loader fills it in."""
+    """The samples of that batch, which weight its noise beside that of other batches. If you leave
+    it out, the loader fills it in."""
 
     def __post_init__(self) -> None:
-        # numpy's numbers and tensors count as they would, and would not go into a checkpoint.
+        # NumPy numbers and tensors become floats: a checkpoint could not store them.
         for name in self.__slots__:
             value = getattr(self, name)
             if value is not None and type(value) is not float:
@@ -57,7 +57,7 @@ class Signals:
 
 
 def as_float(value: float) -> float:
-    """Return a number of any library as a float; one that is too large for it is infinite.
+    """Return a number of any library as a float; too large ones become infinite.
 
     >>> as_float(3), as_float(-(10**400))
     (3.0, -inf)
@@ -82,16 +82,16 @@ def _as_signal(name: str, value: object) -> float:
 
 
 NO_SIGNALS = Signals()
-"""Nothing was measured: what a static policy, which ignores signals, is given."""
+"""No measurement: the input of static policies, which ignore signals."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """For how long a size stays as it is: until any of its limits is reached.
+    """How long a size stays: until any of its limits is reached.
 
-    A limit is a counter of the clock and the tick at which the hold is over, so the size is that
-    of every batch that *starts* at a smaller tick. No limits: to the end of the run.
+    A limit is a counter of the clock and the tick at which the hold ends, so every batch that
+    *starts* at a smaller tick has this size. Without limits it lasts to the end of the run.
 
     >>> axis = Horizon("100sp").axis("sp")
     >>> Hold(((axis, 40),)).covers(Timestamp(sample=39))
@@ -112,8 +112,8 @@ class Hold:
 class BoundPolicy(ABC):
     """A policy on one run, with all its times resolved.
 
-    It is pure: the caller keeps the state and passes it in, so a checkpoint holds the state and
-    nothing else, and every rank that sees the same arguments decides the same.
+    It is pure: the caller keeps the state and passes it in. So a checkpoint needs only the state,
+    and ranks with the same arguments decide the same.
 
     >>> from stretto import Horizon, Steps, Timestamp
     >>> bound = Steps("0sp:8 100sp:16").bind(Horizon("1ep", dataset_num_samples=1000))
@@ -139,22 +139,22 @@ class BoundPolicy(ABC):
         """The signals that it reads: only those are measured.
 
         `"loss"`, `"noise"` (all that belongs to it), or the name of a metric, such as
-        `"validation/loss"`. Unless a policy says otherwise, one that is not static reads the loss.
+        `"validation/loss"`. By default, a policy that is not static reads the loss.
         """
         return frozenset() if self.is_static else frozenset({"loss"})
 
     @property
     def is_coupled(self) -> bool:
-        """Whether a schedule goes by these sizes, so that nothing may change them."""
+        """Whether a schedule depends on these sizes, so nothing may change them."""
         return False
 
     @property
     def bounds(self) -> tuple[int, int] | None:
-        """The least and the largest size that it may decide; None, unless a policy knows them."""
+        """The smallest and the largest size that it may decide; by default, None: unknown."""
         return None
 
     def inside(self, state: PolicyState) -> tuple[BoundPolicy, PolicyState] | None:
-        """Return the policy inside that decides now, and its part of the state; None: no other."""
+        """Return the wrapped policy that decides now, and its state; None if there is none."""
         del state
         return None
 
@@ -163,16 +163,16 @@ class BoundPolicy(ABC):
         """Return the state before the first batch."""
 
     def accepts(self, state: PolicyState) -> bool:
-        """Return whether a saved `state` is one that this policy may have kept.
+        """Return whether a saved `state` could be one of this policy.
 
-        Unless a policy says otherwise, one that has the fields of `start()`.
+        By default, whether it has the fields of `start()`.
         """
         return _fields(state) == _fields(self.start())
 
-    def told(self, state: PolicyState) -> Mapping[str, float]:
-        """Return what the last decision went by, for a line of metrics.
+    def log_values(self, state: PolicyState) -> Mapping[str, float]:
+        """Return the values behind the last decision, by name, for the log.
 
-        Nothing, unless a policy says otherwise.
+        By default, there are none.
         """
         del state
         return {}
@@ -187,11 +187,11 @@ class BoundPolicy(ABC):
         """
 
     def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold | None:
-        """Return for how long the decision just made at `timestamp` stands.
+        """Return how long the decision just made at `timestamp` holds.
 
-        `state` is the state that `decide` returned there. For every batch that starts later and
-        is covered by the hold, `decide` would return the same size and the same state, so it need
-        not be called. None: it stands for this batch only, as it does unless a policy knows better.
+        `state` is the state that `decide` returned there. For every later batch that the hold
+        covers, `decide` would return the same size and state, so it is not called. None (the
+        default): the decision holds for this batch only.
         """
         del timestamp, state
         return None
@@ -218,13 +218,13 @@ class BatchSizePolicy(ABC):
         """
 
     def scaled(self, ratio: Number) -> BatchSizePolicy:
-        """Return the policy with every time that is not a fraction of the run stretched.
+        """Return the policy with all times scaled, except fractions of the run.
 
         Batches, samples and tokens are rounded up to whole ones: half of 5ba is 3ba.
-        One that has no times stays as it is; one that has times says how.
+        By default, a policy without times is unchanged; one with times must define this.
 
         Raises:
-            BatchSizeError: it has times, and the ratio is not positive or it does not say how.
+            BatchSizeError: it has times, and the ratio is not positive or the method is missing.
         """
         if self.times():
             raise BatchSizeError(
@@ -237,31 +237,31 @@ class BatchSizePolicy(ABC):
         return self
 
     def times(self) -> tuple[Time, ...]:
-        """Return every time that it is written with; none, unless a policy says otherwise."""
+        """Return all times in its arguments; by default, none."""
         return ()
 
     @property
     def is_coupled(self) -> bool:
-        """Whether a schedule goes by these sizes, so that nothing may change them."""
+        """Whether a schedule depends on these sizes, so nothing may change them."""
         return False
 
-    def cautions(self, horizon: Horizon, largest: int) -> tuple[str, ...]:  # noqa: ARG002
-        """Return what may not be meant, a line each, on a run whose largest batch is `largest`.
+    def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:  # noqa: ARG002
+        """Return warnings for a run whose largest batch is `largest`, one line each.
 
-        A plan tells it; nothing, unless a policy knows better.
+        A plan shows them. By default, there are none.
         """
         return ()
 
 
 class TimedPolicy(BoundPolicy):
-    """A bound policy that is a function of the time alone: no state, no signals."""
+    """A bound policy that depends on time alone: no state, no signals."""
 
     __slots__ = ()
 
     @property
     @final
     def is_static(self) -> bool:
-        """Whether sizes follow from counts: not where they follow the wall clock."""
+        """Whether sizes follow from counts alone, not from the wall clock."""
         return TimeUnit.SECOND not in self.units
 
     @property
@@ -328,7 +328,7 @@ def checked_world_size(value: object) -> int:
 
 
 def stretched(time: Time, ratio: Number) -> Time:
-    """Return `time` stretched, rounded up to whole counts; fractions of the run stay as they are.
+    """Return `time` scaled and rounded up to whole counts; fractions of the run are unchanged.
 
     >>> stretched(Time("5ba"), 0.5)
     Time('3ba')
@@ -348,7 +348,7 @@ def stretched(time: Time, ratio: Number) -> Time:
 
 
 def inner_state(state: PolicyState) -> PolicyState:
-    """Return the state of the policy that a wrapper holds."""
+    """Return the state of a wrapped policy."""
     return cast(PolicyState, state["inner"])
 
 

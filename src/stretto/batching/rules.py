@@ -1,4 +1,4 @@
-"""Learning rate rules: by which factor the learning rate follows the batch size."""
+"""Learning rate rules: how the learning rate follows the batch size."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def is_learning_rate(name: str) -> bool:
 class LearningRateRule(ABC):
     """A function from the batch size to a factor of the learning rate.
 
-    The size is the one that the policy decided: a batch cut at the end of an epoch keeps the
-    factor of the whole ones. The factor is computed from it each time, never accumulated.
+    The size is the one that the policy decided, so a batch that is cut at the end of an epoch has
+    the factor of a full one. The factor is computed anew for each batch, never accumulated.
 
     >>> isinstance(LinearRule(256), LearningRateRule), LinearRule(256)(512)
     (True, 2.0)
@@ -56,7 +56,7 @@ class NoRule(LearningRateRule):
 
 @dataclass(frozen=True, slots=True)
 class _Referenced(LearningRateRule):
-    """A rule that compares the size with the one for which the learning rate was chosen."""
+    """A rule relative to the batch size for which the learning rate was chosen."""
 
     reference: int
 
@@ -114,7 +114,7 @@ class FunctionRule(LearningRateRule):
     2.0
 
     Args:
-        function: gives a finite factor of at least 0 for each size; it must be pure.
+        function: returns a finite factor of at least 0 for each size; it must be pure.
 
     Raises:
         BatchSizeError: it cannot be called.
@@ -136,7 +136,7 @@ class FunctionRule(LearningRateRule):
         """Return the factor.
 
         Raises:
-            BatchSizeError: the function gave no finite number of at least 0.
+            BatchSizeError: the function did not return a finite number of at least 0.
         """
         factor: object = self.function(size)
         if (
@@ -163,7 +163,7 @@ def _is_factor(factor: float) -> bool:
 
 
 RuleLike: TypeAlias = LearningRateRule | Mapping[str, Any] | Callable[[int], float]
-"""A rule, what a run file says for one (`{"sqrt": 256}`), or a function `size -> factor`."""
+"""A rule, its form in a run file (`{"sqrt": 256}`), or a function `size -> factor`."""
 
 RULES: Mapping[str, Callable[[Any], LearningRateRule]] = {
     "linear": LinearRule,
@@ -173,13 +173,13 @@ RULES: Mapping[str, Callable[[Any], LearningRateRule]] = {
 
 
 def as_rule(rule: RuleLike) -> LearningRateRule:
-    """Return the learning rate rule that `rule` says, in the words of a run file or as a function.
+    """Return the learning rate rule that `rule` describes, as in a run file or as a function.
 
     >>> as_rule({"sqrt": 256}), as_rule({"linear": 256})
     (SquareRootRule(reference=256), LinearRule(reference=256))
 
     Raises:
-        BatchSizeError: it says none, or none of its words exists.
+        BatchSizeError: it describes no rule.
     """
     value: object = rule
     if isinstance(value, LearningRateRule):

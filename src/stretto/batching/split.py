@@ -15,9 +15,9 @@ from stretto.timing.number import whole
 class Split:
     """How the batch `[start, start + size)` is shared; made by `split`.
 
-    Rank r of W owns the positions i with `i % W == r`, so its share follows by arithmetic and
-    the shares differ by at most one sample. All ranks run the same number of micro-batches, as
-    collectives inside a model need; one without samples runs a dummy of weight 0.
+    Rank r of W owns the positions i with `i % W == r`, so shares differ by at most one sample.
+    All ranks run the same number of micro-batches, because collectives inside a model need it. A
+    rank without samples runs a dummy of weight 0.
 
     >>> parts = split(13, 4, 2)
     >>> parts.shares, parts.accumulation
@@ -29,7 +29,7 @@ class Split:
     world_size: int
     """How many ranks share it."""
     micro_batch_size: int | None
-    """The most samples in one micro-batch; None where a share is one micro-batch."""
+    """The most samples in one micro-batch; None: a share is one micro-batch."""
     start: int = 0
     """The position of the batch's first sample."""
 
@@ -45,7 +45,7 @@ class Split:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of each rank: as many as the largest share needs."""
+        """Micro-batches per rank: as many as the largest share needs."""
         if self.micro_batch_size is None:
             return 1
         largest = -(-self.size // self.world_size)
@@ -78,10 +78,10 @@ def split(
     Args:
         size: samples of the batch, over all ranks.
         world_size: how many ranks share it.
-        micro_batch_size: the most samples that one rank takes at once; left out, all its share.
+        micro_batch_size: the most samples that one rank takes at once; by default, its whole share.
         even: allow only multiples of `world_size * micro_batch_size`, so that every rank runs
             full micro-batches.
-        start: the position of the batch's first sample, which says whose the odd samples are.
+        start: the position of the batch's first sample; it decides which ranks get one more.
 
     Raises:
         BatchSizeError: a size is not an integer of at least 1, or `even` and the size is not such
@@ -107,14 +107,14 @@ def split(
 
 
 def even_unit(world_size: int, micro_batch_size: int | None) -> int:
-    """Return what an evenly split size is a multiple of."""
+    """Return what evenly split sizes are a multiple of."""
     return world_size * (micro_batch_size or 1)
 
 
 def not_even(
     size: int, world_size: int, micro_batch_size: int | None, *, is_coupled: bool = False
 ) -> BatchSizeError:
-    """Return the error for a size, of a policy that may be coupled, that cannot be split evenly."""
+    """Return the error for a size that cannot be split evenly."""
     unit = even_unit(world_size, micro_batch_size)
     lower = max(unit, size - size % unit)
     multiple = Argument("multiple_of", unit, python=f"MultipleOf(policy, {unit})")

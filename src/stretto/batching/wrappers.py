@@ -1,4 +1,4 @@
-"""Policies that change what another one decides: bounds, rounding, and less movement."""
+"""Policies that change the sizes of another one: bounds, rounding, monotone growth."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.time import Number
 
 Rounding: TypeAlias = Literal["down", "up"]
-"""Which way a size is rounded."""
+"""The direction of rounding."""
 LARGE = 1 << 60
 """Above any batch size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wrapper(BatchSizePolicy):
-    """A policy around another one, whose times are its times."""
+    """A policy around another one; it has the same times."""
 
     policy: BatchSizePolicy
 
@@ -39,30 +39,30 @@ class Wrapper(BatchSizePolicy):
         object.__setattr__(self, "policy", checked_policy(self.policy))
 
     def scaled(self, ratio: Number) -> Self:
-        """Return the same around the stretched policy."""
+        """Return the same wrapper around the scaled policy."""
         return replace(self, policy=self.policy.scaled(ratio))
 
     def times(self) -> tuple[Time, ...]:
         """Return the times of the policy inside."""
         return self.policy.times()
 
-    def cautions(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
-        """Return what the policy inside says."""
-        return self.policy.cautions(horizon, largest)
+    def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
+        """Return the warnings of the policy inside."""
+        return self.policy.warnings(horizon, largest)
 
     def wrapped(self, size: int) -> int:
-        """Return what becomes of `size` by itself; this wrapper leaves it."""
+        """Return what this wrapper makes of a single `size`; by default, `size`."""
         return self.rounded_inside(size)
 
     @final
     def rounded_inside(self, size: int) -> int:
-        """Return what becomes of `size` in the wrappers inside this one."""
+        """Return what the wrappers inside this one make of `size`."""
         return self.policy.wrapped(size) if isinstance(self.policy, Wrapper) else size
 
 
 @dataclass(frozen=True, slots=True)
 class SizeMap(Wrapper):
-    """A wrapper that changes each size by itself, and so keeps nothing."""
+    """A wrapper that maps each size to another; it has no state."""
 
     @final
     def bind(self, horizon: Horizon) -> BoundPolicy:
@@ -71,17 +71,17 @@ class SizeMap(Wrapper):
 
     @final
     def wrapped(self, size: int) -> int:
-        """Return what becomes of `size` in the wrappers inside, and then in this one."""
+        """Return what the wrappers inside, then this one, make of `size`."""
         return self.changed(self.rounded_inside(size))
 
     @abstractmethod
     def changed(self, size: int) -> int:
-        """Return what becomes of `size`; never makes the larger of two sizes the smaller one."""
+        """Return the new size; the function must be monotone."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundWrapper(BoundPolicy):
-    """A bound policy around another one, which reads what that one reads."""
+    """A bound policy around another one; it reads the same signals."""
 
     inner: BoundPolicy
 
@@ -102,17 +102,17 @@ class BoundWrapper(BoundPolicy):
 
     @property
     def bounds(self) -> tuple[int, int] | None:
-        """Those of the policy inside, of whose sizes it takes one."""
+        """The bounds of the policy inside, whose sizes it takes over."""
         return self.inner.bounds
 
     def inside(self, state: PolicyState) -> tuple[BoundPolicy, PolicyState]:
-        """Return the policy inside, whose state is in this one's."""
+        """Return the policy inside and its part of the state."""
         return self.inner, inner_state(state)
 
-    def told(self, state: PolicyState) -> Mapping[str, float]:
-        """Return what the policy inside goes by."""
+    def log_values(self, state: PolicyState) -> Mapping[str, float]:
+        """Return the logged values of the policy inside."""
         inner, within = self.inside(state)
-        return inner.told(within)
+        return inner.log_values(within)
 
 
 @written(WRAPPERS, "at_most", "size")
@@ -183,12 +183,12 @@ class AtLeast(SizeMap):
 @final
 @dataclass(frozen=True, slots=True)
 class MultipleOf(SizeMap):
-    """Only multiples of `factor`, at least one: rounded down, or up.
+    """Rounds to multiples of `factor`, at least one; down by default, or up.
 
     With `factor = world_size * micro_batch_size` every rank always runs full micro-batches.
 
-    It rounds what the policy inside decides, beyond that one's own `maximum` (up) or `minimum`
-    (down) if need be. Bounds that hold whatever is inside go around it, as multiples themselves:
+    The result may exceed the `maximum` of the policy inside (up) or fall below its `minimum`
+    (down). For bounds that always hold, wrap it; they must be multiples themselves:
 
     >>> from stretto.batching import NoiseScale
     >>> MultipleOf(NoiseScale(8, 100), 32, "up").bind(Horizon("1ep")).bounds
@@ -238,10 +238,10 @@ class MultipleOf(SizeMap):
 @final
 @dataclass(frozen=True, slots=True)
 class PowerOfTwo(SizeMap):
-    """Only powers of two: rounded down, or up.
+    """Rounds to powers of two; down by default, or up.
 
-    It rounds what the policy inside decides, beyond that one's own `maximum` (up) or `minimum`
-    (down) if need be. Bounds that hold whatever is inside go around it, as powers themselves:
+    The result may exceed the `maximum` of the policy inside (up) or fall below its `minimum`
+    (down). For bounds that always hold, wrap it; they must be powers themselves:
 
     >>> from stretto.batching import NoiseScale
     >>> AtMost(PowerOfTwo(NoiseScale(8, 100), "up"), 64).bind(Horizon("1ep")).bounds
@@ -299,7 +299,7 @@ class BoundMap(BoundWrapper):
 
     @property
     def bounds(self) -> tuple[int, int] | None:
-        """Those of the policy inside, changed."""
+        """The bounds of the policy inside, changed."""
         inner = self.inner.bounds
         return None if inner is None else (self.function(inner[0]), self.function(inner[1]))
 
@@ -308,11 +308,11 @@ class BoundMap(BoundWrapper):
         return self.inner.start()
 
     def accepts(self, state: PolicyState) -> bool:
-        """Return whether the policy inside does."""
+        """Return whether the policy inside accepts the state."""
         return self.inner.accepts(state)
 
     def inside(self, state: PolicyState) -> tuple[BoundPolicy, PolicyState]:
-        """Return the policy inside, whose state is this one's."""
+        """Return the policy inside and this state, which it shares."""
         return self.inner, state
 
     def decide(
@@ -330,7 +330,7 @@ class BoundMap(BoundWrapper):
 @final
 @dataclass(frozen=True, slots=True)
 class BoundMonotone(BoundWrapper):
-    """The largest size that a bound policy has decided; remembers it."""
+    """A bound policy that never shrinks; its state is the largest size so far."""
 
     @property
     def bounds(self) -> tuple[int, int] | None:
@@ -362,10 +362,10 @@ class BoundMonotone(BoundWrapper):
 
 
 def checked_policy(policy: object) -> BatchSizePolicy:
-    """Return what a wrapper is around, given as a policy or as one is written.
+    """Return the policy inside a wrapper, from a policy or its written form.
 
     Raises:
-        BatchSizeError: it is neither, or a schedule goes by its sizes.
+        BatchSizeError: it is neither, or a schedule depends on its sizes.
     """
     inner = as_policy(policy)
     if inner.is_coupled:

@@ -1,4 +1,4 @@
-"""How policies are written in mappings: each class declares its key, the rest is its signature."""
+"""How policies are written in mappings: a class declares its key, the rest is its signature."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Class = TypeVar("Class", bound=type)
 @final
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to write something as a mapping: what it makes, and the key that names it."""
+    """One form of a mapping: what it makes, and the key that names it."""
 
     make: Callable[..., Any]
     key: str
     argument: str | None
-    """The argument whose value stands behind the key; None: the key says only which way it is."""
+    """The argument that the key's value fills; None: the key only names the form."""
 
     def parameters(self) -> dict[str, inspect.Parameter]:
         """Return the parameter of each key.
@@ -33,15 +33,15 @@ class Way:
 
 
 WAYS: dict[str, Way] = {}
-"""The ways to write batch sizes that stand for themselves, except ramps, by key."""
+"""The forms of independent batch sizes except ramps, by key."""
 RAMPS: dict[str, Way] = {}
-"""What `ramp` may be."""
+"""The values of `ramp`."""
 COUPLED: dict[str, Way] = {}
-"""The ways to write batch sizes together with a schedule."""
+"""The forms of batch sizes coupled to a schedule."""
 WRAPPERS: dict[str, Way] = {}
-"""What may stand beside a way, to change its sizes."""
+"""Further keys, which change the sizes."""
 ORDER = ("power_of_two", "multiple_of", "hysteresis", "monotone", "at_least", "at_most")
-"""In which order wrappers apply, whatever the order of the keys: bounds are the last."""
+"""The order in which wrappers apply, whatever the order of the keys; bounds come last."""
 
 
 def written(

@@ -1,4 +1,4 @@
-"""`Decisions`: the batch that comes next, decided at the step; quick while a decision stands."""
+"""`Decisions`: decides the next batch, ahead of the run or at each step."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from stretto.timing import Horizon, Timer, Timestamp, TimeUnit
 from stretto.timing.epochs import end_tick, equal_batches, repeats_before
 
 _UNMEASURED_STEPS = 20
-"""After so many steps that bring none, missing signals are told."""
+"""Steps without a noise measurement after which a warning is given."""
 
 
 @final
 class Decisions:
-    """Takes the decisions of `stretto.planning.next_step`, ahead of the run or at each step.
+    """Calls `stretto.planning.next_step`, ahead of the run or at each step.
 
-    Most batches are like the one before. While a static policy keeps its size, and neither the
-    epoch nor the run ends, all of them share one plan: the first one's.
+    Most batches are like the one before. While a static policy keeps its size and neither the
+    epoch nor the run ends, they share the plan of the first.
 
-    It knows nothing of the loader, so that a loader which is dropped takes its workers with it.
+    It holds no reference to the loader, so a loader that is collected stops its workers.
 
     Args:
         horizon: the run.
         policy: the batch size policy, bound to it.
-        timer: where the run stands.
+        timer: the clock of the run.
     """
 
     def __init__(self, horizon: Horizon, policy: BoundPolicy, timer: Timer) -> None:
@@ -38,19 +38,19 @@ class Decisions:
         self._policy = policy
         self._timer = timer
         self.state: PolicyState = policy.start()
-        """The policy's state after the last batch that was finished."""
+        """The policy's state after the last finished batch."""
         self.signals = NO_SIGNALS
         """What that batch measured."""
         self.size: int | None = None
         """The size that was decided for it; None before the first one."""
         self.last: StepPlan | None = None
-        """What was decided for the last batch that was finished."""
+        """What was decided for the last finished batch."""
         self.end: Timestamp | None = None
-        """The clock at the end of the run, once it is reached."""
+        """The clock at the end of the run; None until then."""
         self._unmeasured = 0 if "noise" in policy.reads else -1
 
     def ahead(self) -> Plans:
-        """Yield the batches of the run from here on, as far ahead as they are asked for."""
+        """Yield the rest of the run's batches, decided as far ahead as the caller asks."""
         timestamp = self._timer.timestamp
         plans = walk(self._horizon, self._policy, timestamp=timestamp, state=self.state)
         while True:
@@ -62,11 +62,11 @@ class Decisions:
             yield plan, plan.timestamp.sample
 
     def at_each_step(self) -> Plans:
-        """Yield the batches of the run, each decided when it is asked for."""
+        """Yield the rest of the run's batches, each decided when the caller asks for it."""
         return chain.from_iterable(self._alike())
 
     def _alike(self) -> Iterator[Plans]:
-        """Yield batches that need only one decision, until there is none."""
+        """Yield groups of batches that share one decision."""
         while True:
             now, plan = next_step(
                 self._horizon, self._policy, self._timer.timestamp, self.state, self.signals
@@ -79,7 +79,7 @@ class Decisions:
             yield zip(repeat(plan), range(start, stop, size), strict=False)
 
     def finish(self, plan: StepPlan, signals: Signals, size: int) -> None:
-        """Note what was decided for the batch that is finished, and what its samples measured."""
+        """Record the decision for the finished batch and what that batch measured."""
         if signals.noise_numerator is not None and signals.num_samples is None:
             signals = replace(signals, num_samples=size)
         self.last = plan
@@ -91,22 +91,22 @@ class Decisions:
         """Return the size that comes next."""
         return self._policy.decide(self._timer.timestamp, self.state, self.signals)[0]
 
-    def told(self) -> Mapping[str, float]:
-        """Return what the policy went by when it decided that batch, by name."""
-        return self._policy.told(self.state)
+    def log_values(self) -> Mapping[str, float]:
+        """Return the values behind the policy's last decision, by name, for the log."""
+        return self._policy.log_values(self.state)
 
     def resume(self, state: PolicyState, signals: Signals) -> None:
-        """Go on from a record; whether noise is measured, that run has found out."""
+        """Continue from a checkpoint, without the check that noise is measured."""
         self._unmeasured = -1
         self.restart(state, signals)
 
     def restart(self, state: PolicyState, signals: Signals) -> None:
-        """Go on from where the timer stands now."""
+        """Continue from the timer's present time."""
         self.state, self.signals = state, signals
         self.last = self.end = None
 
     def _watch(self, signals: Signals) -> None:
-        """Warn once where the sizes are to follow what no step brings."""
+        """Warn once if the sizes follow the noise and no step measures it."""
         if signals.noise_numerator is not None:
             self._unmeasured = -1
             return
@@ -122,7 +122,7 @@ class Decisions:
             )
 
     def _count(self, plan: StepPlan) -> int:
-        """How many batches like this one follow each other, itself included."""
+        """Count the consecutive batches like this one, itself included."""
         timestamp, size, decided, skipped, ends_epochs, state = plan
         horizon, hold = self._horizon, self._policy.holds_until(timestamp, state)
         last = repeats_before(horizon, timestamp, size)

@@ -1,4 +1,4 @@
-"""`StepLoader`: one optimizer step after the other, cut to size, on the clock that it moves."""
+"""`StepLoader`: yields the batches of a run, step by step, and moves its clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, final
 from stretto.batching import NO_SIGNALS, BatchSizePolicy, PolicyLike, Signals
 from stretto.data import state as saved
 from stretto.data.decisions import Decisions
-from stretto.data.fetching.feed import Draw
+from stretto.data.fetching.feed import FetchedStep
 from stretto.data.fetching.workers import Workers
 from stretto.data.prepared import prepared_for
 from stretto.data.ranks import agreed, check_shares, is_all, part_of
@@ -28,9 +28,8 @@ from stretto.timing import Horizon, LastBatch, TimeLike, Timer, Timestamp, TimeU
 class StepLoader(Iterator[Step]):
     """Yields the micro-batches of one optimizer step after the other, to the end of the run.
 
-    The size of each step is the policy's at that very step, whatever workers fetch ahead. The
-    loader owns the run's clock: when the next step is asked for, or `finish` is called, the one
-    before is counted.
+    The policy decides each size at its step, even if workers fetch ahead. The loader owns the
+    run's clock: it counts a step when you call `finish` or ask for the next one.
 
     >>> loader = StepLoader([1, 2, 3, 4, 5, 6], "0sp:1 50%:2", max_duration="1ep", shuffle=False)
     >>> for step in loader:
@@ -52,24 +51,24 @@ class StepLoader(Iterator[Step]):
         max_duration: how long the run is, in any unit but `dur`.
         micro_batch_size: the most samples of one micro-batch; None: a rank's whole share.
         seed: the seed of the order (and of keyed randomness); nothing else depends on it.
-        shuffle: whether each epoch has an order of its own; None: yes, or as the `DataLoader` that
-            was given. An iterable has its own order.
-        last_batch: where an epoch ends inside a batch: `keep` the smaller one, `drop` it, or
-            `carry` on into the next epoch; None: `keep`, or `drop` as a `DataLoader` with
-            `drop_last=True`.
+        shuffle: whether each epoch has its own order; None: yes, or what the given `DataLoader`
+            does. An iterable has its own order.
+        last_batch: what happens if an epoch ends inside a batch: `keep` the smaller batch, `drop`
+            it, or `carry` it on into the next epoch; None: `drop` for a `DataLoader` with
+            `drop_last=True`, else `keep`.
         rank: this process among those that share each batch; None: torch.distributed's.
-        world_size: how many processes do; None: torch.distributed's.
+        world_size: how many processes share each batch; None: torch.distributed's.
         num_workers: processes that fetch; None: as the `DataLoader`, or 0.
         prefetch_factor: elements that each worker fetches ahead.
-        pin_memory: whether batches are copied to pinned memory, where there is an accelerator.
+        pin_memory: whether batches are copied to pinned memory, if there is an accelerator.
         collate_fn: makes a batch of a list of samples; None: torch's default.
-        keyed_randomness: whether the chance inside each sample follows from (seed, epoch, sample)
-            alone, so that it is the same for any workers, ranks and batch sizes.
-        chunk_size: samples that a worker fetches at once where sizes are decided during the run.
+        keyed_randomness: whether randomness inside each sample depends on (seed, epoch, sample)
+            alone, so it is the same for any number of workers and ranks and any batch sizes.
+        chunk_size: samples that a worker fetches at once if sizes are decided during the run.
         clock: a monotonic clock in nanoseconds.
 
     Raises:
-        StrettoError: something cannot be; the message says what to write instead.
+        StrettoError: the arguments do not fit; the message says what to write instead.
     """
 
     def __init__(
@@ -116,18 +115,18 @@ class StepLoader(Iterator[Step]):
         self._needs_tokens = _reads(self.horizon, bound.units, TimeUnit.TOKEN)
         self._source: Source = make_source(self._reading, self.horizon, is_planned=self.is_planned)
         self._tokens = TokenCounter(spec, self._source, is_needed=self._needs_tokens)
-        # Where only the clock can tell when the run is over, it is asked before each step.
+        # If only the clock can tell when the run is over, it is checked before each step.
         self._asks_clock = (
             self.horizon.end_sample is None and self.horizon.max_duration.unit != "ba"
         )
         self._reads_seconds = _reads(self.horizon, bound.units, TimeUnit.SECOND)
-        self._draws: Iterator[Draw] | None = None
-        self._pending: tuple[Step, Draw] | None = None
+        self._fetched_steps: Iterator[FetchedStep] | None = None
+        self._pending: tuple[Step, FetchedStep] | None = None
         self._decisions = Decisions(self.horizon, bound, self.timer)
         self.reads = bound.reads
         """The signals that the policy reads (see `BoundPolicy.reads`)."""
         self.has_dropped_state = False
-        """Whether the state that was loaded is of another policy, and this one begins afresh."""
+        """Whether the loaded state belongs to another policy, so this one starts anew."""
 
     @property
     def rank(self) -> int:
@@ -153,27 +152,27 @@ class StepLoader(Iterator[Step]):
     def is_planned(self) -> bool:
         """Whether every batch is known before the run.
 
-        Not if sizes follow measurements, the wall clock, or tokens that have to be counted; nor if
-        an epoch of unknown length may end inside a batch.
+        Not if sizes follow measurements, the wall clock or counted tokens, or if an epoch of
+        unknown length may end inside a batch.
         """
         return self.prepared.is_planned
 
     @property
     def tracks_tokens(self) -> bool:
-        """Whether the data tell how many tokens a batch has; may read one sample to find out."""
+        """Whether the tokens of a batch are known; may read one sample to find out."""
         return self._tokens.is_tracked
 
     def __iter__(self) -> Iterator[Step]:
         return self
 
     def __len__(self) -> int:
-        """Return how many steps the whole run has, those that are done included.
+        """Return the number of steps in the whole run, finished ones included.
 
         >>> len(StepLoader(range(10), 4, max_duration="2ep"))
         6
 
         Raises:
-            TypeError: only the run itself can tell; see `is_planned`.
+            TypeError: the number is not known before the run; see `is_planned`.
         """
         run, sizes = self.horizon.max_duration, self.horizon.batch_sizes
         if run.unit is TimeUnit.BATCH:
@@ -189,37 +188,38 @@ class StepLoader(Iterator[Step]):
         return count
 
     def __bool__(self) -> bool:
-        return True  # whether it is there, as of any iterator; not whether it has a length
+        return True  # always true, as for any iterator; `len` may not be known
 
     def __next__(self) -> Step:
         if self._pending is not None:
             self.finish()
-        if self._draws is None:
-            self._draws = self._open()
+        if self._fetched_steps is None:
+            self._fetched_steps = self._open()
         while True:
             if self._asks_clock and self.horizon.is_done(self.timer.timestamp):
                 self.close()
                 raise StopIteration
             try:
-                draw = next(self._draws, None)
+                fetched = next(self._fetched_steps, None)
             except BaseException:
-                self.close()  # whoever asks again gets the same step, not the end of the run
+                self.close()  # a caller that asks again gets the same step, not the end of the run
                 raise
-            if draw is None:
+            if fetched is None:
                 self._arrive()
                 raise StopIteration
-            if draw.plan.skipped:
+            if fetched.plan.skipped:
                 self.timer.end_epoch()
-            if draw.pieces:
+            if fetched.micro_batches:
                 break
-            self.timer.skip(samples=draw.size)
+            self.timer.skip(samples=fetched.size)
             self.timer.end_epoch()
-        size, world, each, micro_batches = draw.size, self._part.world_size, self._tokens.each, []
-        for batch, samples in draw.pieces:
+        size, world, each = fetched.size, self._part.world_size, self._tokens.each
+        micro_batches = []
+        for batch, samples in fetched.micro_batches:
             tokens = self._tokens(batch, samples) if each is None else samples * each
             micro_batches.append(MicroBatch(batch, samples, tokens, samples * world / size))
-        step = Step(self.timer.timestamp, size, draw.plan.decided, micro_batches)
-        self._pending = step, draw
+        step = Step(self.timer.timestamp, size, fetched.plan.decided, micro_batches)
+        self._pending = step, fetched
         return step
 
     def finish(
@@ -230,19 +230,19 @@ class StepLoader(Iterator[Step]):
         seconds: float | None = None,
         signals: Signals = NO_SIGNALS,
     ) -> Timestamp:
-        """Count the step that was yielded last, and return the clock behind it.
+        """Count the last step and return the clock after it.
 
-        Asking for the next step does this, too. On several ranks all must do it, as counted tokens
-        and the wall clock are agreed on, and signals are compared, unless both are given.
+        Asking for the next step does this, too. All ranks must call it: unless you pass tokens and
+        seconds, the ranks agree on both and compare the signals.
 
         Args:
-            step: the step, to be sure that it is the one.
+            step: the step, to check that it is the last one.
             tokens: its tokens over all ranks; None: counted.
-            seconds: the wall time since the one before, the same on all ranks; None: measured.
+            seconds: the wall time since the step before, the same on all ranks; None: measured.
             signals: what the step measured, for the policy; the same on all ranks.
 
         Raises:
-            DataError: no step, or another one, is open; or the signals are not the same.
+            DataError: no step or another one is open, or the ranks have different signals.
         """
         if self._pending is None or (step is not None and step is not self._pending[0]):
             raise DataError(
@@ -252,45 +252,45 @@ class StepLoader(Iterator[Step]):
                     instead="call finish() once for the step that was yielded last",
                 )
             )
-        open_step, draw = self._pending
+        open_step, fetched = self._pending
         self._pending = None
         if self._part.world_size > 1:
             tokens, seconds = self._agreed(open_step, tokens, seconds, signals)
-        plan, timer, each = draw.plan, self.timer, self._tokens.each
+        plan, timer, each = fetched.plan, self.timer, self._tokens.each
         if tokens is None:
-            tokens = open_step.num_tokens if each is None else draw.size * each
-        if plan.ends_epochs or draw.crossings:
-            self._cross(draw, open_step, tokens, seconds)
+            tokens = open_step.num_tokens if each is None else fetched.size * each
+        if plan.ends_epochs or fetched.crossings:
+            self._cross(fetched, open_step, tokens, seconds)
         else:
-            timer.update(samples=draw.size, tokens=tokens, seconds=seconds)
+            timer.update(samples=fetched.size, tokens=tokens, seconds=seconds)
         if plan is not self._decisions.last or signals is not self._decisions.signals:
-            self._decisions.finish(plan, signals, draw.size)
+            self._decisions.finish(plan, signals, fetched.size)
         if self._source.chunks is not None:
             self._source.chunks.keep()
         return timer.timestamp
 
     @property
     def extent(self) -> dict[str, object]:
-        """How far the step that was yielded last reaches, by name: the same on every rank."""
+        """The sizes of the last step, by name: the same on every rank."""
         if self._pending is None:
             return {}
-        _, draw = self._pending
+        _, fetched = self._pending
         return {
-            "batch size": draw.plan.decided,
-            "number of samples": draw.size,
-            "samples after the end of the epoch": draw.crossings,
+            "batch size": fetched.plan.decided,
+            "number of samples": fetched.size,
+            "samples after the end of the epoch": fetched.crossings,
         }
 
-    def told(self) -> Mapping[str, float]:
-        """Return what the policy went by when it decided the last batch, by name."""
-        return self._decisions.told()
+    def log_values(self) -> Mapping[str, float]:
+        """Return the values behind the policy's last decision, by name, for the log."""
+        return self._decisions.log_values()
 
     def note_metric(self, value: float) -> None:
-        """Give the policy a metric that was measured since the last step."""
+        """Give the policy a metric measured since the last step."""
         self._decisions.signals = replace(self._decisions.signals, metric=value)
 
     def take_back(self) -> None:
-        """Yield the step in hand once more, if there is one: it could not be taken.
+        """Yield the open step once more: it could not be run.
 
         >>> loader = StepLoader([1, 2, 3, 4], 2, max_duration="1ep", shuffle=False)
         >>> next(loader).timestamp.sample
@@ -301,17 +301,17 @@ class StepLoader(Iterator[Step]):
         """
         if self._pending is None:
             return
-        (_, draw), self._pending = self._pending, None
-        if self._draws is None or self.spec.is_map_style:
+        (_, fetched), self._pending = self._pending, None
+        if self._fetched_steps is None or self.spec.is_map_style:
             self.close()
-        else:  # an iterable does not give its samples twice
-            again = draw._replace(plan=draw.plan._replace(skipped=0))
-            self._draws = chain((again,), self._draws)
+        else:  # an iterable cannot be read twice
+            again = fetched._replace(plan=fetched.plan._replace(skipped=0))
+            self._fetched_steps = chain((again,), self._fetched_steps)
 
     def example_batch(self, indices: list[int]) -> Any:
         """Return the batch of these samples of a map-style data set.
 
-        Nothing is counted, and random state stays as it is.
+        It counts nothing and leaves random state unchanged.
 
         >>> StepLoader(range(100), 4, max_duration="1ep").example_batch([0, 25, 99]).tolist()
         [0, 25, 99]
@@ -319,9 +319,9 @@ class StepLoader(Iterator[Step]):
         return self._source.example_batch(indices)
 
     def set_micro_batch_size(self, size: int | None) -> None:
-        """Cut the batches that come from here on into micro-batches of at most `size` samples.
+        """Cut later batches into micro-batches of at most `size` samples.
 
-        The batches themselves, and the samples in them, stay what they are.
+        The batches and their samples do not change.
 
         >>> loader = StepLoader([1, 2, 3, 4], 4, max_duration="1ep", shuffle=False)
         >>> loader.set_micro_batch_size(3)
@@ -330,7 +330,7 @@ class StepLoader(Iterator[Step]):
 
         Raises:
             DataError: the data are an iterable, or a step is open.
-            BatchSizeError: it is not a size.
+            BatchSizeError: `size` is not a batch size.
         """
         if not self.spec.is_map_style or self._pending is not None:
             is_open = self._pending is not None
@@ -348,18 +348,18 @@ class StepLoader(Iterator[Step]):
         self._tokens = TokenCounter(self._reading.spec, self._source, is_needed=self._needs_tokens)
 
     def close(self) -> None:
-        """Stop the workers. Iterating again goes on from where the clock stands."""
-        self._draws = None
+        """Stop the workers. Iterating again continues from the clock."""
+        self._fetched_steps = None
         self._decisions.restart(self._decisions.state, self._decisions.signals)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON: clock, policy, order, and the source's own state.
 
-        It agrees with the clock and changes nothing: a step that is not finished yet comes again
-        after a resume. Call `finish()` first if the step's weights have been updated. Wall times
-        aside, the record is the same on every rank, and another number of ranks, workers or
-        micro-batches may go on from it. Where each rank has a stream of its own it holds the place
-        of each, so every rank must call it, and as many ranks must go on from it.
+        It matches the clock and changes nothing: an unfinished step comes again after a resume.
+        Call `finish()` first if the step has updated the weights. Except for wall times, the record
+        is the same on every rank, and you can resume with another number of ranks, workers or
+        micro-batches. If each rank has its own stream, the record holds the place of each: then
+        every rank must call this, and you must resume with as many ranks.
 
         >>> loader = StepLoader([1, 2, 3, 4], 2, max_duration="1ep", shuffle=False)
         >>> step = next(loader)
@@ -379,9 +379,9 @@ class StepLoader(Iterator[Step]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state_dict` was called, with the first unseen sample.
+        """Continue from where `state_dict` was called, with the first unseen sample.
 
-        A policy of another kind starts afresh from there.
+        A policy of another kind starts anew from there.
 
         Raises:
             CheckpointError: it was saved from data of another length or in another order, or it is
@@ -403,20 +403,20 @@ class StepLoader(Iterator[Step]):
             signals, source = saved.signals_of(state["signals"]), state["source"]
             self._decisions.resume(bound.start() if own is None else own, signals)
             self._decisions.size = state.get("size")
-        self._source.load_state_dict(source)  # which reads the data, whose errors are their own
+        self._source.load_state_dict(source)  # outside `read`: errors of the data are not damage
 
-    def _open(self) -> Iterator[Draw]:
+    def _open(self) -> Iterator[FetchedStep]:
         if self._part.world_size > 1:
             now, decide = self.timer.timestamp, self._decisions.decide
             check_shares(self._part, self.prepared, now, decide)
             self._source.check_streams()
-        self.timer.start()  # what was done before the first step is not the run's time
+        self.timer.start()  # time before the first step does not count
         decisions = self._decisions
         is_ahead = self._source.looks_ahead
-        return self._source.feed.draws(decisions.ahead() if is_ahead else decisions.at_each_step())
+        return self._source.feed.steps(decisions.ahead() if is_ahead else decisions.at_each_step())
 
     def _arrive(self) -> None:
-        """Pass over what `drop` leaves out at the end of the run."""
+        """Skip what `drop` leaves out at the end of the run."""
         end = self._decisions.end
         if end is not None and end.sample > self.timer.sample:
             self.timer.end_epoch()
@@ -428,9 +428,9 @@ class StepLoader(Iterator[Step]):
         seconds: float | None,
         signals: Signals,
     ) -> tuple[int | None, float | None]:
-        """The tokens of all ranks and the seconds of one, where they matter and are not given.
+        """Return the tokens of all ranks and the seconds of one, if needed and not given.
 
-        Who gives both has made the ranks agree; else what sizes follow must be the same on each.
+        A caller who passes both has made the ranks agree. Otherwise the signals are compared.
         """
         counts = tokens is None and self._tokens.is_counted
         measures = seconds is None and self._reads_seconds
@@ -442,21 +442,21 @@ class StepLoader(Iterator[Step]):
             return (total if counts else tokens), (passed if measures else seconds)
         return tokens, seconds
 
-    def _cross(self, draw: Draw, step: Step, tokens: int, seconds: float | None) -> None:
+    def _cross(self, fetched: FetchedStep, step: Step, tokens: int, seconds: float | None) -> None:
         """Move the clock over a batch in which epochs end."""
-        timer, size = self.timer, draw.size
+        timer, size = self.timer, fetched.size
 
         def of_last(samples: int) -> int:
             return self._tokens.last(step, samples, tokens)
 
         is_whole = timer.sample_in_epoch + size == self.horizon.dataset_num_samples
-        if is_whole or draw.crossings == (0,):  # nothing is carried, and nothing dropped
+        if is_whole or fetched.crossings == (0,):  # nothing carried or dropped
             self._tokens.compare(timer.token_in_epoch + tokens)
-        if draw.plan.ends_epochs:
+        if fetched.plan.ends_epochs:
             tick(timer, self.horizon, size, tokens=tokens, seconds=seconds, tokens_of_last=of_last)
             return
         timer.update(samples=size, tokens=tokens, seconds=seconds)
-        for carried in draw.crossings:
+        for carried in fetched.crossings:
             timer.end_epoch(samples=carried, tokens=of_last(carried))
 
 

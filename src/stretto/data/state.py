@@ -169,19 +169,19 @@ def _kind(policy: BatchSizePolicy, state: PolicyState) -> str:
     """
     if isinstance(policy, SizeMap):
         return _kind(policy.policy, state)
-    held: list[object]
+    values: list[object]
     if isinstance(policy, PeriodSizes):
         number = state.get("period")
-        held = [one for place, (_, one) in enumerate(policy.periods) if place == number]
+        values = [one for place, (_, one) in enumerate(policy.periods) if place == number]
     else:
         # Policies of ours are dataclasses; one of the user's need not be.
         names = getattr(policy, "__dataclass_fields__", {})
-        held = [getattr(policy, name) for name in names]
+        values = [getattr(policy, name) for name in names]
     # A wrapper without a state of its own passes on that of the policy inside.
     is_own = "inner" in state and ("period" not in state or isinstance(policy, PeriodSizes))
     inside = state["inner"] if is_own else state
     within = inside if isinstance(inside, Mapping) else {}  # a policy of the user's may keep any
-    inner = [_kind(one, within) for one in held if isinstance(one, BatchSizePolicy)]
+    inner = [_kind(one, within) for one in values if isinstance(one, BatchSizePolicy)]
     return type(policy).__name__ + (f"({', '.join(inner)})" if inner else "")
 
 

@@ -76,12 +76,12 @@ def shifts_told_by(batch: Any) -> bool | None:
     >>> shifts_told_by((ids, ids)), shifts_told_by((ids[:, :-1], ids[:, 1:]))
     (True, False)
     """
-    told = {
+    answers = {
         _Labels.of(labels, inputs).are_inputs
         for labels, inputs in _labels_and_inputs(batch)
         if inputs is not None
     } - {None}
-    return told.pop() if len(told) == 1 else None
+    return answers.pop() if len(answers) == 1 else None
 
 
 def longest_sequence(batch: Any) -> int | None:
@@ -130,9 +130,9 @@ class _Labels(NamedTuple):
         counts, left_out = labels != IGNORED_LABEL, labels == IGNORED_LABEL
         same = (labels == inputs) | left_out
         moved = (labels[..., :-1] == inputs[..., 1:]) | left_out[..., :-1]
-        told = [counts.sum(), counts[..., 1:].sum(), same.all(), moved.all()]
+        sums = [counts.sum(), counts[..., 1:].sum(), same.all(), moved.all()]
         # In one go: on an accelerator each look waits for it.
-        targets, after_first, is_same, is_moved = torch.stack([one.long() for one in told]).tolist()
+        targets, after_first, is_same, is_moved = torch.stack([one.long() for one in sums]).tolist()
         return cls(targets, after_first, None if is_same and is_moved else bool(is_same))
 
 

@@ -1,6 +1,5 @@
-"""A run without training: where every batch begins, how large it is, what happens when."""
+"""Plans of runs: where every batch begins, its size, and the events."""
 
-from stretto.planning.cautions import bound_of
 from stretto.planning.clock import (
     StepPlan,
     check_plannable,
@@ -11,6 +10,7 @@ from stretto.planning.clock import (
 from stretto.planning.events import Event
 from stretto.planning.length import check_length
 from stretto.planning.plan import Plan, PlannedBatch, plan
+from stretto.planning.plan_warnings import bound_of
 from stretto.planning.prepare import Prepared, prepare
 from stretto.planning.sizes import PlannedSizes, UnknownSizes
 from stretto.planning.stages import FirstLast, Stage, check_least

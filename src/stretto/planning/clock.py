@@ -1,6 +1,6 @@
-"""The one place where batches follow each other: cut, carried, passed over, and the run's end.
+"""Which batch comes next: cut, carried or skipped at the end of an epoch, and the run's end.
 
-A plan, the data loader and the trainer all take their batches from here, so they cannot differ.
+Plans, the data loader and the trainer all take their batches from here, so they agree.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class StepPlan(NamedTuple):
     timestamp: Timestamp
     """The clock at its start."""
     size: int
-    """Its samples: the decided size, cut where the epoch or the run ends inside it."""
+    """Its samples: the decided size, cut if the epoch or the run ends inside it."""
     decided: int
-    """The size that the policy decided; learning rate rules go by this one."""
+    """The size that the policy decided; learning rate rules use this one."""
     skipped: int
-    """Samples passed over right before it, because it does not fit into what was left of the
-    epoch (`last_batch="drop"`). Only where the size has just grown: otherwise the clock passes
-    over them at the end of the epoch's last batch."""
+    """Samples skipped right before it because it does not fit into the rest of the epoch
+    (`last_batch="drop"`). Only when the size has just grown: otherwise the clock skips them at
+    the end of the epoch's last batch."""
     ends_epochs: int
     """How many epochs end inside it or at its end."""
     state: PolicyState
@@ -40,7 +40,7 @@ def next_step(
     state: PolicyState,
     signals: Signals = NO_SIGNALS,
 ) -> tuple[Timestamp, StepPlan | None]:
-    """Decide the batch that comes next; where the run is over there is none.
+    """Decide the next batch; there is none if the run is over.
 
     >>> from stretto.batching import Fixed
     >>> horizon = Horizon("1ep", dataset_num_samples=20)
@@ -53,9 +53,9 @@ def next_step(
     (4, 16)
 
     Returns:
-        The clock at which the batch starts, or the run has ended: `timestamp`, moved on only where
-        `last_batch="drop"` leaves out samples because the size has just outgrown the epoch's rest.
-        And the batch, or None.
+        The clock at the start of the batch or at the end of the run, and the batch or None. The
+        clock is `timestamp`, unless `last_batch="drop"` skips samples because the size has just
+        outgrown the rest of the epoch.
 
     Raises:
         BatchSizeError: under `drop`, a batch is larger than an epoch.
@@ -70,7 +70,7 @@ def next_step(
         timestamp = next_epoch(horizon, timestamp)
         if horizon.is_done(timestamp):
             return timestamp, None
-        # The batch starts elsewhere than was asked about, so the policy is asked again.
+        # The batch starts at a later position, so the policy decides again.
         decided, decided_state = policy.decide(timestamp, state, signals)
         if outgrows_epoch(horizon, timestamp, decided):
             raise larger_than_epoch(horizon, decided, is_coupled=policy.is_coupled)
@@ -81,7 +81,7 @@ def next_step(
 
 
 def larger_than_epoch(horizon: Horizon, size: int, *, is_coupled: bool) -> BatchSizeError:
-    """Return the error for a batch, of a policy that may be coupled, that no epoch can hold."""
+    """Return the error for a batch larger than an epoch."""
     num_samples = horizon.dataset_num_samples
     bound = Argument("at_most", num_samples, python=f"AtMost(policy, {num_samples})")
     also = ""
@@ -106,7 +106,7 @@ def walk(
 ) -> Generator[StepPlan, None, Timestamp]:
     """Yield every batch of the run from `timestamp` on; return the clock at its end.
 
-    Without end where the run's length is a wall time, or is in tokens that are not known before.
+    It never ends if the length of the run is a wall time or a number of tokens not known before.
 
     >>> from stretto.batching import DoublingRamp
     >>> horizon = Horizon("40sp")
@@ -116,7 +116,7 @@ def walk(
     Args:
         horizon: the run.
         policy: the batch size policy, bound to it.
-        timestamp: where to go on; the start of the run where left out.
+        timestamp: where to continue; by default, the start of the run.
         state: the policy's state there.
 
     Raises:
@@ -136,7 +136,7 @@ def walk(
 
 
 def check_plannable(horizon: Horizon, policy: BoundPolicy) -> None:
-    """Refuse a policy whose sizes only the run itself can tell.
+    """Refuse a policy whose sizes are not known before the run.
 
     Raises:
         PlanError: it follows measurements, the wall clock, or counts that are not known before.
@@ -162,7 +162,7 @@ def unplannable(horizon: Horizon, policy: BoundPolicy) -> tuple[str, Text] | Non
 
 
 def unknown_count(horizon: Horizon, units: Iterable[TimeUnit]) -> str | None:
-    """Return which of the units of a run only the run knows, in words; None: it knows them all.
+    """Return in words which unit is known only during the run; None: all are known before.
 
     >>> unknown_count(Horizon("1ep"), [TimeUnit.SAMPLE, TimeUnit.SECOND])
     'the wall clock'

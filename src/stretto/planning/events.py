@@ -1,4 +1,4 @@
-"""What happens now and then during a planned run: evaluations, checkpoints, logs."""
+"""Repeated events of a planned run: evaluations, checkpoints, logs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from stretto.planning.sizes import PlannedSizes
 from stretto.timing import BoundTrigger, Timestamp
 
 FIRST = 5
-"""How many times an event is listed with."""
+"""How many times of each event are listed."""
 EXACT = 2_000
-"""Up to this many, each single time is looked up, so that two marks in one batch count once."""
+"""Up to this many, each time is looked up, so two marks in one batch count once."""
 
 
 @final
@@ -24,12 +24,12 @@ class Event:
     first: tuple[Timestamp, ...] = ()
     """The clock at the first few times."""
     count: int | None = None
-    """How often, or None where only the run can tell."""
+    """How often; None if only the run can tell."""
     is_exact: bool = False
-    """False where the count is not known or is an upper bound: of two marks that fall into one
-    batch, both may be counted."""
+    """False if the count is unknown or an upper bound, which counts two marks in one batch
+    twice."""
     follows: str | None = None
-    """What it follows that only the run knows, such as the wall clock; no plan can tell when."""
+    """What it follows that is known only during the run, such as the wall clock; else None."""
 
 
 def make_event(name: str, trigger: BoundTrigger, sizes: PlannedSizes) -> Event:
@@ -45,17 +45,17 @@ def make_event(name: str, trigger: BoundTrigger, sizes: PlannedSizes) -> Event:
         times = _times(trigger, sizes, marks)
         return Event(name, tuple(times[:FIRST]), len(times), is_exact=True)
     count = 0
-    for stretch in sizes.stretches:
-        if stretch.count is not None and stretch.end is not None:
-            count += min(stretch.count, trigger.count(stretch.batches.first, stretch.end))
+    for segment in sizes.segments:
+        if segment.count is not None and segment.end is not None:
+            count += min(segment.count, trigger.count(segment.batches.first, segment.end))
     return Event(name, tuple(times), count)
 
 
 def _times(trigger: BoundTrigger, sizes: PlannedSizes, limit: int) -> list[Timestamp]:
-    """The clock after each of the first `limit` batches at whose end the trigger fires."""
+    """Yield the clock after each of the first `limit` batches that fire the trigger."""
     found: list[Timestamp] = []
     batch, now = 0, Timestamp()
-    # One search begins with the length that the last one had: regular events take few looks.
+    # Each search starts with the distance of the last one, so regular events are found fast.
     stride = 1
     while len(found) < limit:
         reach = _first_at_least(trigger, sizes, batch, now, stride)
@@ -70,13 +70,13 @@ def _times(trigger: BoundTrigger, sizes: PlannedSizes, limit: int) -> list[Times
 def _first_at_least(
     trigger: BoundTrigger, sizes: PlannedSizes, batch: int, now: Timestamp, stride: int
 ) -> int | None:
-    """The first batch count after `batch` by which a mark has been reached, or None."""
+    """Return the first batch count after `batch` that has reached a mark, or None."""
 
     def fires_by(number: int) -> bool:
         return trigger.count(now, sizes.timestamp_at_batch(number)) > 0
 
     total = sizes.num_batches
-    # Beyond any run: where the end is unknown, a trigger that has not fired by then never will.
+    # Beyond any run: if the end is unknown, a trigger that has not fired by then never fires.
     last = 1 << 62 if total is None else total
     if batch >= last:
         return None

@@ -1,4 +1,4 @@
-"""Runs that are too long for an exact time to say where they stand."""
+"""Refuses runs too long for an exact time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _LIMIT = 10 ** (MAX_DIGITS - 2)
 
 
 def check_length(sizes: PlannedSizes) -> None:
-    """Refuse a run whose plan could not be written down.
+    """Refuse a run whose positions exceed the digits of an exact time.
 
-    A position as a part of the run is a count times the denominator of the run's length, divided
-    by the length; an exact time keeps 200 digits of that.
+    A fraction of the run is a count times the denominator of the run's length, divided by the
+    length. An exact time keeps at most 200 digits.
 
     >>> from stretto import Horizon
     >>> check_length(PlannedSizes(Horizon("1e50sp"), 8))
 
     Raises:
-        PlanError: its counts take more digits than an exact time keeps.
+        PlanError: its counts have more digits than an exact time keeps.
     """
     run = sizes.horizon.max_duration
     if sizes.end is not None and max(sizes.end) * run.amount.denominator >= _LIMIT:

@@ -1,4 +1,4 @@
-"""`plan`: a whole run without training, as a value."""
+"""`plan`: a whole run, computed without training."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from stretto.batching.policy import as_float, checked_size, checked_world_size
 from stretto.batching.rules import is_learning_rate
 from stretto.batching.split import split
 from stretto.errors import PlanError, cannot, shown
-from stretto.planning.cautions import growth_alone, warnings_of
 from stretto.planning.clock import walk
 from stretto.planning.events import Event, make_event
+from stretto.planning.plan_warnings import growth_alone, warnings_of
 from stretto.planning.prepare import Prepared, prepare
 from stretto.planning.sizes import PlannedSizes
 from stretto.planning.stages import (
@@ -67,7 +67,7 @@ class Plan:
     stages: tuple[Stage, ...]
     events: tuple[Event, ...]
     warnings: tuple[str, ...]
-    """What is allowed but may not be meant, a line each."""
+    """What is allowed but probably a mistake, one line each."""
     _policy: BoundPolicy
     _values: Values
 
@@ -78,27 +78,27 @@ class Plan:
 
     @property
     def end(self) -> Timestamp | None:
-        """The clock at the end of the run, or None where only the run can tell."""
+        """The clock at the end of the run; None if only the run can tell."""
         return self.sizes.end
 
     @property
     def num_batches(self) -> int | None:
-        """How many batches the run has, or None where only the run can tell."""
+        """The number of batches in the run; None if only the run can tell."""
         return self.sizes.num_batches
 
     @property
     def is_exact(self) -> bool:
         """Whether the run has exactly these batches.
 
-        Not where the number of samples in the data set is not known: an epoch that ends during the
-        run cuts a batch, unless `last_batch="carry"`. Then the counts are bounds, which `warnings`
-        and the table say.
+        Not if the number of samples in the data set is unknown: then an epoch that ends during the
+        run cuts a batch, unless `last_batch="carry"`. The counts are then bounds, and `warnings`
+        and the table say so.
         """
         return self.sizes.is_exact
 
     @property
     def num_samples(self) -> int | None:
-        """How many samples the batches have, without those left out; None where not known."""
+        """The samples of all batches, without dropped ones; None if unknown."""
         if self.end is None:
             return None
         return sum(cast(int, stage.samples) for stage in self.stages)
@@ -116,7 +116,7 @@ class Plan:
         return self.sizes.timestamp_at_batch(batch)
 
     def batches(self) -> Iterator[PlannedBatch]:
-        """Yield every batch of the run, one at a time; without end where the run's is not known.
+        """Yield every batch of the run; without end if the end of the run is not known.
 
         >>> planned = plan(Horizon("20sp"), 8)
         >>> [batch.size for batch in planned.batches()]
@@ -167,7 +167,7 @@ class Plan:
         """Return the plan as text of at most 100 columns.
 
         Args:
-            max_rows: with more stages than this, neighbours share a row.
+            max_rows: if there are more stages than this, neighbours share a row.
         """
         from stretto.planning.table import to_table
 
@@ -197,10 +197,10 @@ def plan(
     tracks_tokens: bool = True,
     resume_at: Timestamp | None = None,
 ) -> Plan:
-    """Run the clock without the model, and refuse what would fail later.
+    """Plan a run without training it, and refuse what would fail later.
 
-    It takes time for each stage, not for each batch. A run with the same arguments follows the
-    plan batch for batch.
+    The cost grows with the number of stages, not of batches. A run with the same arguments follows
+    the plan batch for batch.
 
     >>> from stretto.batching import DoublingRamp
     >>> from stretto.schedules import Linear
@@ -212,22 +212,22 @@ def plan(
     (126, 2000)
 
     Args:
-        horizon: the run; batch sizes that it has are replaced by the planned ones.
+        horizon: the run; its batch sizes are replaced by the planned ones.
         policy: the batch sizes.
         world_size: how many ranks share a batch.
         micro_batch_size: the most samples that a rank takes at once.
         even: refuse sizes that are not multiples of `world_size * micro_batch_size`.
         schedules: a schedule for each hyper-parameter: `lr`, `weight_decay`, `lr@group`, ...
-        base: what the schedules' factors multiply; 1 where it is left out.
+        base: what the schedules' factors multiply; by default, 1.
         rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, ...
-        triggers: names and times of what happens now and then: `{"evaluate": "10%"}`.
+        triggers: names and times of repeated events: `{"evaluate": "10%"}`.
         tracks_tokens: whether the data can count the tokens of a batch.
-        resume_at: where a run goes on from; stages that are over there are not checked.
+        resume_at: where a run resumes; earlier stages are not checked.
 
     Raises:
         PlanError: the sizes are not known before the run; a stage has fewer samples than there are
-            ranks, or cannot be split evenly; tokens are asked for that are not counted; or the
-            run is longer than any.
+            ranks, or cannot be split evenly; the data do not count the tokens that are needed; or
+            the run is too long.
         BatchSizeError: the policy cannot be followed on this run, or not with these schedules.
         ConversionError: a time needs a fact that is not known.
         ScheduleError: a schedule does not fit into the run.
@@ -263,9 +263,9 @@ def plan_prepared(
         even: refuse sizes that are not multiples of `world_size * micro_batch_size`.
         values: by hyper-parameter, its schedule and the same bound, as an optimizer combines them;
             None: the schedules of the run.
-        base: what the schedules' factors multiply; 1 where it is left out.
+        base: what the schedules' factors multiply; by default, 1.
         tracks_tokens: whether the data can count the tokens of a batch.
-        resume_at: where a run goes on from; stages that are over there are not checked.
+        resume_at: where a run resumes; earlier stages are not checked.
 
     Raises:
         PlanError: as `plan` does.
@@ -284,13 +284,13 @@ def plan_prepared(
     stages = tuple(
         make_stage(
             run.facts,
-            stretch,
+            segment,
             number,
             world_size=world_size,
             micro_batch_size=micro_batch_size,
             values=at,
         )
-        for number, stretch in enumerate(sizes.stretches, 1)
+        for number, segment in enumerate(sizes.segments, 1)
     )
     for stage in stages:
         if resume_at is None or stage.end is None or stage.end.sample > resume_at.sample:

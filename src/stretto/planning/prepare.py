@@ -26,22 +26,22 @@ from stretto.schedules import BoundSchedule, Schedule, ScheduleLike, as_schedule
 from stretto.timing import BoundTrigger, Horizon, TimeLike, Trigger, parse_trigger
 
 At: TypeAlias = Callable[..., AbstractContextManager[object]]
-"""`at("schedules", "lr")` is entered while that part is bound, so that an error can say where."""
+"""`at("schedules", "lr")` is entered while that part is bound, so errors can say where."""
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A run that can start: what it was asked for, and the same bound to its length and data."""
+    """A run that can start: its settings, and the same settings bound to its length and data."""
 
     facts: Horizon
     """The run without batch sizes."""
     horizon: Horizon
-    """The run. It converts all units, as far as the batch sizes are known before the run."""
+    """The run. It converts all units that do not depend on unknown batch sizes."""
     policy: BatchSizePolicy
     bound_policy: BoundPolicy
     sizes: PlannedSizes | None
-    """Where each batch begins; None if only the run can tell."""
+    """Where each batch begins; None if sizes are decided during the run."""
     refusal: PlanError | None
     """Why `sizes` is None."""
     schedules: Mapping[str, Schedule]
@@ -91,28 +91,28 @@ def prepare(
     most_stages: int | None = None,
     at: At = lambda *_: nullcontext(),
 ) -> Prepared:
-    """Bind what a run is asked for to its length and data, each part once.
+    """Bind the settings of a run to its length and data, each once.
 
-    A plan, a loader and a training loop that are given the result agree on every batch.
+    A plan, a loader and a training loop that use the result agree on every batch.
 
     >>> run = prepare(Horizon("2ep", dataset_num_samples=100), "0ep:8 1ep:20")
     >>> run.sizes.num_batches, run.horizon.convert("1ep", "ba")
     (18, Time('13ba'))
 
     Args:
-        horizon: the run; batch sizes that it has are replaced by those of the policy.
+        horizon: the run; its batch sizes are replaced by those of the policy.
         policy: the batch sizes.
         schedules: by hyper-parameter.
         triggers: by name.
         rule: how learning rates follow the batch size.
-        known: the same run as it was prepared before; its parts are used where they are equal.
+        known: the same run, prepared before; its equal parts are reused.
         most_stages: refuse sizes that change more often.
         at: entered with `"batch_size"`, `"max_duration"`, `"schedules", name` or
             `"triggers", name` while that is bound.
 
     Raises:
         BatchSizeError: the policy cannot be followed on this run, or not with these schedules.
-        PlanError: the run is longer than any, or its sizes change too often.
+        PlanError: the run is too long, or its sizes change too often.
         ConversionError: a time needs a fact that is not known.
         ScheduleError: a schedule does not fit into the run.
     """

@@ -1,4 +1,4 @@
-"""`PlannedSizes`: where every batch of a run begins, in closed form per stretch of equal ones."""
+"""`PlannedSizes`: where every batch of a run begins, in closed form."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from stretto.timing import Horizon, Timestamp, advance
 from stretto.timing.batch_sizes import EqualBatches
 from stretto.timing.epochs import cut, end_tick, equal_batches
 
-_MOST_DECISIONS = 4096  # 0.1 s; where the end is not known, a policy without a last size has none
+_MOST_DECISIONS = 4096  # 0.1 s; the limit for a run of unknown length whose sizes never settle
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Batches of one decided size that follow each other."""
+class Segment:
+    """Consecutive batches of one decided size."""
 
     batches: EqualBatches
     count: int | None
-    """How many; None where only the run can tell when it ends."""
+    """How many; None if only the run can tell."""
     skipped: int
-    """Samples passed over right before the first (`last_batch="drop"`)."""
+    """Samples skipped right before the first batch (`last_batch="drop"`)."""
     end: Timestamp | None
-    """The clock after the last one; None where only the run can tell."""
+    """The clock after the last batch; None if only the run can tell."""
 
 
-def stretches(horizon: Horizon, policy: BoundPolicy) -> Generator[Stretch, None, Timestamp | None]:
-    """Yield the run as stretches of one size; return the clock at its end, where it is known.
+def segments(horizon: Horizon, policy: BoundPolicy) -> Generator[Segment, None, Timestamp | None]:
+    """Yield the segments of the run; return the clock at its end, if that is known.
 
-    It takes the same decisions as `walk`, but one for each time that the policy may change its
-    mind instead of one for each batch.
+    It makes the same decisions as `walk`, but one per possible change of size instead of one per
+    batch.
 
     Raises:
-        PlanError: the sizes are not known before the run, or they change for ever in a run
-            whose end is not.
+        PlanError: the sizes are not known before the run, or they keep changing and the end of
+            the run is not known.
         BatchSizeError: under `drop`, a batch is larger than an epoch.
     """
     check_plannable(horizon, policy)
-    now, state, open_stretch, decisions = Timestamp(), policy.start(), None, 0
+    now, state, current, decisions = Timestamp(), policy.start(), None, 0
     run_axis, run_end = end_tick(horizon)
     while True:
         now, step = next_step(horizon, policy, now, state)
         if step is None:
-            if open_stretch is not None:
-                yield open_stretch
+            if current is not None:
+                yield current
             return now
         state = step.state
         batches = equal_batches(horizon, now, step.decided)
@@ -58,23 +58,23 @@ def stretches(horizon: Horizon, policy: BoundPolicy) -> Generator[Stretch, None,
             raise _endless(horizon)
         count = _least(_count(batches, policy.holds_until(now, state)), until_end)
         after = None if count is None else _after(horizon, batches, count)
-        if open_stretch is None:
-            open_stretch = Stretch(batches, count, step.skipped, after)
-        elif open_stretch.batches.size == step.decided and not step.skipped:
-            # The arithmetic of the first batches goes on unchanged over the later ones.
-            total = None if count is None else (open_stretch.count or 0) + count
-            open_stretch = replace(open_stretch, count=total, end=after)
+        if current is None:
+            current = Segment(batches, count, step.skipped, after)
+        elif current.batches.size == step.decided and not step.skipped:
+            # The arithmetic of the first batches covers the later ones, too.
+            total = None if count is None else (current.count or 0) + count
+            current = replace(current, count=total, end=after)
         else:
-            yield open_stretch
-            open_stretch = Stretch(batches, count, step.skipped, after)
+            yield current
+            current = Segment(batches, count, step.skipped, after)
         if after is None:
-            yield open_stretch
+            yield current
             return None
         now = after
 
 
 def _count(batches: EqualBatches, hold: Hold | None) -> int | None:
-    """How many of the equal batches there are before the hold is over; None to the end."""
+    """Count the equal batches until the hold ends; None: it lasts to the end of the run."""
     if hold is None:
         return 1
     least = None
@@ -93,14 +93,14 @@ def _count(batches: EqualBatches, hold: Hold | None) -> int | None:
 
 
 def _least(one: int | None, other: int | None) -> int | None:
-    """The lesser of two counts, None being without end."""
+    """Return the smaller count; None means unlimited."""
     if one is None or other is None:
         return other if one is None else one
     return min(one, other)
 
 
 def _after(horizon: Horizon, batches: EqualBatches, count: int) -> Timestamp:
-    """The clock after `count` of the batches, the last of them cut where the run ends in it."""
+    """Return the clock after `count` batches; the last is cut if the run ends inside it."""
     end, after = horizon.end_sample, batches.timestamp(count)
     if end is None or horizon.last_batch == "drop" or after.sample <= end:
         return after
@@ -113,7 +113,7 @@ def _after(horizon: Horizon, batches: EqualBatches, count: int) -> Timestamp:
 class PlannedSizes:
     """Where every batch begins under a policy whose sizes are known before the run.
 
-    With it a horizon converts batches to samples and back while the batch size ramps.
+    A horizon needs it to convert between batches and samples while the batch size changes.
 
     >>> from stretto.batching import DoublingRamp
     >>> sizes = PlannedSizes(Horizon("40sp"), DoublingRamp(4, 16, "50%"))
@@ -125,7 +125,7 @@ class PlannedSizes:
     Args:
         horizon: the run.
         policy: its batch sizes.
-        bound: the same, bound to the run; None: it is bound here.
+        bound: the same policy, bound to the run; None: it is bound here.
         most_stages: refuse sizes that change more often.
 
     Raises:
@@ -136,9 +136,9 @@ class PlannedSizes:
     horizon: Horizon
     """The run, without batch sizes."""
     policy: BatchSizePolicy
-    stretches: tuple[Stretch, ...]
+    segments: tuple[Segment, ...]
     end: Timestamp | None
-    """The clock at the end of the run, or None where only the run can tell."""
+    """The clock at the end of the run; None if only the run can tell."""
     _sections: list[EqualBatches]
     _batches: list[int]
     _samples: list[int]
@@ -152,38 +152,38 @@ class PlannedSizes:
         most_stages: int | None = None,
     ) -> None:
         run, policy = horizon.with_batch_sizes(None), as_policy(policy)
-        found: list[Stretch] = []
-        walked = stretches(run, policy.bind(run) if bound is None else bound)
+        found: list[Segment] = []
+        walked = segments(run, policy.bind(run) if bound is None else bound)
         end = _yield_into(found, walked, most_stages)
-        sections = [stretch.batches for stretch in found]
+        sections = [segment.batches for segment in found]
         if end is not None:
             sections.append(_beyond(run, found[-1], end))
         values: dict[str, object] = {
             "horizon": run,
             "policy": policy,
-            "stretches": tuple(found),
+            "segments": tuple(found),
             "end": end,
             "_sections": sections,
             "_batches": [batches.first.batch for batches in sections],
-            "_samples": [stretch.batches.first.sample for stretch in found],
+            "_samples": [segment.batches.first.sample for segment in found],
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     @property
     def num_batches(self) -> int | None:
-        """How many batches the run has, or None where only the run can tell."""
+        """The number of batches in the run; None if only the run can tell."""
         return None if self.end is None else self.end.batch
 
     @property
     def is_exact(self) -> bool:
-        """Whether every batch is known: not where an epoch of unknown length may end inside one."""
+        """Whether every batch is known. Not if an epoch of unknown length may end inside one."""
         return self.horizon.dataset_num_samples is not None or self.horizon.last_batch == "carry"
 
     def sample_at_batch(self, batch: int, /) -> int:
         """Return the position at which batch number `batch` (from 0) begins.
 
-        After the end of the run its last size goes on.
+        Batches after the end of the run have its last size.
 
         Raises:
             PlanError: the number is negative.
@@ -201,7 +201,7 @@ class PlannedSizes:
         if self.end is not None and sample > self.end.sample:
             return self.end.batch + max(1, self._sections[-1].count_before(sample))
         number = bisect_left(self._samples, sample) - 1
-        batches, count = self.stretches[number].batches, self.stretches[number].count
+        batches, count = self.segments[number].batches, self.segments[number].count
         before = batches.count_before(sample)
         return batches.first.batch + (before if count is None else min(before, count))
 
@@ -243,7 +243,7 @@ def _check_number(batch: int) -> None:
         )
 
 
-def _beyond(horizon: Horizon, last: Stretch, end: Timestamp) -> EqualBatches:
+def _beyond(horizon: Horizon, last: Segment, end: Timestamp) -> EqualBatches:
     """The batches that no run has, as if the last ones went on; a batch cut there counts whole."""
     if last.end == end and last.count is not None:
         return equal_batches(horizon, last.batches.timestamp(last.count), last.batches.size)
@@ -251,7 +251,7 @@ def _beyond(horizon: Horizon, last: Stretch, end: Timestamp) -> EqualBatches:
 
 
 def _yield_into(
-    found: list[Stretch], run: Generator[Stretch, None, Timestamp | None], most: int | None
+    found: list[Segment], run: Generator[Segment, None, Timestamp | None], most: int | None
 ) -> Timestamp | None:
     """Put all that `run` yields into `found`, and return what it returns."""
     while most is None or len(found) <= most:

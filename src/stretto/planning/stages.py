@@ -1,4 +1,4 @@
-"""`Stage`: a part of a plan in which the batch size stays the same, and how it is checked."""
+"""`Stage`: a part of a plan with one batch size, and its checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stretto.batching.rules import is_learning_rate
 from stretto.batching.split import even_unit, not_even, split
 from stretto.errors import Argument, PlanError, cannot
 from stretto.planning.clock import unknown_count
-from stretto.planning.sizes import Stretch
+from stretto.planning.sizes import Segment
 from stretto.schedules import BoundSchedule, Schedule
 from stretto.timing import Horizon, Timestamp
 from stretto.timing.known import KnownCounts, UnknownCountError, unknown_counters
@@ -26,38 +26,38 @@ class FirstLast(NamedTuple):
     first: float
     """Its value for the first batch."""
     last: float | None
-    """Its value for the last batch, or None where only the run can tell which that is."""
+    """Its value for the last batch; None if only the run can tell which that is."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a run in which the batch size stays the same."""
+    """A part of a run with one batch size."""
 
     number: int
     """From 1."""
     size: int
-    """Samples of each batch, over all ranks; where an epoch or the run ends in it, fewer."""
+    """Samples of each batch over all ranks; fewer if an epoch or the run ends inside it."""
     batches: int | None
-    """How many; None where only the run can tell."""
+    """How many; None if only the run can tell."""
     first: Timestamp
     """The clock at the start of its first batch."""
     end: Timestamp | None
-    """The clock after its last batch, or None where only the run can tell."""
+    """The clock after its last batch; None if only the run can tell."""
     skipped: int
-    """Samples passed over right before it, because its first batch did not fit into the epoch."""
+    """Samples skipped right before it because its first batch did not fit into the epoch."""
     cut_sizes: tuple[int, ...]
     """The sizes of batches that are cut at the end of an epoch or of the run."""
     shares: tuple[int, int]
-    """The least and the most samples that a rank has of a whole batch."""
+    """The fewest and the most samples of a full batch on one rank."""
     accumulation: int
-    """Micro-batches of each rank in a batch."""
+    """Micro-batches per rank and batch."""
     values: Mapping[str, FirstLast]
     """The hyper-parameters."""
 
     @property
     def samples(self) -> int | None:
-        """The samples of all its batches, without those passed over."""
+        """The samples of all its batches, without skipped ones."""
         if self.end is None or self.batches is None:
             return None
         if self.cut_sizes:
@@ -67,15 +67,15 @@ class Stage:
 
 def make_stage(
     horizon: Horizon,
-    stretch: Stretch,
+    segment: Segment,
     number: int,
     *,
     world_size: int,
     micro_batch_size: int | None,
     values: Values,
 ) -> Stage:
-    """Return a stretch of equal batches as a stage of a plan."""
-    batches, count = stretch.batches, stretch.count
+    """Return the stage of a segment."""
+    batches, count = segment.batches, segment.count
     shared = split(batches.size, world_size, micro_batch_size)
     first = values(batches.first, batches.size)
     last: dict[str, float | None] = dict.fromkeys(first)
@@ -88,24 +88,23 @@ def make_stage(
         size=batches.size,
         batches=count,
         first=batches.first,
-        end=stretch.end,
-        skipped=stretch.skipped,
-        cut_sizes=cut_sizes(horizon, stretch),
+        end=segment.end,
+        skipped=segment.skipped,
+        cut_sizes=cut_sizes(horizon, segment),
         shares=(batches.size // world_size, -(-batches.size // world_size)),
         accumulation=shared.accumulation,
         values={name: FirstLast(value, last[name]) for name, value in first.items()},
     )
 
 
-def cut_sizes(horizon: Horizon, stretch: Stretch) -> tuple[int, ...]:
-    """Return the sizes of the batches that are cut, each once: first epoch, later ones, the end."""
-    batches, count, end = stretch.batches, stretch.count, stretch.end
+def cut_sizes(horizon: Horizon, segment: Segment) -> tuple[int, ...]:
+    """Return the distinct sizes of cut batches: first epoch, later epochs, end of the run."""
+    batches, count, end = segment.batches, segment.count, segment.end
     num_samples, first = horizon.dataset_num_samples, batches.first
     found: dict[int, None] = {}
     ends_epoch = end is None or end.epoch > first.epoch
     if num_samples is not None and horizon.last_batch == "keep" and ends_epoch:
-        # The last batches of the epoch that the stage begins in and of the next one: those of
-        # all later epochs are like the latter.
+        # The last batches of the first two epochs of the stage; later epochs end like the second.
         for epoch in (first.epoch + 1, first.epoch + 2):
             number = batches.count_before(epoch * num_samples) - 1
             if count is None or number < count:
@@ -124,11 +123,11 @@ def check_stage(
     even: bool,
     is_coupled: bool,
 ) -> None:
-    """Refuse a stage, of a policy that may be coupled, that the ranks cannot share.
+    """Refuse a stage that the ranks cannot share.
 
     Raises:
-        PlanError: it has fewer samples than there are ranks, or, with `even`, not the same full
-            micro-batches for each.
+        PlanError: a batch has fewer samples than there are ranks or, with `even`, does not give
+            each rank the same full micro-batches.
     """
     if stage.size < world_size:
         raise _below(stage.size, world_size, is_coupled=is_coupled, where=_where(stage))
@@ -138,7 +137,7 @@ def check_stage(
 
 
 def check_least(policy: BoundPolicy, *, world_size: int, size: int | None = None) -> None:
-    """Refuse a run without a plan whose least size would leave ranks without a sample.
+    """Refuse a run without a plan whose smallest size leaves ranks without a sample.
 
     >>> from stretto.batching import NoiseScale
     >>> check_least(NoiseScale(8, 64).bind(Horizon("1ep")), world_size=8)
@@ -146,7 +145,7 @@ def check_least(policy: BoundPolicy, *, world_size: int, size: int | None = None
     Args:
         policy: the batch sizes.
         world_size: how many ranks share a batch.
-        size: the next one of a run that goes on; a batch that never shrinks may have grown enough.
+        size: the next size of a resumed run; a batch that never shrinks may have grown enough.
 
     Raises:
         PlanError: the policy may decide fewer samples than there are ranks, or has.
@@ -180,7 +179,7 @@ def _where(stage: Stage) -> str:
 def known_schedules(
     horizon: Horizon, schedules: Mapping[str, tuple[Schedule, BoundSchedule]]
 ) -> tuple[dict[str, BoundSchedule], list[str]]:
-    """Return the schedules whose values are known before the run, and a line for each other."""
+    """Return the schedules known before the run, and a line for each of the others."""
     known, lines = {}, []
     for name, (schedule, bound) in schedules.items():
         follows = unknown_count(horizon, schedule.reads(horizon))
@@ -199,7 +198,7 @@ def hyperparameters(
 ) -> Values:
     """Return every hyper-parameter as a function of the clock and the decided batch size.
 
-    A value is its base times the schedule's factor; learning rates are times the rule's too.
+    A value is its base times the schedule's factor. Learning rates are also multiplied by the rule.
     """
     hidden = unknown_counters(horizon)
 

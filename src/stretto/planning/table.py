@@ -1,4 +1,4 @@
-"""A plan as text that needs no explanation, in at most 100 columns."""
+"""A plan as a text table of at most 100 columns."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from stretto.planning.cautions import bound_of
 from stretto.planning.events import Event
+from stretto.planning.plan_warnings import bound_of
 from stretto.planning.stages import Stage
 from stretto.timing import Horizon, Timestamp, TimeUnit
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WIDTH = 100
 """Columns of text."""
 _LOOKS = 64
-"""Batches of a row at which a value is looked at for its peak, before those near to the best."""
+"""Batches per row that are sampled in search of a peak, before the search narrows."""
 Best: TypeAlias = Callable[..., Any]
 """`max` or `min`."""
 Column: TypeAlias = list[str]
@@ -26,7 +26,7 @@ Column: TypeAlias = list[str]
 
 
 def to_table(plan: Plan, *, max_rows: int) -> str:
-    """Return the plan as text: a headline, the stages, what happens when, and warnings."""
+    """Return the plan as text: a headline, the stages, the events and the warnings."""
     size = "as many batches as that takes,"
     if plan.num_batches is not None and plan.num_samples is not None:
         size = f"{plan.num_batches:,} batches, {plan.num_samples:,} samples"
@@ -44,7 +44,7 @@ def to_table(plan: Plan, *, max_rows: int) -> str:
 
 
 def _paragraph(texts: Sequence[str]) -> Iterator[str]:
-    """Yield an empty line, and the texts, each wrapped; nothing if there are none."""
+    """Yield an empty line and the wrapped texts; nothing if there are none."""
     for number, text in enumerate(texts):
         if number == 0:
             yield ""
@@ -52,7 +52,7 @@ def _paragraph(texts: Sequence[str]) -> Iterator[str]:
 
 
 def groups(stages: Sequence[Stage], max_rows: int) -> list[Sequence[Stage]]:
-    """Return the stages by rows: each its own, or neighbours together where there are too many.
+    """Return the stages by row; neighbours share a row if there are too many.
 
     The first and the last stage keep rows of their own.
     """
@@ -66,7 +66,7 @@ def groups(stages: Sequence[Stage], max_rows: int) -> list[Sequence[Stage]]:
 
 
 def blocks(columns: Sequence[Column]) -> Iterator[list[str]]:
-    """Yield the lines of one or more tables, each as wide as fits; all have the first column."""
+    """Yield the lines of tables that fit the width; each repeats the first column."""
     first, *others = columns
     taken = [first]
     for column in others:
@@ -78,11 +78,11 @@ def blocks(columns: Sequence[Column]) -> Iterator[list[str]]:
 
 
 def aligned(columns: Sequence[Column]) -> list[str]:
-    """Return columns as lines, each column as wide as it must be, to the right."""
+    """Return columns as lines, each right-aligned and as narrow as possible."""
     widths = [max(map(len, column)) for column in columns]
     rows = list(zip(*columns, strict=True))
     if not any(rows[-1][1:]):
-        rows.pop()  # the end of the run, in a block that says nothing of it
+        rows.pop()  # the row of the run's end, if it is empty in this block
     return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
 
 
@@ -116,7 +116,7 @@ def _columns(plan: Plan, rows: Sequence[Sequence[Stage]]) -> list[Column]:
 
 
 def _clock(horizon: Horizon, *, is_open: bool) -> dict[str, Callable[[Timestamp], str]]:
-    """How the clock is shown, by heading: what the run counts."""
+    """Return how the clock is shown, by heading."""
     shown: dict[str, Callable[[Timestamp], str]] = {
         "from batch": lambda now: f"{now.batch:,}",
         "sample": lambda now: f"{now.sample:,}",
@@ -142,7 +142,7 @@ def _batches(row: Sequence[Stage]) -> str:
 
 
 def _values(plan: Plan, name: str, row: Sequence[Stage]) -> str:
-    """The first and the last value, and between them those that go beyond both."""
+    """Return the first and the last value, and extremes in between."""
     first, last = row[0].values[name].first, row[-1].values[name].last
     if last is None:
         return f"{first:.4g} to ?"
@@ -158,12 +158,12 @@ def _values(plan: Plan, name: str, row: Sequence[Stage]) -> str:
 
 
 def _extreme(plan: Plan, name: str, batches: range, best: Best) -> tuple[int, float]:
-    """The batch with the largest or the least value, and that value.
+    """Return the batch with the largest or the smallest value, and that value.
 
-    It looks at some of the batches and then closer where they are best, so a value that rises and
-    falls more often than every 64th of them tells may have a better one.
+    It samples 64 batches and narrows the search around the best. It can miss the extreme of a value
+    that oscillates faster than that.
     """
-    stride = -(-(batches.stop - batches.start) // _LOOKS)  # more than `len` can tell
+    stride = -(-(batches.stop - batches.start) // _LOOKS)  # may exceed what `len` can return
     looks: Sequence[int] = batches[::stride]
     while True:
         values = {batch: plan.values_at(batch)[name] for batch in looks}
@@ -190,5 +190,5 @@ def _event(event: Event) -> str:
 
 
 def span(least: int, most: int) -> str:
-    """Return two numbers as text, as one where they are equal."""
+    """Return a range as text; one number if both are equal."""
     return f"{least:,}" if least == most else f"{least:,}-{most:,}"

@@ -1,4 +1,4 @@
-"""Refusing tokens on data that cannot count them."""
+"""Refuses tokens on data that cannot count them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from stretto.timing import TimeUnit
 
 
 def check_tokens(run: Prepared) -> None:
-    """Refuse a run that follows tokens, which the data do not count.
+    """Refuse a run that needs tokens from data that do not count them.
 
     Raises:
         PlanError: its length, the batch size, a schedule or a trigger follows tokens.

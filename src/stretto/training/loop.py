@@ -302,7 +302,7 @@ class Loop:
         self.signal = self._received()  # one that came too late to stop anything counts as well
 
     def _log(self) -> None:
-        record = self.recorder.log(self.timer.timestamp, self.loader.told())
+        record = self.recorder.log(self.timer.timestamp, self.loader.log_values())
         self.run.logged_units = self.recorder.units
         self.events.tell("on_log", record)
 

@@ -19,7 +19,7 @@ from stretto.errors import PlanError, TrainingError
 from stretto.optim import Hyperparameters
 from stretto.optim.joined import joined
 from stretto.planning import Plan, Prepared
-from stretto.planning.cautions import growth_alone
+from stretto.planning.plan_warnings import growth_alone
 from stretto.runtime import TrainStep
 from stretto.schedules import ScheduleLike
 from stretto.settings import Checkpointing, Loading, Stepping, one_of

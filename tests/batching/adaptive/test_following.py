@@ -278,7 +278,8 @@ def test_a_small_batch_now_and_then_tells_little(policy: BatchSizePolicy) -> Non
     whole, other = sizes_of(policy, steps), sizes_of(policy, mixed)
     assert other[0][-1] == pytest.approx(whole[0][-1], rel=0.1)
     assert other[0][-1] > 100
-    known, mixed_known = policy.bind(RUN).told(whole[1]), policy.bind(RUN).told(other[1])
+    bound = policy.bind(RUN)
+    known, mixed_known = bound.log_values(whole[1]), bound.log_values(other[1])
     assert known.keys() == mixed_known.keys()
     for name, value in known.items():
         assert mixed_known[name] == pytest.approx(value, rel=0.15)
@@ -550,17 +551,17 @@ def test_a_plateau_that_goes_on_with_another_metric_has_nothing_to_beat() -> Non
         (Plateau("a/b", start=8, maximum=9), set()),
     ],
 )
-def test_what_is_followed_is_told(policy: Any, expected: set[str], around: Any) -> None:
+def test_what_is_followed_is_logged(policy: Any, expected: set[str], around: Any) -> None:
     bound = around(policy).bind(RUN)
     state = bound.start()
-    assert bound.told(state) == {}
+    assert bound.log_values(state) == {}
     for batch in range(60):
         seen = Signals(noise_numerator=30 + batch % 2, noise_denominator=1.0)
         _, state = bound.decide(Timestamp(batch=batch), state, seen)
-    told = bound.told(state)
-    assert set(told) == expected
-    if "noise_scale" in told:
-        assert told["noise_scale_low"] < told["noise_scale"] < told["noise_scale_high"]
-        assert told["noise_scale"] == pytest.approx(30.5, rel=0.01)
-    if "norm_test" in told:
-        assert told["norm_test"] == pytest.approx(3 * 30.5, rel=0.01)
+    logged = bound.log_values(state)
+    assert set(logged) == expected
+    if "noise_scale" in logged:
+        assert logged["noise_scale_low"] < logged["noise_scale"] < logged["noise_scale_high"]
+        assert logged["noise_scale"] == pytest.approx(30.5, rel=0.01)
+    if "norm_test" in logged:
+        assert logged["norm_test"] == pytest.approx(3 * 30.5, rel=0.01)

@@ -194,8 +194,8 @@ def test_without_a_maximum_batches_grow_to_64_times_their_size(
     assert max(stage.size for stage in got.stages) == 512
     given = planned(kind(decay, 8, factor=factor, maximum=512), horizon)
     assert list(given.stages) == list(got.stages)
-    (caution,) = got.warnings
-    assert caution.startswith("batches grow to 512 and no further: 64 times the 8 before")
+    (warning,) = got.warnings
+    assert warning.startswith("batches grow to 512 and no further: 64 times the 8 before")
     assert not given.warnings
 
 

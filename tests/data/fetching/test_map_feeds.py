@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from stretto.data import DataSpec
-from stretto.data.fetching.feed import Draw, Part, Plans, evenly
+from stretto.data.fetching.feed import FetchedStep, Part, Plans, evenly
 from stretto.data.fetching.fetch import Fetch
 from stretto.data.fetching.map_feeds import ChunkFeed, MapSource
 from stretto.data.fetching.workers import Workers
@@ -27,11 +27,13 @@ def plans(start: int, sizes: list[tuple[int, int]]) -> Plans:
         start += size
 
 
-def draws(n: int, part: Part, chunk_size: int, end: int | None, batches: Plans) -> list[Draw]:
+def fetched_steps(
+    n: int, part: Part, chunk_size: int, end: int | None, batches: Plans
+) -> list[FetchedStep]:
     data = TensorDataset(torch.arange(n))
     order = SampleOrder(n, 1)
     source = MapSource(DataSpec(data), order, part, Fetch(data), Workers(), is_keyed=False)
-    return list(ChunkFeed(source, chunk_size=chunk_size, end=end).draws(batches))
+    return list(ChunkFeed(source, chunk_size=chunk_size, end=end).steps(batches))
 
 
 @given(
@@ -50,19 +52,19 @@ def test_ranks_cut_their_chunks_into_equally_many_micro_batches(
     end = start + sum(skipped + size for skipped, size in sizes)
     known_end = data.draw(st.sampled_from([None, end, end + 7]))
     by_rank = [
-        draws(n, Part(rank, world, micro), chunk_size, known_end, plans(start, sizes))
+        fetched_steps(n, Part(rank, world, micro), chunk_size, known_end, plans(start, sizes))
         for rank in range(world)
     ]
     order = SampleOrder(n, 1)
     for one_batch in zip(*by_rank, strict=True):
-        assert len({len(draw.pieces) for draw in one_batch}) == 1
-        for rank, draw in enumerate(one_batch):
+        assert len({len(fetched.micro_batches) for fetched in one_batch}) == 1
+        for rank, fetched in enumerate(one_batch):
             taken: list[Any] = []
-            for batch_of_piece, count in draw.pieces:
-                values = batch_of_piece[0].tolist()
+            for batch, count in fetched.micro_batches:
+                values = batch[0].tolist()
                 assert len(values) == max(1, count) <= min(micro or chunk_size, chunk_size)
                 taken += values if count else []
-            owned = share(draw.plan.timestamp.sample, draw.size, rank, world)
+            owned = share(fetched.plan.timestamp.sample, fetched.size, rank, world)
             assert taken == [order[p] for p in owned]
 
 

@@ -209,11 +209,11 @@ def _integrated(confidence: float, v: float) -> float:
     def density(y: float) -> float:
         return at_zero * math.pow(math.cosh(y), -v)
 
-    y = held = 0.0
+    y = covered = 0.0
     # Newton's steps: as the density falls, none goes too far. Each is integrated by Simpson's rule.
-    while (step := (confidence - held) / density(y)) > 1e-9 * y:
+    while (step := (confidence - covered) / density(y)) > 1e-9 * y:
         at = [density(y + step * part / 16) for part in range(17)]
-        held += step / 48 * (at[0] + 4 * sum(at[1::2]) + 2 * sum(at[2:16:2]) + at[16])
+        covered += step / 48 * (at[0] + 4 * sum(at[1::2]) + 2 * sum(at[2:16:2]) + at[16])
         y += step
     return math.sqrt(v) * math.sinh(y)
 

@@ -121,7 +121,7 @@ class BoundNoiseScale(FollowingPolicy):
         """Return the first size, with nothing measured."""
         return {"size": self.policy.start, **RatioAverage().to_state()}
 
-    def told(self, state: PolicyState) -> Mapping[str, float]:
+    def log_values(self, state: PolicyState) -> Mapping[str, float]:
         """Return what is known: the noise scale, and each end of its interval."""
         confidence, average = self.policy.confidence, RatioAverage.from_state(state)
         if not average.is_over_enough(self.policy.window):

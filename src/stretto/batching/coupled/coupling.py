@@ -279,17 +279,17 @@ class CoupledSizes(BatchSizePolicy):
         """Return the times of the decaying schedule and of the sizes before it decays."""
         return (*self.coupling.decay.times(), *self.coupling.size.times())
 
-    def cautions(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
+    def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
         """Say so where the bound is none that was given."""
         bound = self.coupling.bind(horizon)
         if self.coupling.maximum is not None or largest <= bound.maximum - bound.multiple_of:
             return ()
-        caution = (
+        warning = (
             f"batches grow to {largest:,} and no further: {DEFAULT_GROWTH} times the "
             f"{bound.maximum // DEFAULT_GROWTH:,} before, as no maximum is given; give the size "
             "up to which they train as well"
         )
-        return (caution,)
+        return (warning,)
 
     def __repr__(self) -> str:
         return f"{self.coupling!r}.policy"

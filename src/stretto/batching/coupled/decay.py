@@ -186,13 +186,13 @@ def _check_counters(
     axis: Axis,
 ) -> None:
     """Refuse a schedule that reads a counter that `axis` does not tell."""
-    told = {"sample"}
+    known = {"sample"}
     if horizon.dataset_num_samples is not None:
-        told |= {"epoch", "sample_in_epoch"}
+        known |= {"epoch", "sample_in_epoch"}
     if horizon.tokens_per_sample is not None:
-        told |= {"token"} | ({"token_in_epoch"} if "epoch" in told else set())
-    told = {TimeUnit.TOKEN: {"token"}, TimeUnit.EPOCH: {"epoch"}}.get(axis.unit, told)
-    others = [name for name in Timestamp._fields if name not in told]
+        known |= {"token"} | ({"token_in_epoch"} if "epoch" in known else set())
+    known = {TimeUnit.TOKEN: {"token"}, TimeUnit.EPOCH: {"epoch"}}.get(axis.unit, known)
+    others = [name for name in Timestamp._fields if name not in known]
     for number, timestamp in enumerate(timestamps):
         moved = timestamp._replace(**dict.fromkeys(others, 7**15 * number + 1))
         if value(moved) != value(timestamp):

@@ -103,10 +103,10 @@ class BoundPeriods(BoundPolicy):
         bound = self._bound(cast(int, state["period"]), _timestamp(state))
         return bound, inner_state(state)
 
-    def told(self, state: PolicyState) -> Mapping[str, float]:
+    def log_values(self, state: PolicyState) -> Mapping[str, float]:
         """Return what the policy of the present period goes by."""
         bound, within = self.inside(state)
-        return bound.told(within)
+        return bound.log_values(within)
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals

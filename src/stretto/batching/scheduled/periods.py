@@ -102,9 +102,9 @@ class PeriodSizes(BatchSizePolicy):
         lengths = tuple(length for length, _ in self.periods if isinstance(length, Time))
         return lengths + tuple(time for _, policy in self.periods for time in policy.times())
 
-    def cautions(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
+    def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
         """Return what the policies of the periods warn of."""
-        return tuple(said for _, one in self.periods for said in one.cautions(horizon, largest))
+        return tuple(line for _, one in self.periods for line in one.warnings(horizon, largest))
 
     def _rest(self, horizon: Horizon, axis: Axis) -> Fraction | None:
         """The ticks of the rest on the axis of the run; None where only the run can tell."""

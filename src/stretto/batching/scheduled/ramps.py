@@ -99,7 +99,7 @@ class LinearRamp(BatchSizePolicy):
         """Return the length of the ramp."""
         return (self.over,)
 
-    def cautions(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
+    def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
         """Return a line if the ramp has no stages."""
         del horizon, largest
         return _no_stages(self.start, self.end)
@@ -163,7 +163,7 @@ class DoublingRamp(BatchSizePolicy):
         """Return the length of the ramp."""
         return (self.over,)
 
-    def cautions(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
+    def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
         """Return a line if the ramp has no stages."""
         del horizon, largest
         return _no_stages(self.start, self.end)

@@ -1,4 +1,4 @@
-"""`Feed`: from batches that have been decided to the samples of one rank."""
+"""`Feed`: reads one rank's samples of each decided batch."""
 
 from __future__ import annotations
 
@@ -17,40 +17,39 @@ _MOST_SHARES = 4096
 
 Plans: TypeAlias = Iterator[tuple[StepPlan, int]]
 """What is decided for each batch, and the position at which it starts."""
-Piece: TypeAlias = tuple[Any, int]
-"""A micro-batch and its samples; 0 for a dummy, whose batch is one sample that does not count."""
+CountedBatch: TypeAlias = tuple[Any, int]
+"""A collated batch and its number of samples; 0 for a dummy, which holds one sample."""
 
 
-class Draw(NamedTuple):
-    """One batch, or, under `drop`, the rest of an epoch that was too small for one."""
+class FetchedStep(NamedTuple):
+    """What one step reads. Under `drop`: the rest of an epoch that is too small for a batch."""
 
     plan: StepPlan
     """What was decided."""
-    pieces: list[Piece]
-    """This rank's micro-batches; none where the batch is dropped."""
+    micro_batches: list[CountedBatch]
+    """This rank's micro-batches; empty if the batch is dropped."""
     size: int
-    """Samples over all ranks; fewer than planned where data without a known size have ended."""
+    """Samples over all ranks; fewer than planned if data of unknown size have ended."""
     crossings: tuple[int, ...] = ()
-    """For data without a known size: how many of the batch's samples come after each end of an
-    epoch in it."""
+    """The batch's samples after each epoch end inside it; only for data of unknown size."""
 
 
 class Feed(ABC):
     """Reads the data for decided batches, in order."""
 
     @abstractmethod
-    def draws(self, plans: Plans) -> Iterator[Draw]:
+    def steps(self, plans: Plans) -> Iterator[FetchedStep]:
         """Yield this rank's part of each batch.
 
-        A plan is taken from `plans` only when it is needed: where sizes are decided from
-        measurements, that is when the batch is asked for.
+        It takes a plan from `plans` only when it needs it. If sizes follow measurements, that is
+        when the loop asks for the batch.
         """
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Whose samples are read, and how many at once."""
+    """The rank whose samples are read, and how many are read at once."""
 
     rank: int
     world_size: int
@@ -88,8 +87,8 @@ def pinned(batch: Any) -> Any:
     return mapped(lambda tensor: tensor.pin_memory(), batch)
 
 
-def first_sample(spec: DataSpec, batch: Any, num_samples: int) -> Piece:
-    """Return a dummy: one sample of a batch, that does not count."""
+def first_sample(spec: DataSpec, batch: Any, num_samples: int) -> CountedBatch:
+    """Return a dummy: one sample of a batch, with weight 0."""
     return spec.take_samples(batch, slice(0, 1), num_samples), 0
 
 

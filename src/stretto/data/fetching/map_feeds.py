@@ -12,10 +12,10 @@ from torch import Tensor
 
 from stretto.data.containers import may_hold
 from stretto.data.fetching.feed import (
-    Draw,
+    CountedBatch,
     Feed,
+    FetchedStep,
     Part,
-    Piece,
     Plans,
     Shares,
     evenly,
@@ -45,7 +45,7 @@ class MapSource:
     fetch: Fetch
     workers: Workers
     is_keyed: bool
-    """Whether the chance inside samples is keyed by epoch and index."""
+    """Whether randomness inside samples is keyed by epoch and index."""
 
     def stream(self) -> IndexStream:
         """Return the indices that this rank reads."""
@@ -78,7 +78,7 @@ class MapSource:
         return self.fetch([0])
 
     def check(self, batch: Any, num_samples: int) -> None:
-        """Refuse a batch that does not have the samples that were asked for."""
+        """Refuse a batch with another number of samples than requested."""
         if self.spec.get_num_samples_in_batch is None and may_hold(batch, num_samples):
             return
         found = self.spec.count_samples(batch)
@@ -100,7 +100,7 @@ class DirectFeed(Feed):
     def __init__(self, source: MapSource) -> None:
         self._source = source
 
-    def draws(self, plans: Plans) -> Iterator[Draw]:
+    def steps(self, plans: Plans) -> Iterator[FetchedStep]:
         """Yield this rank's part of each batch."""
         source = self._source
         stream, fetch, shares = source.stream(), source.fetch, Shares(source.part)
@@ -112,11 +112,11 @@ class DirectFeed(Feed):
                 decided, sizes = plan, shares.sizes(plan.size, start)
                 ahead, rows = 1, iter(())
             place = -((rank - start) // world)
-            pieces: list[Piece] = []
+            micro_batches: list[CountedBatch] = []
             for count in sizes:
                 if fetch.tensors is not None and count == plan.size:
                     indices = next(rows, None)
-                    if indices is None:  # to cut many at once takes a fifth of the time
+                    if indices is None:  # cutting many at once takes a fifth of the time
                         rows = iter(stream.tensor(place, ahead * count).split(count))
                         indices, ahead = next(rows), min(2 * ahead, 1 + _MOST_AHEAD // count)
                     batch: Any = [tensor.index_select(0, indices) for tensor in fetch.tensors]
@@ -125,18 +125,18 @@ class DirectFeed(Feed):
                     if fetch.tensors is None:
                         source.check(batch, count or 1)
                 place += count
-                pieces.append((pinned(batch) if pins else batch, count))
-            yield Draw(plan, pieces, plan.size)
+                micro_batches.append((pinned(batch) if pins else batch, count))
+            yield FetchedStep(plan, micro_batches, plan.size)
 
 
 @final
 class PlannedFeed(Feed):
-    """Workers collate finished micro-batches ahead: for sizes that are known beforehand."""
+    """Workers collate micro-batches ahead: for sizes that are known before the run."""
 
     def __init__(self, source: MapSource) -> None:
         self._source = source
 
-    def draws(self, plans: Plans) -> Iterator[Draw]:
+    def steps(self, plans: Plans) -> Iterator[FetchedStep]:
         """Yield this rank's part of each batch."""
         source = self._source
         first = next(plans, None)
@@ -146,11 +146,11 @@ class PlannedFeed(Feed):
         batches = source.fetched_ahead(self._elements(first, plans, ahead))
         for batch in batches:
             plan, sizes = ahead.popleft()
-            pieces = [(batch, sizes[0])]
-            pieces += [(next(batches), count) for count in sizes[1:]]
-            for piece, count in pieces:
-                source.check(piece, count or 1)
-            yield Draw(plan, pieces, plan.size)
+            micro_batches = [(batch, sizes[0])]
+            micro_batches += [(next(batches), count) for count in sizes[1:]]
+            for micro_batch, count in micro_batches:
+                source.check(micro_batch, count or 1)
+            yield FetchedStep(plan, micro_batches, plan.size)
 
     def _elements(
         self,
@@ -158,7 +158,7 @@ class PlannedFeed(Feed):
         plans: Plans,
         ahead: deque[tuple[StepPlan, tuple[int, ...]]],
     ) -> Iterator[Element]:
-        """Yield each micro-batch, and note in `ahead` which batch it is of."""
+        """Yield each micro-batch, and record its batch in `ahead`."""
         stream, shares = self._source.stream(), Shares(self._source.part)
         for plan, start in chain((first,), plans):
             sizes = shares.sizes(plan.size, start)
@@ -172,37 +172,37 @@ class PlannedFeed(Feed):
 @final
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """The places of a rank's stream in chunks of one size, which depend on no batch size.
+    """Cuts a rank's stream into chunks of one size, independent of batch sizes.
 
-    So a resumed run cuts at the same places, and chance in a worker is the same.
+    So a resumed run has the same chunks, and workers draw the same random numbers.
     """
 
     size: int
     last: int | None
-    """The place at which the run ends, where it is known."""
+    """The place at which the run ends; None if unknown."""
 
     def elements(self, stream: IndexStream, number: int) -> Iterator[Element]:
-        """Yield the chunks from one of them on, as a worker fetches them."""
+        """Yield the chunks from `number` on, as workers fetch them."""
         while self.length(number) > 0:
             place = number * self.size
             yield place, stream.take(place, self.length(number))
             number += 1
 
     def length(self, number: int) -> int:
-        """Return how many samples a chunk has."""
+        """Return the number of samples in a chunk."""
         return self.size if self.last is None else min(self.size, self.last - number * self.size)
 
 
 @final
 class ChunkFeed(Feed):
-    """Workers collate fixed chunks ahead, which are cut into views at the step.
+    """Workers collate fixed chunks ahead; each step cuts views out of them.
 
-    For sizes that are decided during the run, and batches that can be cut. Chunks are never joined.
+    For sizes decided during the run and batches that can be cut. Chunks are never joined.
 
     Args:
         source: the data.
         chunk_size: samples in a chunk.
-        end: the position at which the run ends, where it is known.
+        end: the position at which the run ends; None if unknown.
     """
 
     def __init__(self, source: MapSource, *, chunk_size: int, end: int | None) -> None:
@@ -210,7 +210,7 @@ class ChunkFeed(Feed):
         self._chunk_size = chunk_size
         self._grid = _Grid(chunk_size, None if end is None else source.place(end))
 
-    def draws(self, plans: Plans) -> Iterator[Draw]:
+    def steps(self, plans: Plans) -> Iterator[FetchedStep]:
         """Yield this rank's part of each batch."""
         source, size = self._source, self._chunk_size
         stream = source.stream()
@@ -218,7 +218,7 @@ class ChunkFeed(Feed):
         number, chunk, length = -1, None, 0
         for plan, start in plans:
             place, end = source.place(start), source.place(start + plan.size)
-            pieces: list[Piece] = []
+            micro_batches: list[CountedBatch] = []
             while place < end:
                 if batches is None:
                     number = place // size - 1
@@ -228,38 +228,40 @@ class ChunkFeed(Feed):
                     length = self._grid.length(number)
                     source.check(chunk, length)
                 stop = min(end, (number + 1) * size)
-                pieces += self._views(chunk, length, place - number * size, stop - number * size)
+                micro_batches += self._views(
+                    chunk, length, place - number * size, stop - number * size
+                )
                 place = stop
-            missing = self._most_pieces(start, plan.size) - len(pieces)
+            missing = self._most_micro_batches(start, plan.size) - len(micro_batches)
             if missing:
                 dummy = self._dummy(stream, start, chunk, length)
-                pieces += [dummy] * missing
-            yield Draw(plan, pieces, plan.size)
+                micro_batches += [dummy] * missing
+            yield FetchedStep(plan, micro_batches, plan.size)
 
-    def _views(self, chunk: Any, length: int, start: int, stop: int) -> Iterator[Piece]:
+    def _views(self, chunk: Any, length: int, start: int, stop: int) -> Iterator[CountedBatch]:
         for count in evenly(stop - start, self._source.part.micro_batch_size):
             part = slice(start, start + count)
             yield self._source.spec.take_samples(chunk, part, length), count
             start += count
 
-    def _most_pieces(self, start: int, size: int) -> int:
-        """How many micro-batches the rank with the most has: all run that many.
+    def _most_micro_batches(self, start: int, size: int) -> int:
+        """Return the most micro-batches of any rank; all ranks run that many.
 
-        Where a rank's share starts and ends in its stream takes one of two values each, which
-        change at two ranks: so three ranks stand for all.
+        The start and the end of a rank's share each take one of two values, which change at two
+        ranks. So three ranks are enough to look at.
         """
         part, most = self._source.part, 0
         for rank in {0, start % part.world_size, (start + size) % part.world_size}:
             place = stream_start(start, rank, part.world_size)
-            end, pieces = stream_start(start + size, rank, part.world_size), 0
+            end, micro_batches = stream_start(start + size, rank, part.world_size), 0
             while place < end:
                 stop = min(end, place - place % self._chunk_size + self._chunk_size)
-                pieces += len(evenly(stop - place, part.micro_batch_size))
+                micro_batches += len(evenly(stop - place, part.micro_batch_size))
                 place = stop
-            most = max(most, pieces)
+            most = max(most, micro_batches)
         return most
 
-    def _dummy(self, stream: IndexStream, start: int, chunk: Any, length: int) -> Piece:
+    def _dummy(self, stream: IndexStream, start: int, chunk: Any, length: int) -> CountedBatch:
         if chunk is None:  # this rank has not had a sample yet
             return self._source.fetch([stream.at(start)]), 0
         return first_sample(self._source.spec, chunk, length)
@@ -267,22 +269,22 @@ class ChunkFeed(Feed):
 
 @final
 class SampleFeed(Feed):
-    """Workers bring samples ahead; each micro-batch is collated here, at the step.
+    """Workers fetch samples ahead; the main process collates each micro-batch at the step.
 
-    For sizes that are decided during the run, and a collate function whose batches nobody says can
-    be cut: a packed batch cannot, and a padded one would be as wide as its chunk.
+    For sizes decided during the run and a collate function whose batches may not be cuttable: a
+    packed batch cannot be cut, and a padded one would be as wide as its chunk.
 
     Args:
         source: the data.
-        chunk_size: samples that a worker brings at once.
-        end: the position at which the run ends, where it is known.
+        chunk_size: samples that a worker fetches at once.
+        end: the position at which the run ends; None if unknown.
     """
 
     def __init__(self, source: MapSource, *, chunk_size: int, end: int | None) -> None:
         self._source = source
         self._grid = _Grid(chunk_size, None if end is None else source.place(end))
 
-    def draws(self, plans: Plans) -> Iterator[Draw]:
+    def steps(self, plans: Plans) -> Iterator[FetchedStep]:
         """Yield this rank's part of each batch."""
         source = self._source
         stream, shares, pins = source.stream(), Shares(source.part), source.workers.pins
@@ -291,12 +293,12 @@ class SampleFeed(Feed):
         for plan, start in plans:
             if bundles is None:
                 number = source.place(start) // self._grid.size
-                next_place = number * self._grid.size  # of the first of the samples at hand
+                next_place = number * self._grid.size  # place of the first sample in `samples`
                 elements = self._grid.elements(stream, number)
                 bundles = source.fetched_ahead(elements, uncollated=True)
             passed, next_place = source.place(start) - next_place, source.place(start)
             _taken(passed, samples, bundles)
-            pieces: list[Piece] = []
+            micro_batches: list[CountedBatch] = []
             for count in shares.sizes(plan.size, start):
                 if count:
                     batch = source.fetch.collate(_taken(count, samples, bundles))
@@ -304,12 +306,12 @@ class SampleFeed(Feed):
                 else:
                     batch = source.fetch([stream.at(start)])
                 source.check(batch, count or 1)
-                pieces.append((pinned(batch) if pins else batch, count))
-            yield Draw(plan, pieces, plan.size)
+                micro_batches.append((pinned(batch) if pins else batch, count))
+            yield FetchedStep(plan, micro_batches, plan.size)
 
 
 def _taken(count: int, samples: deque[Any], bundles: Iterator[Any]) -> list[Any]:
-    """Take the next samples off those at hand, with more bundles where they are too few."""
+    """Remove and return the next samples; read more bundles if there are too few."""
     while len(samples) < count:
         samples.extend(next(bundles).samples())
     return [samples.popleft() for _ in range(count)]

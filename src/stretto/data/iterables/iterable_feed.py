@@ -1,11 +1,11 @@
-"""The feed for iterables: any batches that come, cut anew into exact ones."""
+"""The feed for iterables: cuts incoming batches into exact ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import final
 
-from stretto.data.fetching.feed import Draw, Feed, Plans, pinned
+from stretto.data.fetching.feed import Feed, FetchedStep, Plans, pinned
 from stretto.data.iterables.streams import Stream
 from stretto.errors import DataError, cannot
 from stretto.planning import StepPlan
@@ -14,12 +14,12 @@ from stretto.timing import Horizon
 
 @final
 class IterableFeed(Feed):
-    """Cuts views of the samples that each batch needs out of the chunks that the source gives.
+    """Cuts each batch out of the chunks of the source, as views.
 
     Args:
-        stream: the data, as the ranks read them.
+        stream: the data as read by the ranks.
         kind: the type of the data, for messages.
-        horizon: the run; its number of samples in an epoch must be the data's, if it is known.
+        horizon: the run; its `dataset_num_samples`, if known, must match the data.
         pins: whether batches go to pinned memory.
     """
 
@@ -29,22 +29,22 @@ class IterableFeed(Feed):
         self._horizon = horizon
         self._pins = pins
 
-    def draws(self, plans: Plans) -> Iterator[Draw]:
+    def steps(self, plans: Plans) -> Iterator[FetchedStep]:
         """Yield this rank's part of each batch."""
         is_sized = self._horizon.dataset_num_samples is not None
         for plan, start in plans:
             if is_sized and plan.skipped:
                 self._stream.next_epoch()
             size, crossings = self._sized(plan, start) if is_sized else self._unsized(plan)
-            pieces = self._stream.pieces()
+            micro_batches = self._stream.micro_batches()
             if not is_sized and self._horizon.last_batch == "drop" and size < plan.size:
-                pieces = []
+                micro_batches = []
             elif self._pins:
-                pieces = [(pinned(batch), count) for batch, count in pieces]
-            yield Draw(plan, pieces, size, crossings)
+                micro_batches = [(pinned(batch), count) for batch, count in micro_batches]
+            yield FetchedStep(plan, micro_batches, size, crossings)
 
     def _sized(self, plan: StepPlan, start: int) -> tuple[int, tuple[int, ...]]:
-        """Take exactly the samples of the plan, from as many epochs as it says."""
+        """Take exactly the samples of the plan, from as many epochs as it spans."""
         num_samples, stream = self._horizon.dataset_num_samples, self._stream
         assert num_samples is not None
         within, taken = plan.timestamp.sample_in_epoch + start - plan.timestamp.sample, 0
@@ -66,7 +66,7 @@ class IterableFeed(Feed):
         return taken, ()
 
     def _unsized(self, plan: StepPlan) -> tuple[int, tuple[int, ...]]:
-        """Take up to the samples of the plan; an epoch ends where the data do."""
+        """Take up to the samples of the plan; an epoch ends with the data."""
         stream, taken = self._stream, 0
         ends_at: list[int] = []
         while taken < plan.size:

@@ -1,4 +1,4 @@
-"""How the ranks read an iterable: all of them the same stream, or each a stream of its own."""
+"""How ranks read an iterable: all the same stream, or each its own."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias, final
 
 from stretto.batching import Split
-from stretto.data.fetching.feed import Part, Piece, Shares, evenly, first_sample
+from stretto.data.fetching.feed import CountedBatch, Part, Shares, evenly, first_sample
 from stretto.data.iterables.chunks import ChunkSource, Range
 from stretto.data.spec import DataSpec
 from stretto.errors import DataError, cannot
 
 Gather: TypeAlias = Callable[[Sequence[int]], Sequence[Sequence[int]]]
-"""Returns what every rank has passed, in order of the ranks; each of them must call it."""
+"""Returns the values of every rank, in rank order; each rank must call it."""
 
 
 class Stream(ABC):
-    """The samples of the global order, as an iterable gives them."""
+    """The samples of an iterable in global order."""
 
     @property
     @abstractmethod
     def is_at_end(self) -> bool:
-        """Whether no rank has a sample of the epoch left, after a `take`."""
+        """Whether no rank has a sample of the epoch left, as of the last `take`."""
 
     @abstractmethod
     def take(self, count: int, position: int) -> int:
-        """Take the next `count` samples, over all ranks; return how many the epoch still had."""
+        """Take the next `count` samples over all ranks; return how many the epoch still had."""
 
     @abstractmethod
-    def pieces(self) -> list[Piece]:
+    def micro_batches(self) -> list[CountedBatch]:
         """Return this rank's micro-batches of what was taken since the last call."""
 
     @abstractmethod
@@ -39,7 +39,7 @@ class Stream(ABC):
 
 @final
 class SameStream(Stream):
-    """Every rank reads the whole stream and keeps the positions that are its own.
+    """Every rank reads the whole stream and keeps its own positions.
 
     Args:
         source: the stream.
@@ -52,7 +52,7 @@ class SameStream(Stream):
         self._spec = spec
         self._part = part
         self._shares = Shares(part)
-        self._pieces: list[Piece] = []
+        self._micro_batches: list[CountedBatch] = []
 
     @property
     def is_at_end(self) -> bool:
@@ -63,21 +63,21 @@ class SameStream(Stream):
         """Take the next `count` samples; return how many the epoch still had."""
         start = position
         for one in self._source.take(count):
-            self._pieces += self._cut(one, position)
+            self._micro_batches += self._cut(one, position)
             position += one.size
         return position - start
 
-    def pieces(self) -> list[Piece]:
+    def micro_batches(self) -> list[CountedBatch]:
         """Return this rank's micro-batches of what was taken since the last call."""
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        micro_batches, self._micro_batches = self._micro_batches, []
+        return micro_batches
 
     def next_epoch(self) -> None:
         """End the epoch."""
         self._source.next_epoch()
 
-    def _cut(self, one: Range, position: int) -> Iterator[Piece]:
-        """Strided views of this rank's samples."""
+    def _cut(self, one: Range, position: int) -> Iterator[CountedBatch]:
+        """Yield strided views of this rank's samples."""
         rank, world = self._part.rank, self._part.world_size
         batch, num_samples = one.chunk.batch, one.chunk.num_samples
         first = one.start + (rank - position) % world
@@ -91,29 +91,29 @@ class SameStream(Stream):
 
 
 class _Taken(NamedTuple):
-    """What one rank has taken of its stream."""
+    """What one rank has taken from its stream."""
 
     samples: int
     is_at_end: int
-    pieces: int
+    micro_batches: int
     """Its micro-batches of this batch so far."""
     has_sample: int
-    """Whether it has ever had one, which can stand for none."""
+    """Whether the rank has ever had a sample, which can serve as a dummy."""
 
 
 @final
 class OwnStreams(Stream):
-    """Every rank reads a stream that no other reads, and takes its share of each batch from it.
+    """Every rank reads its own stream and takes its share of each batch from it.
 
-    Where a stream has fewer samples left than its rank's share, the others take what is missing, so
-    every batch has its size until all streams have ended. All ranks know what each has taken, so
-    they end the epoch together and have equally many micro-batches.
+    If a stream has fewer samples left than its rank's share, the other ranks take the missing ones.
+    So every batch has its full size until all streams have ended. All ranks know what each has
+    taken, so they end the epoch together and run equally many micro-batches.
 
     Args:
         source: this rank's stream.
         spec: cuts batches.
         part: this rank's part.
-        gather: tells the ranks what each has taken.
+        gather: shares with all ranks what each has taken.
     """
 
     def __init__(self, source: ChunkSource, spec: DataSpec, part: Part, gather: Gather) -> None:
@@ -121,8 +121,8 @@ class OwnStreams(Stream):
         self._spec = spec
         self._part = part
         self._gather = gather
-        self._pieces: list[Piece] = []
-        self._most_pieces = 0
+        self._micro_batches: list[CountedBatch] = []
+        self._most_micro_batches = 0
         self._is_at_end = False
 
     @property
@@ -131,9 +131,9 @@ class OwnStreams(Stream):
         return self._is_at_end
 
     def take(self, count: int, position: int) -> int:
-        """Take the next `count` samples, over all ranks; return how many there were."""
+        """Take the next `count` samples over all ranks; return how many there were."""
         world = self._part.world_size
-        # What others could not bring must not need more memory than a rank's share does.
+        # Samples taken for other ranks must not need more memory than a rank's own share.
         most = self._part.micro_batch_size or -(-count // world)
         shares, total = Split(count, world, None, position).shares, 0
         while True:
@@ -141,23 +141,23 @@ class OwnStreams(Stream):
             everybody = [_Taken(*row) for row in self._gather(own)]
             _check_samples(self._source, everybody)
             total += sum(one.samples for one in everybody)
-            self._most_pieces = max(one.pieces for one in everybody)
+            self._most_micro_batches = max(one.micro_batches for one in everybody)
             left = [rank for rank, one in enumerate(everybody) if not one.is_at_end]
             self._is_at_end = not left
             if total == count or not left:
                 return total
             shares = _dealt(count - total, left, world)
 
-    def pieces(self) -> list[Piece]:
-        """Return this rank's micro-batches of what was taken; dummies where others have more."""
-        pieces, self._pieces = self._pieces, []
-        missing = self._most_pieces - len(pieces)
+    def micro_batches(self) -> list[CountedBatch]:
+        """Return this rank's micro-batches, filled up with dummies if other ranks have more."""
+        micro_batches, self._micro_batches = self._micro_batches, []
+        missing = self._most_micro_batches - len(micro_batches)
         if missing:
             example = self._source.example
             assert example is not None, "checked after each take"
             dummy = first_sample(self._spec, example.batch, example.num_samples)
-            pieces += [dummy] * missing
-        return pieces
+            micro_batches += [dummy] * missing
+        return micro_batches
 
     def next_epoch(self) -> None:
         """End the epoch."""
@@ -170,10 +170,10 @@ class OwnStreams(Stream):
             for size in evenly(one.size, most):
                 part = slice(start, start + size)
                 batch = self._spec.take_samples(one.chunk.batch, part, one.chunk.num_samples)
-                self._pieces.append((batch, size))
+                self._micro_batches.append((batch, size))
                 start += size
         source = self._source
-        return _Taken(taken, source.is_at_end, len(self._pieces), source.example is not None)
+        return _Taken(taken, source.is_at_end, len(self._micro_batches), source.example is not None)
 
 
 def _dealt(count: int, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a plan allows but warns of."""
+"""The warnings of a plan: what it allows but is probably a mistake."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def warnings_of(
     world_size: int,
     even: bool,
 ) -> Iterator[str]:
-    """Yield a line for each thing that may not be meant; `horizon` has the planned sizes."""
+    """Yield a line for each likely mistake; `horizon` has the planned sizes."""
     if sizes.end is None:
         unit = sizes.horizon.max_duration.unit
         measure = "wall time" if unit is TimeUnit.SECOND else "what the data turn out to hold"
@@ -29,7 +29,7 @@ def warnings_of(
     yield from _cut(sizes, stages, world_size=world_size, even=even)
     yield from _left_out(sizes, stages)
     yield from _beyond(horizon, sizes)
-    yield from sizes.policy.cautions(
+    yield from sizes.policy.warnings(
         sizes.horizon, max((stage.size for stage in stages), default=0)
     )
     bound = bound_of(sizes)
@@ -43,7 +43,7 @@ def warnings_of(
 
 
 def bound_of(sizes: PlannedSizes) -> str | None:
-    """Return what a plan is a bound of, where the data may end inside any batch; None: it is exact.
+    """Return what a plan is a bound of, if the data may end inside any batch; None: it is exact.
 
     >>> from stretto.timing import Horizon
     >>> bound_of(PlannedSizes(Horizon("18sp"), 4)), bound_of(PlannedSizes(Horizon("6ba"), 4))
@@ -60,7 +60,7 @@ def bound_of(sizes: PlannedSizes) -> str | None:
 def growth_alone(
     policy: BatchSizePolicy, schedules: Mapping[str, Schedule], rule: LearningRateRule | None
 ) -> Iterator[str]:
-    """Yield a line where batches take over a decay, and the learning rate does not know of it."""
+    """Yield a warning if batches replace a decay that the learning rate does not account for."""
     rates = [one for name, one in schedules.items() if is_learning_rate(name)]
     pairs = [pair for rate in rates for pair in couplings_in(rate)]
     has_rule = rule is not None and not isinstance(rule, NoRule)
@@ -109,7 +109,7 @@ def _left_out(sizes: PlannedSizes, stages: Sequence[Stage]) -> Iterator[str]:
 
 
 def _beyond(horizon: Horizon, sizes: PlannedSizes) -> Iterator[str]:
-    """Times of the policy that the run does not reach: usually a ramp longer than the run."""
+    """Warn of policy times after the end of the run, usually a ramp longer than the run."""
     axis = horizon.axis(TimeUnit.DURATION)
     if sizes.end is None:
         return
