@@ -1,4 +1,4 @@
-"""Factors as pure functions of time: one value for each kind, bound to a run once."""
+"""Schedules: factors as pure functions of time, bound to a run once."""
 
 from stretto.schedules.constant import Constant
 from stretto.schedules.curves import Cosine, Curve, Linear, Polynomial

@@ -1,4 +1,4 @@
-"""Reads the arguments of schedules once, at the edge."""
+"""Checks the arguments of schedules."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def positive(value: object, name: str) -> float:
 
 
 def checked_factor(value: object, source: object) -> float:
-    """Return what a function of the user's returned, if it is a factor.
+    """Return the result of a user's function, if it is a factor.
 
     Raises:
         ScheduleError: it is not.
     """
-    # The quick way for what is nearly always returned; nan fails the comparison.
+    # The fast path for nearly all results; nan fails the comparison.
     if type(value) is float and 0.0 <= value < math.inf:
         return value
-    # A number of another kind, such as a scalar of numpy or torch.
+    # Another kind of number, such as a scalar of NumPy or torch.
     number = _as_float(value)
     if 0.0 <= number < math.inf:
         return number
@@ -70,7 +70,7 @@ def checked_factor(value: object, source: object) -> float:
 
 
 def length(value: TimeLike, name: str) -> Time:
-    """Return `value` as a length of time, which may be nothing.
+    """Return `value` as a length of time, which may be zero.
 
     Raises:
         ScheduleError: it is negative.
@@ -85,7 +85,7 @@ def length(value: TimeLike, name: str) -> Time:
 
 
 def optional_length(value: TimeLike | None, name: str) -> Time | None:
-    """Return `value` as a length of time, or None where it is left out.
+    """Return `value` as a length of time, or None.
 
     Raises:
         ScheduleError: it is negative.
@@ -95,7 +95,7 @@ def optional_length(value: TimeLike | None, name: str) -> Time | None:
 
 
 def interval(value: TimeLike, name: str) -> Time:
-    """Return `value` as an interval of time, which is longer than nothing.
+    """Return `value` as a positive interval of time.
 
     Raises:
         ScheduleError: it is not positive.
@@ -114,7 +114,7 @@ def interval(value: TimeLike, name: str) -> Time:
 
 
 def _as_float(value: object) -> float:
-    """The float nearest to a number; nan, which is in no range, for what has none."""
+    """Return the float nearest to a number; nan, which no range contains, if there is none."""
     try:
         return float(value) if isinstance(value, SupportsFloat) else math.nan
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""`Constant`: one factor throughout."""
+"""`Constant`: a constant factor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stretto.timing import Time, TimeLike, Timestamp
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Constant(WarmedUp):
-    """One factor throughout, after an optional warm-up.
+    """A constant factor, after an optional warm-up.
 
     Formula: `value`. Source: `torch.optim.lr_scheduler.ConstantLR`; with a warm-up, transformers'
     `get_constant_schedule_with_warmup`.
@@ -44,7 +44,7 @@ class Constant(WarmedUp):
         set_warmup(self, warmup, warmup_start)
 
     def own_times(self) -> tuple[Time, ...]:
-        """Return no time: there is none beside the warm-up."""
+        """Return no times: only the warm-up has one."""
         return ()
 
     def first_factor(self) -> float:

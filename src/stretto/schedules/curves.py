@@ -1,4 +1,4 @@
-"""Schedules that glide from one factor to another: `Linear`, `Cosine`, `Polynomial`, `Curve`."""
+"""Schedules from one factor to another: `Linear`, `Cosine`, `Polynomial`, `Curve`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stretto.timing import Time, TimeLike, Timestamp
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class _Glide(WarmedUp):
-    """A way from `start` to `end`, in the shape that `at` gives."""
+    """A curve from `start` to `end` whose shape is `at`."""
 
     start: float
     end: float
@@ -39,18 +39,18 @@ class _Glide(WarmedUp):
 
     @abstractmethod
     def at(self, passed: float) -> float:
-        """Return the factor after a part of the way, from 0 to 1."""
+        """Return the factor at a fraction of the curve, from 0 to 1."""
 
     def own_times(self) -> tuple[Time, ...]:
-        """Return how long the way is."""
+        """Return the duration of the curve."""
         return (self.over,)
 
     def first_factor(self) -> float:
-        """Return where the way starts."""
+        """Return the factor at the start."""
         return self.start
 
     def over_rest(self, span: Span) -> BoundSchedule:
-        """Return the way from the start of `span` on."""
+        """Return the curve from the start of `span` on."""
         return glide(span, span.after(self.over), self.start, self.end, self.at)
 
     def _text(self, shape: str) -> str:
@@ -64,7 +64,7 @@ class _Glide(WarmedUp):
 class Linear(_Glide):
     """A straight line from `start` to `end`.
 
-    Formula: `start + (end - start) * x`, where `x` in [0, 1] is the part of `over` that has passed.
+    Formula: `start + (end - start) * x`, where `x` in [0, 1] is the elapsed fraction of `over`.
     Source: `torch.optim.lr_scheduler.LinearLR`; transformers' `get_linear_schedule_with_warmup`;
     as a warm-up, Goyal et al. 2017 (arXiv 1706.02677), section 2.2.
 
@@ -75,8 +75,8 @@ class Linear(_Glide):
 
     Args:
         start: the first factor.
-        end: the last factor, held from then on.
-        over: how long the way is, after the warm-up; a fraction is of what the warm-up leaves.
+        end: the last factor, constant from then on.
+        over: the duration of the curve after the warm-up; a fraction is of the time that is left.
         warmup: rise from `warmup_start` to `start` over this time first.
         warmup_start: the factor of the first batch of a warm-up.
 
@@ -86,7 +86,7 @@ class Linear(_Glide):
     """
 
     def at(self, passed: float) -> float:
-        """Return the point of the line."""
+        """Return the factor on the line."""
         return self.start + (self.end - self.start) * passed
 
     def __str__(self) -> str:
@@ -98,9 +98,9 @@ class Linear(_Glide):
 class Cosine(_Glide):
     """Half a cosine wave from `start` to `end`.
 
-    Formula: `end + (start - end) * (1 + cos(pi * x)) / 2`, where `x` in [0, 1] is the part of
-    `over` that has passed. Source: Loshchilov and Hutter 2017, SGDR (arXiv 1608.03983), equation 5;
-    `torch.optim.lr_scheduler.CosineAnnealingLR`, but held at `end` where that one rises again.
+    Formula: `end + (start - end) * (1 + cos(pi * x)) / 2`, where `x` in [0, 1] is the elapsed
+    fraction of `over`. Source: Loshchilov and Hutter 2017, SGDR (arXiv 1608.03983), equation 5;
+    `torch.optim.lr_scheduler.CosineAnnealingLR`, which rises again where this one stays at `end`.
 
     >>> from stretto.timing import Horizon, Timestamp
     >>> factor = Cosine(1, 0.1, warmup="5%").bind(Horizon("100ba"))
@@ -109,8 +109,8 @@ class Cosine(_Glide):
 
     Args:
         start: the first factor.
-        end: the last factor, held from then on.
-        over: how long the way is, after the warm-up; a fraction is of what the warm-up leaves.
+        end: the last factor, constant from then on.
+        over: the duration of the curve after the warm-up; a fraction is of the time that is left.
         warmup: rise from `warmup_start` to `start` over this time first.
         warmup_start: the factor of the first batch of a warm-up.
 
@@ -120,7 +120,7 @@ class Cosine(_Glide):
     """
 
     def at(self, passed: float) -> float:
-        """Return the point of the wave."""
+        """Return the factor on the wave."""
         return self.end + (self.start - self.end) * cosine_left(passed)
 
     def __str__(self) -> str:
@@ -132,8 +132,8 @@ class Cosine(_Glide):
 class Polynomial(_Glide):
     """A power of the time that is left, from `start` to `end`.
 
-    Formula: `end + (start - end) * (1 - x) ** power`, where `x` in [0, 1] is the part of `over`
-    that has passed. Source: `torch.optim.lr_scheduler.PolynomialLR`; transformers'
+    Formula: `end + (start - end) * (1 - x) ** power`, where `x` in [0, 1] is the elapsed
+    fraction of `over`. Source: `torch.optim.lr_scheduler.PolynomialLR`; transformers'
     `get_polynomial_decay_schedule_with_warmup`.
 
     >>> from stretto.timing import Horizon, Timestamp
@@ -143,9 +143,9 @@ class Polynomial(_Glide):
 
     Args:
         start: the first factor.
-        end: the last factor, held from then on.
+        end: the last factor, constant from then on.
         power: the power, above 0; 1 is a straight line.
-        over: how long the way is, after the warm-up; a fraction is of what the warm-up leaves.
+        over: the duration of the curve after the warm-up; a fraction is of the time that is left.
         warmup: rise from `warmup_start` to `start` over this time first.
         warmup_start: the factor of the first batch of a warm-up.
 
@@ -171,7 +171,7 @@ class Polynomial(_Glide):
         fill(self, power=positive(power, "power"))
 
     def at(self, passed: float) -> float:
-        """Return the point of the curve."""
+        """Return the factor on the curve."""
         return self.end + (self.start - self.end) * math.pow(1.0 - passed, self.power)
 
     def __str__(self) -> str:
@@ -181,11 +181,11 @@ class Polynomial(_Glide):
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Curve(WarmedUp):
-    """A function of yours over the part of a run or period that has passed, from 0 to 1.
+    """Your own function of the elapsed fraction of a run or period, from 0 to 1.
 
-    Unlike `Custom`, whose callable reads the clock of the whole run, it moves with its period.
+    It is relative to its period; the callable of `Custom` reads the clock of the whole run.
 
-    Formula: `function(x)`, where `x` in [0, 1] is the part of `over` that has passed.
+    Formula: `function(x)`, where `x` in [0, 1] is the elapsed fraction of `over`.
 
     >>> from stretto.timing import Horizon, Timestamp
     >>> def triangle(passed: float) -> float:
@@ -195,8 +195,8 @@ class Curve(WarmedUp):
     [0.0, 0.4, 0.5, 0.19999999999999996, 0.0]
 
     Args:
-        function: the factor as a function of the part that has passed.
-        over: how long the way is, after the warm-up; a fraction is of what the warm-up leaves.
+        function: the factor as a function of the elapsed fraction.
+        over: the duration of the curve after the warm-up; a fraction is of the time that is left.
         warmup: rise from `warmup_start` to `function(0.0)` over this time first.
         warmup_start: the factor of the first batch of a warm-up.
 
@@ -229,11 +229,11 @@ class Curve(WarmedUp):
         set_warmup(self, warmup, warmup_start)
 
     def own_times(self) -> tuple[Time, ...]:
-        """Return how long the way is."""
+        """Return the duration of the curve."""
         return (self.over,)
 
     def first_factor(self) -> float:
-        """Return where the curve starts."""
+        """Return the factor at the start."""
         return checked_factor(self.function(0.0), self.function)
 
     def over_rest(self, span: Span) -> BoundSchedule:

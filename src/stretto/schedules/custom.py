@@ -1,4 +1,4 @@
-"""`Custom`: a schedule that is a callable of yours; and how anything becomes a schedule."""
+"""`Custom`: your own callable as a schedule; `as_schedule`: anything as a schedule."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from stretto.timing.number import is_number
 from stretto.timing.unit import parse_unit
 
 READS = "ep ba sp dur"
-"""What a function of the timer is taken to read."""
+"""The units that a callable reads by default."""
 
 
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Custom(Schedule):
-    """A factor from a callable of yours, which reads the clock.
+    """A factor from your own callable, which reads the clock.
 
-    The callable gets a `Timer` that stands at the timestamp: `timer.epoch`, `timer.get("tok")`,
+    The callable gets a `Timer` set to the timestamp: `timer.epoch`, `timer.get("tok")`,
     `timer.get_elapsed_duration()`. It must depend on nothing else, since a plan calls it out of
     order and a resumed run calls it again. `scaled` leaves the callable as it is.
 
-    A plan must know what it reads: epochs, batches, samples and the fraction of the run, unless you
-    say otherwise. If it reads tokens or wall time, write `Custom(function, reads="tok")`.
+    A plan must know what the callable reads: by default, epochs, batches, samples and the fraction
+    of the run. If it reads tokens or wall time, write `Custom(function, reads="tok")`.
 
     The counters are those of the whole run. Inside `Periods`, `timer.get_current_period_time(unit)`
     and `timer.get_current_period_frac_elapsed()` are those of the period.
@@ -42,11 +42,11 @@ class Custom(Schedule):
     [1.0, 0.5, 0.25]
 
     Args:
-        function: the factor at the time that a timer shows.
+        function: returns the factor at the time of a timer.
         reads: the units that it reads from the timer, separated by spaces.
 
     Raises:
-        TimeError: `reads` has a unit that there is not.
+        TimeError: `reads` has an unknown unit.
         ScheduleError: the function can't be called; when it is, it does not return a finite number
             of at least 0.
     """
@@ -66,7 +66,7 @@ class Custom(Schedule):
         fill(self, function=function, units=" ".join(map(parse_unit, reads.split())))
 
     def times(self) -> tuple[Time, ...]:
-        """Return no time: the callable reads the clock itself."""
+        """Return no times: the callable reads the clock itself."""
         return ()
 
     def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
@@ -91,7 +91,7 @@ class Custom(Schedule):
 
 
 def as_schedule(value: object) -> Schedule:
-    """Return `value` as a schedule: a number is a constant, a callable a custom schedule.
+    """Return `value` as a schedule: numbers become `Constant`, callables `Custom`.
 
     >>> as_schedule(0.5)
     Constant(value=0.5)
@@ -103,7 +103,7 @@ def as_schedule(value: object) -> Schedule:
         return value
     if is_number(value):
         return Constant(factor(value, "value"))
-    is_class = isinstance(value, type)  # of a schedule, most likely: Cosine instead of Cosine()
+    is_class = isinstance(value, type)  # probably Cosine instead of Cosine()
     if callable(value) and not is_class:
         return Custom(value)
     raise ScheduleError(

@@ -1,4 +1,4 @@
-"""The ways from one factor to another that several schedules share."""
+"""Curves from one factor to another that several schedules share."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def glide(
 ) -> BoundSchedule:
     """Return the way from `start` to `end` that begins with `span` and ends at `to`.
 
-    `at` gives the factor after a part of the way, between 0 and 1. The factor is constant before
-    and after, and after the end of the span.
+    `at` returns the factor at a fraction of the curve, from 0 to 1. The factor is constant before
+    and after the curve, and after the end of the span.
     """
     read = span.axis.read
     scale, first, total, stop = way(span, to)
-    start = start if total else end  # a way of no length is at its end from the beginning
+    start = start if total else end  # a curve of length 0 starts at its end
     if start != end:
         span.smooth()
     low, high = min(start, end), max(start, end)
@@ -49,9 +49,9 @@ def glide(
 
 
 def way(span: Span, to: Fraction) -> tuple[int, int, int, int]:
-    """Return a denominator and over it: where the way starts, its length, and where it is left.
+    """Return a denominator, and over it the start, the length and the last tick of a curve.
 
-    It is left at its end, or before that where the span ends.
+    The last tick is its end, or the end of the span if that comes first.
     """
     scale, first, last, stop = integers(
         span.start, to, to if span.end is None else min(to, span.end)
@@ -60,7 +60,7 @@ def way(span: Span, to: Fraction) -> tuple[int, int, int, int]:
 
 
 def cosine_left(passed: float) -> float:
-    """Return how much of half a cosine wave is left, from 1 to 0.
+    """Return the part of half a cosine wave that is left, from 1 to 0.
 
     >>> cosine_left(0.0), cosine_left(1.0)
     (1.0, 0.0)

@@ -1,7 +1,7 @@
-"""Schedules that go by an interval or by milestones: `Exponential`, `StepDecay`, `MultiStep`.
+"""Schedules with an interval or milestones: `Exponential`, `StepDecay`, `MultiStep`.
 
-An interval is counted on its own counter from where the schedule begins. So `StepDecay("1000ba")`
-is every thousandth batch, also where the batch size changes and the schedule begins at an epoch.
+An interval is counted in its own unit from the start of the schedule. So `StepDecay("1000ba")`
+steps every thousand batches, even if the batch size changes or the schedule starts at an epoch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ BEYOND = 2**128
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class _ByInterval(WarmedUp):
-    """Times `gamma` for each interval, from a factor of 1."""
+    """A factor that starts at 1 and is multiplied by `gamma` over each interval."""
 
     every: Time
     gamma: float
 
     def own_times(self) -> tuple[Time, ...]:
-        """Return the interval, and the end where growth must be bounded by it."""
+        """Return the interval, and the end of the run if it must bound growth."""
         return (self.every, END) if self.gamma > 1 else (self.every,)
 
     def first_factor(self) -> float:
@@ -49,12 +49,12 @@ class _ByInterval(WarmedUp):
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Exponential(_ByInterval):
-    """Smooth exponential decay (or growth): times `gamma` over each interval.
+    """Smooth exponential decay or growth, by `gamma` over each interval.
 
-    Formula: `gamma ** (t / every)`, where `t` has passed since the warm-up. Source:
-    `torch.optim.lr_scheduler.ExponentialLR`, which it meets at whole intervals; with a gamma above
+    Formula: `gamma ** (t / every)`, where `t` is the time since the warm-up. Source:
+    `torch.optim.lr_scheduler.ExponentialLR`, which it equals at whole intervals; with a gamma above
     1, the learning rate range test of Smith 2017 (arXiv 1506.01186), section 3.3. For a decay that
-    moves only once an interval, write `StepDecay`.
+    changes only once per interval, use `StepDecay`.
 
     >>> from stretto.timing import Horizon, Timestamp
     >>> factor = Exponential("2ba", 0.25).bind(Horizon("10ba"))
@@ -106,9 +106,9 @@ class Exponential(_ByInterval):
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class StepDecay(_ByInterval):
-    """A stair: times `gamma` each time another interval has passed.
+    """Step decay: multiply by `gamma` after each interval.
 
-    Formula: `gamma ** floor(t / every)`, where `t` has passed since the warm-up. Source:
+    Formula: `gamma ** floor(t / every)`, where `t` is the time since the warm-up. Source:
     `torch.optim.lr_scheduler.StepLR`.
 
     >>> from stretto.timing import Horizon, Timestamp
@@ -139,9 +139,9 @@ class StepDecay(_ByInterval):
         self._set(every, gamma, warmup, warmup_start)
 
     def over_rest(self, span: Span) -> BoundSchedule:
-        """Return the stair from the start of `span` on."""
+        """Return the steps from the start of `span` on."""
         gamma, (read, scale, first, step, last) = self.gamma, _intervals(span, self.every)
-        # A step that would fall on the end is not taken: what is held is the value before the end.
+        # A step that falls on the end is not taken: the last value is the one before it.
         last = max(last - 1, 0)
 
         def value(timestamp: Timestamp) -> float:
@@ -162,7 +162,7 @@ class StepDecay(_ByInterval):
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class MultiStep(WarmedUp):
-    """A stair with stated steps: times `gamma` at each milestone.
+    """Step decay at given times: multiply by `gamma` at each milestone.
 
     Formula: `gamma ** n`, where `n` milestones have been reached. Milestones are relative to the
     end of the warm-up; to count them from the start, write
@@ -175,7 +175,7 @@ class MultiStep(WarmedUp):
     [1.0, 1.0, 0.1, 0.1, 0.01]
 
     Args:
-        milestones: when; in any units, which may differ.
+        milestones: the times, in any units; the units may differ.
         gamma: what the factor is multiplied by at each milestone.
         warmup: rise from `warmup_start` to 1 over this time first.
         warmup_start: the factor of the first batch of a warm-up.
@@ -210,7 +210,7 @@ class MultiStep(WarmedUp):
         return 1.0
 
     def over_rest(self, span: Span) -> BoundSchedule:
-        """Return the stair from the start of `span` on."""
+        """Return the steps from the start of `span` on."""
         cuts = [span.after(time) for time in self.milestones]
         for (before, a), (after, b) in pairwise(zip(self.milestones, cuts, strict=True)):
             if b < a or after == before:
@@ -249,11 +249,11 @@ def _milestones(milestones: Sequence[TimeLike]) -> tuple[Time, ...]:
 
 
 def _intervals(span: Span, every: Time) -> tuple[Callable[[Timestamp], int], int, int, int, int]:
-    """The counter of `every`, a denominator, and over it: the start, interval and length."""
+    """Return the counter of `every`, a denominator, and over it start, interval and length."""
     own = span.along(every.unit)
     end = own.start + BEYOND if own.end is None else own.end
     scale, first, step, last = integers(own.start, own.length(every), end)
-    # A fraction of a period of no length is nothing: any step will do, as none is ever taken.
+    # A fraction of a period of length 0 is 0. Any step will do, since none is ever taken.
     return own.axis.read, scale, first, max(step, 1), last - first
 
 

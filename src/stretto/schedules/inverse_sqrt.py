@@ -18,9 +18,9 @@ from stretto.timing import Time, TimeLike, Timestamp
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class InverseSqrt(Schedule):
-    """Decay with the square root of time, which needs no end.
+    """Decay with the square root of time; needs no end of the run.
 
-    Formula: `max(floor, end + (1 - end) * sqrt(s / (s + t)))`, where `t` has passed since the
+    Formula: `max(floor, end + (1 - end) * sqrt(s / (s + t)))`, where `t` is the time since the
     warm-up and `s` is the time scale; with `s` equal to the warm-up `w`, the root is
     `sqrt(w / time)`. Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 3; transformers'
     `get_inverse_sqrt_schedule`. Megatron and Levanter have a `floor` (`min_lr`), OLMo-core an
@@ -32,9 +32,9 @@ class InverseSqrt(Schedule):
     [0.0, 0.5, 1.0, 0.5, 0.25]
 
     Args:
-        timescale: the time scale; as long as the warm-up where left out.
+        timescale: the time scale; by default, as long as the warm-up.
         end: the factor that the decay tends to.
-        floor: the least factor after the warm-up; the decay stops where it comes down to it.
+        floor: the smallest factor after the warm-up; the decay stops there.
         warmup: rise from `warmup_start` to 1 over this time first.
         warmup_start: the factor of the first batch of a warm-up.
 
@@ -88,13 +88,13 @@ class InverseSqrt(Schedule):
         span = scope.span(self.times())
 
         def decay(rest: Span) -> BoundSchedule:
-            # Without a time scale of its own, the warm-up is it: what was passed before `rest`.
+            # Without a time scale, the length of the warm-up counts: all before `rest`.
             timescale = rest.start - span.start
             if self.timescale is not None:
                 timescale = rest.length(self.timescale)
             stop = rest.start + BEYOND if rest.end is None else rest.end
             scale, first, unit, last = integers(rest.start, timescale, stop)
-            # A fraction of a period of no length is nothing: any unit will do, as no time passes.
+            # A fraction of a period of length 0 is 0. Any unit will do, since no time passes.
             read, unit, last = rest.smooth().axis.read, max(unit, 1), last - first
             end, fall, floor = self.end, 1.0 - self.end, self.floor
 

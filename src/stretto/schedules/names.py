@@ -1,4 +1,4 @@
-"""Names of what is scheduled: `lr`, `weight_decay@head`, `betas.0`."""
+"""Names of scheduled values: `lr`, `weight_decay@head`, `betas.0`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _FORM = re.compile(r"([^\W\d]\w*)(?:\.([0-9]{1,4}))?(?:@(.+))?", re.DOTALL)
 @final
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A hyper-parameter, which of its values, and of which parameter group."""
+    """A hyper-parameter, an index into its values, and a parameter group."""
 
     key: str
     index: int | None = None
-    """Which value of several, such as 0 for beta1; None: all of them."""
+    """The index of one value, such as 0 for beta1; None: all values."""
     group: str | None = None
     """The name or the number of a parameter group; None: all groups."""
 
     def of(self, settings: Mapping[str, Any]) -> Name:
-        """Return the name with `momentum` read as beta1 where `settings` have betas only.
+        """Return the name; `momentum` means beta1 if `settings` only have betas.
 
-        Torch's `OneCycleLR` and `CyclicLR` read it so, too.
+        Torch's `OneCycleLR` and `CyclicLR` do the same.
 
         >>> Name("momentum").of({"lr": 0.1, "betas": (0.9, 0.999)})
         Name(key='betas', index=0, group=None)
@@ -43,7 +43,7 @@ def parse_name(text: str) -> Name:
     Name(key='betas', index=0, group='head')
 
     Raises:
-        ScheduleError: it is not such a name.
+        ScheduleError: it is not the name of a scheduled value.
     """
     match = _FORM.fullmatch(text)
     if match is None:
@@ -84,7 +84,7 @@ def find_name(text: str, settings: Mapping[str, Any]) -> Name:
 
 
 def check_index(text: str, name: Name, value: object) -> None:
-    """Refuse the name of one of several values where there are not so many.
+    """Refuse an index that the value of a hyper-parameter does not have.
 
     Raises:
         ScheduleError: `value` does not have it.

@@ -21,7 +21,7 @@ from stretto.timing import Horizon, Time, TimeLike, Timestamp, TimeUnit
 @final
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """The duration of a period that takes what the others leave; written `"rest"`.
+    """The duration of the period that fills the remaining time; written `"rest"`.
 
     >>> Rest()
     Rest()
@@ -32,18 +32,18 @@ class Rest:
 
 
 Period: TypeAlias = tuple[Time | Rest, Schedule]
-"""How long, and the schedule that fills it."""
+"""A duration and the schedule of that period."""
 
 
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Periods(Schedule):
-    """One schedule after another, each for a time; one may take the rest.
+    """One schedule after another, each for a duration; one may take the rest.
 
     Times inside a period are relative to it: `0.5dur` is half of the period and `3ep` is three
     epochs after its start. Lengths are exact: 5% of 90 epochs are 4.5 epochs, never 4. The rest may
-    stand anywhere; what follows it is then measured back from the end. After the last period its
-    last value is held.
+    be at any place; the periods after it are measured back from the end. After the last period its
+    last value stays.
 
     >>> from stretto.schedules import Linear, MultiStep
     >>> from stretto.timing import Horizon, Timestamp
@@ -88,9 +88,9 @@ class Periods(Schedule):
             if isinstance(duration, Rest):
                 times += inner
             else:
-                # A fraction inside is one of this period, whose length is placed already.
+                # A fraction inside is one of this period, whose length is already placed.
                 times += [duration, *(time for time in inner if time.unit is not TimeUnit.DURATION)]
-        # What follows the rest is measured back from the end.
+        # Periods after the rest are measured back from the end.
         return (*times, END) if self._around_rest()[1] else tuple(times)
 
     def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
@@ -109,7 +109,7 @@ class Periods(Schedule):
         parts = self._parts(span)
         pairs = zip(self.periods, parts, strict=True)
         bound = [(part, schedule.within(part)) for (_, schedule), part in pairs]
-        # A period of no length is never read, but for the last, whose value is held.
+        # Only the last period of length 0 is read: its value stays.
         lasting = [pair for pair in bound[:-1] if pair[0].start != pair[0].end] + bound[-1:]
         read, cuts = span.axis.read, [math.ceil(part.start) for part, _ in lasting[1:]]
         factors = [factor for _, factor in lasting]
@@ -120,7 +120,7 @@ class Periods(Schedule):
         return value
 
     def _parts(self, span: Span) -> list[Span]:
-        """The stretch of each period: forward from the start, and backward from the end."""
+        """Return the span of each period: forward from the start, backward from the end."""
         head, tail = self._around_rest()
         starts, end = [span.start], span.end
         for duration in head:
@@ -136,7 +136,7 @@ class Periods(Schedule):
         return [span.part(*bounds) for bounds in zip(starts, ends, strict=True)]
 
     def _around_rest(self) -> tuple[list[Time], list[Time] | None]:
-        """The durations before the rest, and those after it; None where there is no rest."""
+        """Return the durations before and after the rest; None if there is no rest."""
         head: list[Time] = []
         tail: list[Time] | None = None
         for duration, _ in self.periods:
@@ -162,7 +162,7 @@ class Periods(Schedule):
 
 
 def _backward(span: Span, durations: list[Time]) -> list[Fraction]:
-    """Where each of the last periods starts, the last one first."""
+    """Yield the start of each period after the rest, the last one first."""
     starts: list[Fraction] = []
     for duration in reversed(durations):
         assert span.end is not None, "times() asks for the end"
@@ -180,7 +180,7 @@ def _period(period: object) -> Period:
     duration, schedule = period
     if isinstance(duration, Rest) or duration == "rest":
         return Rest(), as_schedule(schedule)
-    if isinstance(duration, (int, str)) and duration in (-1, "-1"):  # how others say it
+    if isinstance(duration, (int, str)) and duration in (-1, "-1"):  # common in other libraries
         raise _refused(
             f"use {shown(duration)} as the duration of a period",
             "it is not a time",

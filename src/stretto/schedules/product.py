@@ -16,7 +16,7 @@ from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Product(Schedule):
-    """Several schedules multiplied, each on a counter of its own; written `a * b`.
+    """Several schedules multiplied, each with its own counter; written `a * b`.
 
     Formula: the product of the factors.
 

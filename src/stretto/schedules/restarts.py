@@ -21,7 +21,7 @@ from stretto.timing import Time, TimeLike, Timestamp
 class CosineRestarts(WarmedUp):
     """Cosine decay from `start` to `end` that starts anew, each cycle `multiplier` times as long.
 
-    Formula: `end + (start - end) * (1 + cos(pi * t / t_i)) / 2`, where `t` has passed since the
+    Formula: `end + (start - end) * (1 + cos(pi * t / t_i)) / 2`, where `t` is the time since the
     last restart and cycle `i` is `t_i = t_0 * multiplier ** i` long. Source: Loshchilov and Hutter
     2017, SGDR (arXiv 1608.03983), equation 5, with `T_mult` an integer as there;
     `torch.optim.lr_scheduler.CosineAnnealingWarmRestarts`.
@@ -85,7 +85,7 @@ class CosineRestarts(WarmedUp):
         own = span.along(self.t_0.unit).smooth()
         end = own.start + BEYOND if own.end is None else own.end
         scale, first, cycle, last = integers(own.start, own.length(self.t_0), end)
-        # A fraction of a period of no length is nothing: any cycle will do, as none ever begins.
+        # A fraction of a period of length 0 is 0. Any cycle will do, since none ever starts.
         read, cycle, last = own.axis.read, max(cycle, 1), last - first
         is_even, starts, lengths = self.multiplier == 1, *_cycles(cycle, self.multiplier, last)
         top, bottom, fall = self.start, self.end, self.start - self.end
@@ -98,19 +98,19 @@ class CosineRestarts(WarmedUp):
                 number = bisect_right(starts, passed) - 1
                 part = (passed - starts[number]) / lengths[number]
             result = bottom + fall * cosine_left(part)
-            # Rounding may step over an end by one unit in the last place.
+            # Rounding may exceed an end by one unit in the last place.
             if result > high:
                 return high
             return result if result > low else low
 
-        # A restart that would fall on the end is not taken: what is held is the value before it.
+        # A restart that falls on the end is not taken: the last value is the one before it.
         is_restart = last % cycle == 0 if is_even else last in starts
-        held = bottom if is_restart else at(last)
+        last_value = bottom if is_restart else at(last)
 
         def value(timestamp: Timestamp) -> float:
             passed = read(timestamp) * scale - first
             if passed >= last:
-                return held
+                return last_value
             return at(passed) if passed > 0 else top
 
         return value
@@ -123,7 +123,7 @@ class CosineRestarts(WarmedUp):
 
 
 def _cycles(cycle: int, multiplier: int, last: int) -> tuple[list[int], list[int]]:
-    """Where growing cycles start, up to `last`, and how long they are; few, as they grow fast."""
+    """Return the starts and lengths of growing cycles up to `last`; there are few."""
     starts, lengths = [0], [cycle]
     while multiplier > 1 and starts[-1] + lengths[-1] <= last:
         starts.append(starts[-1] + lengths[-1])

@@ -22,14 +22,14 @@ BoundSchedule: TypeAlias = Callable[[Timestamp], float]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Schedule(ABC):
-    """A factor as a pure function of time; it multiplies what the optimizer was built with.
+    """A factor as a pure function of time; multiplies the optimizer's initial value.
 
     A schedule is a frozen value without state and without `.step()`. `bind` resolves its times on
-    one run; the result is read at the timestamp *before* a batch, so the first batch has the value
-    of time 0. Before its start and after its end a schedule holds the value it has there.
+    one run. The result is read at the timestamp *before* a batch, so the first batch has the value
+    of time 0. Before its start and after its end, a schedule is constant.
 
-    Every time that a schedule names is relative to its *scope*: the run, or the period it is in.
-    A `warmup` is a period of its own before the schedule:
+    All times of a schedule are relative to its *scope*: the run, or the period it is in. A `warmup`
+    is a separate period before the schedule:
     `Cosine(warmup="5%")` is `Periods([("5%", Linear(0, 1)), ("rest", Cosine())])`.
 
     >>> from stretto.schedules import Linear
@@ -37,13 +37,13 @@ class Schedule(ABC):
     >>> [factor(Timestamp(batch=batch)) for batch in (0, 5, 10, 11)]
     [1.0, 0.5, 0.0, 0.0]
 
-    A subclass is a frozen dataclass that gives `times` and `within`.
+    A subclass is a frozen dataclass that defines `times` and `within`.
     """
 
     def bind(self, horizon: Horizon) -> BoundSchedule:
         """Return the factor on one run as a function of the timestamp.
 
-        Every time is resolved here, once, and every error is raised here.
+        This resolves all times and raises all errors.
 
         Raises:
             ConversionError: a time needs a fact that is not known; the message names it.
@@ -55,7 +55,7 @@ class Schedule(ABC):
     def times(self) -> tuple[Time, ...]:
         """Return the times that must be placed on one axis.
 
-        One in `dur` says that the end of the scope must be placed there too.
+        A time in `dur` means that the end of the scope must be placed there, too.
         """
 
     @abstractmethod
@@ -68,17 +68,17 @@ class Schedule(ABC):
         """
 
     def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
-        """Return the units that it reads from the clock of a run: those of its times.
+        """Return the units that it reads from the clock of a run; by default, those of its times.
 
-        A plan leaves out what follows a count that only the run knows.
+        A plan leaves out schedules that read counts known only during the run.
         """
         return frozenset(horizon.axis(time.unit).unit for time in self.times())
 
     def scaled(self, ratio: Number) -> Self:
-        """Return the schedule with every time stretched by `ratio`; scale the horizon with it.
+        """Return the schedule with all times multiplied by `ratio`; scale the horizon, too.
 
-        Fractions (`dur`, `%`) stay, since they stretch by themselves. Batches, samples and tokens
-        come in whole numbers and are rounded up, as `Horizon.scaled` does.
+        Fractions (`dur`, `%`) are unchanged, since they scale with the run. Batches, samples and
+        tokens are rounded up to whole numbers, as in `Horizon.scaled`.
 
         >>> from stretto.schedules import MultiStep
         >>> MultiStep(["30ep", "75%"]).scaled(0.5).milestones
@@ -116,11 +116,11 @@ class Schedule(ABC):
 
 
 ScheduleLike: TypeAlias = Schedule | float | Callable[[Timer], float]
-"""What is accepted as a schedule at the edges; `as_schedule` reads it."""
+"""Anything that `as_schedule` reads as a schedule."""
 
 
 def fill(schedule: Schedule, **values: object) -> None:
-    """Set the fields of a schedule that is being built; it is frozen from then on."""
+    """Set the fields of a frozen schedule while it is built."""
     for name, value in values.items():
         object.__setattr__(schedule, name, value)
 
@@ -136,7 +136,7 @@ def _stretched(value: object, ratio: Fraction) -> object:
 
 
 def _arguments(schedule: Schedule) -> Iterator[str]:
-    """The constructor's arguments that differ from its defaults, as they would be written."""
+    """Return the constructor's arguments that differ from the defaults, as source."""
     for name, parameter in inspect.signature(type(schedule)).parameters.items():
         value = getattr(schedule, name)
         if parameter.kind is parameter.VAR_POSITIONAL:

@@ -1,8 +1,8 @@
-"""`Scope`: the stretch of a run that a schedule covers, and where its times lie in it.
+"""`Scope`: the part of a run that a schedule covers, and the positions of its times in it.
 
-A scope is first the run itself (`RunScope`), on no particular counter: a schedule asks for the
-counter on which its own times can be placed. From there on it is a `Span`: a stretch of one axis,
-which can be cut into parts. All positions are exact, in ticks.
+A scope starts as the whole run (`RunScope`), without an axis. A schedule asks for an axis on which
+all its times can be placed, and gets a `Span`: an interval of that axis, which can be cut into
+parts. All positions are exact, in ticks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from stretto.timing.conversion import rounded
 from stretto.timing.timer import PeriodClock
 
 END = Time(1, TimeUnit.DURATION)
-"""All of a scope."""
+"""The whole of a scope."""
 
 
 class Scope(Protocol):
-    """The stretch of a run that a schedule covers: all of it, or a period."""
+    """The part of a run that a schedule covers: the whole run or a period."""
 
     @property
     def horizon(self) -> Horizon:
@@ -32,7 +32,7 @@ class Scope(Protocol):
 
     @property
     def clock(self) -> PeriodClock | None:
-        """How long the scope has lasted at a timestamp; None for the whole run."""
+        """The time since the start of the scope; None for the whole run."""
         ...
 
     def span(self, times: Iterable[Time]) -> Span:
@@ -71,7 +71,7 @@ class RunScope:
             return Span(self.horizon, axis, Fraction(0), self._end(axis))
         try:
             return Span(self.horizon, axis, Fraction(0), self._end(axis))
-        except ConversionError:  # no time refers to the end, so it may be unknown
+        except ConversionError:  # no time depends on the end, so it may be unknown
             return Span(self.horizon, axis, Fraction(0), None)
 
     def _end(self, axis: Axis) -> Fraction:
@@ -81,7 +81,7 @@ class RunScope:
 @final
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of one axis, in exact ticks.
+    """An interval of one axis, in exact ticks.
 
     >>> run = RunScope(Horizon("90ep", dataset_num_samples=100)).span([END])
     >>> rest = run.part(run.after(Time("5%")), run.end)
@@ -94,14 +94,14 @@ class Span:
     """The counter that positions are measured on."""
     start: Fraction
     end: Fraction | None
-    """None where it cannot be known on this axis and no time refers to it."""
+    """None if it is unknown on this axis and no time depends on it."""
 
     def span(self, times: Iterable[Time]) -> Span:  # noqa: ARG002 (its axis was chosen for them)
-        """Return this span, whose axis was chosen with `times` in view."""
+        """Return this span; its axis was chosen for `times`."""
         return self
 
     def part(self, start: Fraction, end: Fraction | None) -> Span:
-        """Return the stretch from `start` to `end` of the same axis."""
+        """Return the interval from `start` to `end` of the same axis."""
         return Span(self.horizon, self.axis, start, end)
 
     def after(self, time: Time) -> Fraction:
@@ -109,14 +109,14 @@ class Span:
         return self.moved(self.start, time)
 
     def length(self, time: Time) -> Fraction:
-        """Return how long `time` is from the start of the span, in ticks."""
+        """Return the length of `time` from the start of the span, in ticks."""
         return self.after(time) - self.start
 
     def moved(self, position: Fraction, time: Time) -> Fraction:
-        """Return the position that lies `time` (which may be negative) after `position`.
+        """Return the position `time` after `position`; `time` may be negative.
 
-        A fraction is one of the span. Batches are counted from the first that begins at or after
-        the position: while the batch size moves, how long they are depends on where they are.
+        A fraction is of the span. Batches are counted from the first that starts at or after the
+        position: if the batch size changes, their length depends on where they are.
 
         Raises:
             ConversionError: a fact is missing; the message names it.
@@ -132,18 +132,18 @@ class Span:
         else:
             moved = position + self.horizon.ticks(time, self.axis)
         if self.axis.unit is TimeUnit.EPOCH:
-            # By way of the horizon, which refuses parts of an epoch of unknown size.
+            # Through the horizon, which refuses parts of an epoch of unknown size.
             return self.horizon.ticks(self._time(moved), self.axis)
         return moved
 
     def along(self, unit: TimeUnit) -> Span:
-        """Return the same stretch on the counter of `unit` itself; for `dur` this one.
+        """Return the same interval on the axis of `unit`; for `dur` this one.
 
-        An interval such as `1000ba` is even only on its own counter: while the batch size moves,
-        it is another number of samples each time.
+        Intervals such as `1000ba` are equal only on their own axis: if the batch size changes, each
+        has another number of samples.
 
         Raises:
-            ConversionError: where the span starts cannot be known in `unit`.
+            ConversionError: the start of the span is unknown in `unit`.
         """
         if unit in (TimeUnit.DURATION, self.axis.unit):
             return self
@@ -152,12 +152,12 @@ class Span:
         if self.end is not None:
             try:
                 end = self._on(self.end, axis)
-            except ConversionError:  # only the value that is held after the end depends on it
+            except ConversionError:  # only the value after the end depends on it
                 end = None
         return Span(self.horizon, axis, self._on(self.start, axis), end)
 
     def smooth(self) -> Span:
-        """Return this span, for a curve that changes with every batch.
+        """Return this span for a curve that changes with every batch.
 
         Raises:
             ConversionError: it counts epochs, whose number of samples is not known.
@@ -167,14 +167,14 @@ class Span:
 
     @property
     def clock(self) -> PeriodClock:
-        """How long the span has lasted at a timestamp."""
+        """The time since the start of the span."""
         return self.passed
 
     def passed(self, timestamp: Timestamp, unit: TimeUnit) -> Time:
-        """Return how long the span has lasted in `unit`; in `dur` which part of it has passed.
+        """Return the time since the start of the span in `unit`; for `dur`, as a fraction of it.
 
         Raises:
-            ConversionError: where the span starts, or for `dur` ends, is not known in `unit`.
+            ConversionError: the start of the span, or its end for `dur`, is unknown in `unit`.
         """
         own = self.along(unit)
         ticks = max(Fraction(0), own.axis.read(timestamp) - own.start)
@@ -198,7 +198,7 @@ class Span:
 
     def _on(self, position: Fraction, axis: Axis) -> Fraction:
         if position == 0:
-            return Fraction(0)  # nothing is nothing in every unit, also where facts are missing
+            return Fraction(0)  # zero is zero in every unit, even if facts are missing
         return self.horizon.ticks(self._time(position), axis)
 
     def _time(self, position: Fraction) -> Time:
@@ -208,8 +208,8 @@ class Span:
 def integers(*positions: Fraction) -> tuple[int, ...]:
     """Return a common denominator, then the positions as integers over it.
 
-    Integers are compared and subtracted exactly and fast, so a bound schedule reads its counter,
-    multiplies by the denominator, and stays among integers until it returns a float.
+    Integers compare and subtract exactly and fast. So a bound schedule reads its counter,
+    multiplies by the denominator, and computes in integers until it returns a float.
 
     >>> integers(Fraction(9, 2), Fraction(1, 3))
     (6, 27, 2)

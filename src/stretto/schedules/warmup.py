@@ -1,4 +1,4 @@
-"""Warm-up: a linear ramp before a schedule, as a period of its own."""
+"""Warm-up: a linear ramp as a separate period before a schedule."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from stretto.timing import Time, TimeLike, Timestamp
 
 @dataclass(frozen=True, slots=True, repr=False)
 class WarmedUp(Schedule):
-    """A schedule that may begin with a warm-up, which is a period of its own before the rest."""
+    """A schedule with an optional warm-up period."""
 
     warmup: Time | None
-    """How long the factor rises before the schedule proper begins, or None."""
+    """The duration of the warm-up, or None."""
     warmup_start: float
-    """The factor that it rises from."""
+    """The factor at the start of the warm-up."""
 
     @abstractmethod
     def own_times(self) -> tuple[Time, ...]:
-        """Return the times of the schedule proper."""
+        """Return the times of the schedule without the warm-up."""
 
     @abstractmethod
     def first_factor(self) -> float:
-        """Return the factor that the schedule proper begins with."""
+        """Return the factor right after the warm-up."""
 
     @abstractmethod
     def over_rest(self, span: Span) -> BoundSchedule:
-        """Return the schedule proper over what the warm-up leaves of the scope."""
+        """Return the schedule after the warm-up, over the rest of the scope."""
 
     def times(self) -> tuple[Time, ...]:
         """Return the times that must be placed on one axis."""
@@ -55,7 +55,7 @@ class WarmedUp(Schedule):
 
 
 def set_warmup(schedule: Schedule, warmup: TimeLike | None, warmup_start: float) -> None:
-    """Set the two fields of a schedule that may begin with a warm-up.
+    """Set the two warm-up fields of a schedule.
 
     Raises:
         ScheduleError: the warm-up is negative, or `warmup_start` is not a factor.
@@ -78,7 +78,7 @@ class Rise:
 
 
 def after_warmup(span: Span, rise: Rise, rest: Callable[[Span], BoundSchedule]) -> BoundSchedule:
-    """Return the factor that follows `rise` first and `rest` on what is left of `span`.
+    """Return the factor: `rise` first, then `rest` over the rest of `span`.
 
     Raises:
         ScheduleError: the rise is longer than the span.
@@ -106,5 +106,5 @@ def after_warmup(span: Span, rise: Rise, rest: Callable[[Span], BoundSchedule]) 
 
 
 def warmup_text(warmup: Time | None, warmup_start: float) -> str:
-    """Return what follows the description of a schedule that may begin with a warm-up."""
+    """Return the warm-up part of a schedule's description."""
     return "" if warmup is None else f", after a warm-up from {warmup_start:g} over {warmup}"

@@ -1,4 +1,4 @@
-"""`WSD`: warm up, stay, decay."""
+"""`WSD`: warm-up, stable, decay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stretto.schedules.warmup import set_warmup, warmup_text
 from stretto.timing import Time, TimeLike
 
 DecayShape: TypeAlias = Literal["linear", "cosine", "1-sqrt", "exponential"]
-"""How `WSD` falls: `1 - x`, `(1 + cos(pi * x)) / 2`, `1 - sqrt(x)` or `2 ** (1 - x) - 1`."""
+"""The decays of `WSD`: `1 - x`, `(1 + cos(pi * x)) / 2`, `1 - sqrt(x)` or `2 ** (1 - x) - 1`."""
 
 _LEFT: Mapping[str, Callable[[float], float]] = {
     "1-sqrt": lambda passed: 1.0 - math.sqrt(passed),
@@ -29,13 +29,13 @@ _LEFT: Mapping[str, Callable[[float], float]] = {
 @final
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class WSD(Schedule):
-    """Warm up, stay at 1, and decay over the last part of the run.
+    """Warm-up, stable at 1, then decay at the end of the run.
 
-    The three are periods of one run, so both `warmup="5%"` and `decay="20%"` are parts of the
-    whole: `Periods([("5%", Linear(0, 1)), ("rest", 1), ("20%", Linear(1, 0))])`.
+    The three are periods of one run, so `warmup="5%"` and `decay="20%"` are both fractions of the
+    whole run: `Periods([("5%", Linear(0, 1)), ("rest", 1), ("20%", Linear(1, 0))])`.
 
-    Formula: 1 until the decay, then `end + (1 - end) * shape(x)`, where `x` in [0, 1] is the part
-    of the decay that has passed. Source: Hu et al. 2024, MiniCPM (arXiv 2404.06395), for the
+    Formula: 1 until the decay, then `end + (1 - end) * shape(x)`, where `x` in [0, 1] is the
+    elapsed fraction of the decay. Source: Hu et al. 2024, MiniCPM (arXiv 2404.06395), for the
     three stages; Hägele et al. 2024 (arXiv 2405.18392) for the shape `1-sqrt`; Megatron-LM's
     `--lr-wsd-decay-style` for `exponential`.
 
@@ -45,7 +45,7 @@ class WSD(Schedule):
     [0.0, 0.2, 1.0, 1.0, 0.5, 0.0]
 
     Args:
-        decay: how long before the end the decay begins.
+        decay: the duration of the decay, which ends with the run.
         end: the last factor.
         shape: how the factor falls.
         warmup: rise from `warmup_start` to 1 over this time first.
