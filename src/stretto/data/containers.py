@@ -1,9 +1,9 @@
-"""Batches of any shape: what is inside them, how many samples, and views of some of these.
+"""Batches of any structure: their items, their number of samples, and views of samples.
 
 A batch is a tree: tensors and arrays are its leaves, tuples, lists, mappings, dataclasses and
 registered pytree nodes its containers. A leaf is *per sample* if its first dimension is the number
 of samples; so is a list or tuple of that length, unless its items are themselves per sample.
-All else (a scalar, a name, a tensor with a first dimension of 1) belongs to the batch as a whole.
+Anything else (a scalar, a name, a tensor with a first dimension of 1) belongs to the whole batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Container(NamedTuple):
 
 
 def opened(node: Any) -> Container | None:
-    """Return a container's items, or None where `node` is a leaf.
+    """Return a container's items; None if `node` is a leaf.
 
     >>> opened((1, 2)).items, opened("text")
     ((1, 2), None)
@@ -88,7 +88,7 @@ def mapped(function: Callable[[Tensor], Tensor], node: Any) -> Any:
 def move_batch(batch: Any, device: torch.device | str, *, non_blocking: bool = True) -> Any:
     """Return a batch with its tensors on `device`.
 
-    A batch with a `to` method of its own, such as a Hugging Face encoding, is moved by that.
+    It calls the batch's own `to` method if there is one, as in Hugging Face encodings.
 
     >>> move_batch({"x": torch.ones(2)}, "cpu")["x"].device.type
     'cpu'
@@ -100,9 +100,9 @@ def move_batch(batch: Any, device: torch.device | str, *, non_blocking: bool = T
 
 
 def count_samples(batch: Any) -> int:
-    """Return the number of samples in a batch: the first dimension of the first tensor in it.
+    """Return the number of samples in a batch: the first dimension of its first tensor.
 
-    Where there is no tensor, the length of the first list.
+    If there is no tensor, it is the length of the first list.
 
     >>> count_samples({"x": torch.zeros(8, 3), "names": ["a"] * 8})
     8
@@ -125,7 +125,7 @@ def count_samples(batch: Any) -> int:
 
 
 def may_hold(batch: Any, num_samples: int) -> bool:
-    """Return whether anything in a batch has that many samples: a tensor, an array or a list.
+    """Return whether any tensor, array or list in a batch has that many samples.
 
     >>> may_hold([torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)], 2), may_hold(torch.zeros(3), 2)
     (True, False)
@@ -147,11 +147,10 @@ def take_samples(batch: Any, part: slice, num_samples: int | None = None) -> Any
     Args:
         batch: the batch; it is not changed.
         part: which samples, as a slice with positive step.
-        num_samples: how many samples it has; counted where left out.
+        num_samples: the number of samples; by default, counted.
 
     Raises:
-        DataError: the batch has no such number of samples in any leaf, or leaves that contradict
-            each other.
+        DataError: no leaf of the batch has that many samples, or its leaves contradict each other.
     """
     whole = count_samples(batch) if num_samples is None else num_samples
     cut = _Cut(part, whole)
@@ -211,7 +210,7 @@ class _Cut:
         )
 
     def _is_per_sample(self, node: Any) -> bool:
-        """Whether a list has an item for each sample; not if each item is per sample itself."""
+        """Return whether a list has one item per sample; not if its items are per sample."""
         if not isinstance(node, (list, tuple)) or hasattr(node, "_fields"):
             return False
         if len(node) != self.num_samples:
@@ -223,7 +222,7 @@ _NO_ARRAYS = frozenset({list, tuple, dict, str, int, float, type(None)})
 
 
 def _length(node: Any) -> int | None:
-    """The first dimension of a tensor or array; None for what has none."""
+    """Return the first dimension of a tensor or array; None if there is none."""
     if isinstance(node, Tensor):
         return node.size(0) if node.dim() else None
     if type(node) in _NO_ARRAYS:
@@ -233,7 +232,7 @@ def _length(node: Any) -> int | None:
 
 
 def _items(node: Any) -> Iterable[Any]:
-    """What is in a container; nothing for a leaf."""
+    """Return the items of a container; a leaf has none."""
     kind = type(node)
     items: Iterable[Any] = ()
     if kind is list or kind is tuple:
@@ -276,7 +275,7 @@ def _mapping_like(node: Mapping[Any, Any], items: list[Any]) -> Any:
         return dict(pairs)
     if not isinstance(node, MutableMapping):
         return type(node)(dict(pairs))  # type: ignore[call-arg]
-    # A copy keeps what a mapping has beside its items, such as a default factory.
+    # A copy keeps the rest of a mapping, such as a default factory.
     result = copy.copy(node)
     for key, item in pairs:
         result[key] = item

@@ -1,4 +1,4 @@
-"""Counts of samples and tokens that a data set gives itself, by the names in use."""
+"""Sample and token counts that a data set provides, by their usual names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stretto.timing.number import whole
 
 
 def own_count(data: Any, *names: str) -> int | None:
-    """Return what a data set says under one of some names: a number, or a method without arguments.
+    """Return a count of a data set: an attribute, or a method without arguments.
 
     >>> class Text:
     ...     def get_num_tokens(self):
@@ -43,7 +43,7 @@ def own_count(data: Any, *names: str) -> int | None:
 
 
 def own_counter(data: Any, *names: str) -> Callable[[Any], int] | None:
-    """Return the method of a data set, under one of some names, that counts in a batch.
+    """Return a data set's method, by one of several names, that counts in a batch.
 
     >>> class Text:
     ...     def get_batch_size(self, batch):
@@ -56,7 +56,7 @@ def own_counter(data: Any, *names: str) -> Callable[[Any], int] | None:
 
 
 def _takes(method: object, count: int) -> bool:
-    """Whether something is a method of so many arguments; an optional `batch` is one."""
+    """Return whether something is a method of so many arguments; an optional `batch` counts."""
     if not callable(method):
         return False
     try:

@@ -17,10 +17,10 @@ def prepared_for(
     max_duration: TimeLike | None,
     last_batch: LastBatch | None,
 ) -> Prepared:
-    """Return the run of a loader: the one that it was given, or one that is bound here.
+    """Return the run of a loader: the given one, or one that is bound here.
 
     Raises:
-        DataError: the run is of other data, or its length is given twice or not at all.
+        DataError: the run has other data, or its length is given twice or not at all.
     """
     if isinstance(batch_size, Prepared):
         _check_run(batch_size, spec, {"max_duration": max_duration, "last_batch": last_batch})
@@ -37,7 +37,7 @@ def prepared_for(
 
 
 def _check_run(run: Prepared, spec: DataSpec, given: Mapping[str, object]) -> None:
-    """Refuse a run of other data, and what it says already."""
+    """Refuse a run of other data, and arguments that repeat the run's."""
     for name, value in given.items():
         if value is not None:
             raise DataError(

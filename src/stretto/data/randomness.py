@@ -1,4 +1,4 @@
-"""Chance that depends on (seed, epoch, sample) alone, whatever workers, ranks and batch sizes."""
+"""Random seeds that depend on (seed, epoch, sample) alone, not on workers, ranks or batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """Return a 64-bit seed for the chance inside one sample in one epoch.
+    """Return a 64-bit seed for the randomness of one sample in one epoch.
 
     >>> sample_seed(7, 0, 42)
     17175792034451929803
@@ -25,9 +25,9 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators of torch (CPU), Python and, where it is imported, NumPy.
+    """Seed the generators of torch (CPU), Python and, if it is imported, NumPy.
 
-    Straight to torch's CPU generator: 1 us, where `torch.manual_seed` takes 114.
+    It seeds torch's CPU generator directly, in 1 us; `torch.manual_seed` takes 114.
     """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)

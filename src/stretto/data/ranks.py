@@ -1,4 +1,4 @@
-"""This rank among the others, and the little that they must tell each other without a Trainer."""
+"""This rank's part of the data, and what ranks must exchange without a Trainer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stretto.timing.number import whole
 
 
 def part_of(rank: int | None, world_size: int | None, micro_batch_size: int | None) -> Part:
-    """Return this rank's part; what is None is read from torch.distributed, if that is started.
+    """Return this rank's part; values of None come from torch.distributed, if it is started.
 
     >>> part_of(None, None, 8)
     Part(rank=0, world_size=1, micro_batch_size=8)
@@ -69,17 +69,17 @@ def check_shares(
     timestamp: Timestamp,
     decide: Callable[[], int],
 ) -> None:
-    """Refuse a run that goes on at `timestamp` with a batch too small to be shared.
+    """Refuse a run with a batch after `timestamp` that is too small to be shared.
 
     Args:
-        part: this rank's.
+        part: this rank's part.
         run: the run.
-        timestamp: where it goes on.
-        decide: returns the size that comes next.
+        timestamp: where the run continues.
+        decide: returns the next size.
 
     Raises:
-        PlanError: a stage that is still to come has fewer samples than there are ranks; or, of
-            sizes that the run decides, the least (at its start) or the next one has.
+        PlanError: a later stage has fewer samples than there are ranks. If sizes are decided during
+            the run: the smallest one (at the start) or the next one has.
     """
     if run.sizes is not None:
         plan_prepared(
@@ -94,9 +94,9 @@ def check_shares(
 
 
 def is_all(part: Part) -> bool:
-    """Return whether the processes that can speak to each other are the ranks that share a batch.
+    """Return whether the connected processes are exactly the ranks that share a batch.
 
-    Where several hold parts of one model, say, they are more.
+    There are more processes if, for example, several hold parts of one model.
     """
     return is_started() and dist.get_world_size() == part.world_size
 
@@ -109,8 +109,8 @@ def gathered(part: Part, values: Sequence[int]) -> list[tuple[int, ...]]:
         values: integers, equally many on every rank.
 
     Raises:
-        DataError: the ranks cannot speak to each other, or several processes are one rank and have
-            not the same values. All of them raise it.
+        DataError: the ranks are not connected, or several processes of one rank have different
+            values. All of them raise it.
     """
     if part.world_size == 1:
         return [tuple(values)]
@@ -133,7 +133,7 @@ def gathered_texts(part: Part, text: str) -> list[str]:
 
 
 def _of_ranks(part: Part, rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Return the row of each rank, from those of all processes, which begin with their rank."""
+    """Return the row of each rank from those of all processes; a row starts with the rank."""
     found = sorted(set(rows))
     if [row[0] for row in found] != list(range(part.world_size)):
         raise DataError(
@@ -151,18 +151,17 @@ def _of_ranks(part: Part, rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ..
 def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[int, float]:
     """Return the tokens of all ranks, and the seconds of rank 0. Every process must call it.
 
-    Where several processes hold parts of one model, as many are each of the ranks.
+    If several processes hold parts of one model, every rank has equally many processes.
 
     Args:
         part: this rank's.
-        tokens: those of its share.
-        seconds: what it measured.
-        decision: what the next batch size follows from, with a `repr` that is the same on every
-            rank.
+        tokens: the tokens of its share.
+        seconds: the seconds that it measured.
+        decision: what decides the next batch size; its `repr` must be the same on every rank.
 
     Raises:
-        DataError: the ranks cannot speak to each other, or would decide apart; or no number of
-            whole processes is each of them. All of them do.
+        DataError: the ranks are not connected or would decide differently, or the processes do not
+            divide evenly into ranks. All of them raise it.
     """
     _check_started(
         f"count the tokens and seconds of {part.world_size} ranks",

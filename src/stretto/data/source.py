@@ -1,4 +1,4 @@
-"""`Source`: what a loader reads from, put together for its data, workers and sizes."""
+"""`Source`: what a loader reads from, built for its data, workers and sizes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LEAST_CHUNK = 128  # a batch from a worker costs 0.7 ms, whatever its size: few
 @final
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How data are read."""
+    """The settings of reading data."""
 
     spec: DataSpec
     workers: Workers
@@ -63,7 +63,7 @@ class Source:
 
     @property
     def order(self) -> SampleOrder | None:
-        """The order of samples, where it is ours."""
+        """The order of samples; None if the data have their own."""
         return None if self.map_source is None else self.map_source.order
 
     def check_streams(self) -> None:
@@ -83,9 +83,9 @@ class Source:
             return self.map_source.fetch(indices)
 
     def state_dict(self, timestamp: Timestamp) -> dict[str, Any] | None:
-        """Return where an iterable is; a map-style data set needs only the clock.
+        """Return the position of an iterable; a map-style data set needs only the clock.
 
-        Of sharded streams it is where each of them is; every rank must call it.
+        For sharded streams it has the position of each; every rank must call it.
         """
         if self.chunks is None:
             return None
@@ -95,7 +95,7 @@ class Source:
         return record_of_all(self.reading.part, lambda: chunks.state_dict(timestamp.epoch))
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Return to where `state_dict` was called."""
+        """Return to the position of `state_dict`."""
         if self.chunks is not None and state is not None:
             if self.reading.spec.sharded:
                 state = record_of_rank(self.reading.part, state)
@@ -123,7 +123,7 @@ def make_source(reading: Reading, horizon: Horizon, *, is_planned: bool) -> Sour
         return Source(DirectFeed(source), source, None, reading)
     if is_planned:
         return Source(PlannedFeed(source), source, None, reading, looks_ahead=True)
-    # Nobody can tell from a batch whether views of it are what its parts would have been.
+    # A batch does not show whether views of it equal batches collated from fewer samples.
     cuts = source.fetch.is_default or spec.split_batch is not None
     kind = ChunkFeed if cuts else SampleFeed
     return Source(
@@ -138,11 +138,11 @@ def _stream(chunks: ChunkSource, spec: DataSpec, part: Part) -> Stream:
 
 
 def is_shuffled(spec: DataSpec, *, asked: bool | None) -> bool:
-    """Return whether each epoch of map-style data has an order of its own, which goes by the seed.
+    """Return whether each epoch of map-style data has its own order, made from the seed.
 
     Args:
         spec: the data.
-        asked: what is asked for; None: yes, or as the `DataLoader` that is given does.
+        asked: the setting; None: yes, or what the given `DataLoader` does.
     """
     if asked is not None:
         return asked

@@ -1,4 +1,4 @@
-"""`DataSpec`: data, and what must be known about them."""
+"""`DataSpec`: data and the facts that a run needs about them."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ Collate: TypeAlias = Callable[[list[Any]], Any]
 @final
 @dataclass(frozen=True, slots=True)
 class DataSpec:
-    """Data, and what must be known about them; the defaults do for most.
+    """Data and the facts that a run needs about them; the defaults are usually enough.
 
     What the data can be:
 
-    - a *map-style data set*: has `__len__` and `__getitem__` (a list of samples, too). Its samples
-      are put in order, dealt to ranks and collated here. It may have `get_batch(indices)`, which
-      returns a collated batch: then samples are never touched one by one.
+    - a *map-style data set*: has `__len__` and `__getitem__`, as a list of samples does. stretto
+      orders its samples, distributes them to ranks and collates them. If it has
+      `get_batch(indices)`, which returns a collated batch, single samples are never read.
     - a *`DataLoader`* over a map-style data set with torch's own sampler: its data set, collate
-      function, workers, and whether it shuffles, are taken; its batch size is not, and `drop_last`
-      is `last_batch="drop"` where no other is given.
-    - an *iterable of collated batches* of any size: a `DataLoader` with an order of its own or over
-      an `IterableDataset`, a streaming loader, a generator. They are cut anew into exact batches.
-      A torch `IterableDataset` alone yields samples, as torch has it, and is batched first.
+      function, workers and shuffling are used. Its batch size is not; `drop_last` means
+      `last_batch="drop"` unless you pass another.
+    - an *iterable of collated batches* of any size: a `DataLoader` with its own order or over an
+      `IterableDataset`, a streaming loader, a generator. Its batches are cut into exact ones. A
+      torch `IterableDataset` alone yields samples, as in torch, and is batched first.
 
     >>> import torch
     >>> from torch.utils.data import TensorDataset
@@ -62,13 +62,13 @@ class DataSpec:
     data: Any
     """A map-style data set, a `DataLoader`, or an iterable of collated batches."""
     num_samples: int | None = None
-    """Samples in an epoch; None: those of the data set, or not known."""
+    """Samples in an epoch; None: the length of the data set, or unknown."""
     num_tokens: int | None = None
-    """Tokens in an epoch; None: what the data set says as `num_tokens`, `num_tokens()` or
-    `get_num_tokens()`, or not known. A warning tells if an epoch has another number."""
+    """Tokens in an epoch; None: the data set's `num_tokens`, `num_tokens()` or
+    `get_num_tokens()`, or unknown. You get a warning if an epoch has another number."""
     tokens_per_sample: int | None = None
-    """Tokens in every sample, where all have equally many; None: the data set's
-    `tokens_per_sample`, if it has that, or not known."""
+    """Tokens in every sample, if all have equally many; None: the data set's
+    `tokens_per_sample`, or unknown."""
     get_num_samples_in_batch: Callable[[Any], int] | None = None
     """Counts the samples of a batch; None: the data set's method of that name or
     `get_batch_size(batch)`, or `count_samples`."""
@@ -78,12 +78,12 @@ class DataSpec:
     split_batch: Callable[[Any, slice], Any] | None = None
     """Returns the samples of a batch that a slice selects; None: `take_samples`."""
     tokens_vary: bool = False
-    """Whether sequences are cut on their way, so that the tokens of each batch are counted; then
-    `num_tokens` is ignored and `tokens_per_sample` is the most that a sample has."""
+    """Whether sequences are cut after reading, so the tokens of each batch must be counted. Then
+    `num_tokens` is ignored and `tokens_per_sample` is the maximum."""
     sharded: bool | None = None
-    """Whether every rank has an iterable of its own, with a share of the samples that no other rank
-    has; then `num_samples` and `num_tokens` are those of all ranks together. False: every rank
-    reads the same iterable. None: the same, and their first batches are compared to be sure."""
+    """Whether every rank has its own iterable with its own samples; then `num_samples` and
+    `num_tokens` are totals over all ranks. False: every rank reads the same iterable. None: as
+    False, and the ranks compare their first batches to be sure."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "num_tokens", "tokens_per_sample"):
@@ -108,7 +108,7 @@ class DataSpec:
 
     @classmethod
     def of(cls, data: Any, **stated: Any) -> DataSpec:
-        """Return `data` if it is a spec, else a spec of it; `stated` fields prevail, except None.
+        """Return `data` as a spec; `stated` fields override its own, except None.
 
         >>> DataSpec.of([1, 2, 3]).known_num_samples
         3
@@ -120,12 +120,12 @@ class DataSpec:
 
     @property
     def is_map_style(self) -> bool:
-        """Whether samples can be had by their index."""
+        """Whether samples can be read by index."""
         return is_map_style(self.dataset)
 
     @property
     def dataset(self) -> Any:
-        """The map-style data set; of other data, the data."""
+        """The map-style data set; for other data, the data themselves."""
         if isinstance(self.data, DataLoader) and not self.sharded and not has_own_order(self.data):
             return self.data.dataset
         return self.data
@@ -147,16 +147,16 @@ class DataSpec:
         if self.tokens_vary:
             return None
         if self.num_tokens is not None or self.sharded:
-            return self.num_tokens  # what the data say is of one rank's share
+            return self.num_tokens  # the data only know one rank's share
         return own_count(self._own_data, "num_tokens", "get_num_tokens")
 
     @property
     def known_tokens_per_sample(self) -> int | None:
-        """Tokens in each sample where all have equally many, or None."""
+        """Tokens in each sample if all have equally many, else None."""
         return None if self.tokens_vary else self._stated_tokens_per_sample
 
     def horizon(self, max_duration: TimeLike, last_batch: LastBatch | None = None) -> Horizon:
-        """Return the length of a run over these data, with what is known of them.
+        """Return the horizon of a run over these data.
 
         >>> DataSpec(range(20), num_samples=20).horizon("2ep")
         Horizon('2ep', dataset_num_samples=20)
@@ -175,10 +175,10 @@ class DataSpec:
         return count_samples(batch) if count is None else count(batch)
 
     def count_tokens(self, batch: Any) -> int | None:
-        """Return the number of tokens in a batch; None where it does not tell.
+        """Return the number of tokens in a batch; None if unknown.
 
-        A batch that names no tokens has `tokens_per_sample` of them for each sample. Cut sequences
-        have as many as are left: the length of the longest second dimension.
+        A batch without token ids has `tokens_per_sample` for each sample; if sequences are cut, as
+        many as the longest second dimension.
 
         >>> import torch
         >>> spec = DataSpec(range(9), tokens_per_sample=4, tokens_vary=True)
@@ -211,7 +211,7 @@ class DataSpec:
         return take_samples(batch, part, num_samples)
 
     def cut(self, micro: MicroBatch, part: slice) -> MicroBatch:
-        """Return the samples of a micro-batch that `part` selects, with their part of its weight.
+        """Return the samples of a micro-batch that `part` selects, with their share of its weight.
 
         >>> import torch
         >>> whole = MicroBatch(torch.arange(4), 4, 0, 1.0)
@@ -246,14 +246,14 @@ def _packed(num_samples: int, rows: int) -> DataError:
 
 
 def is_map_style(data: Any) -> bool:
-    """Return whether samples can be had by their index."""
+    """Return whether samples can be read by index."""
     if isinstance(data, (IterableDataset, DataLoader, str, bytes, dict)):
         return False
     return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
 def has_own_order(loader: DataLoader[Any]) -> bool:
-    """Return whether a `DataLoader` reads samples in an order that is not ours to make."""
+    """Return whether a `DataLoader` defines its own order of samples."""
     if not is_map_style(loader.dataset) or type(loader.batch_sampler) is not BatchSampler:
         return True
     sampler = loader.sampler
@@ -263,7 +263,7 @@ def has_own_order(loader: DataLoader[Any]) -> bool:
 
 
 def is_one_shot(data: Any) -> bool:
-    """Return whether the data can be read only once, as a generator."""
+    """Return whether the data can be read only once, like a generator."""
     return isinstance(data, Iterator)
 
 
@@ -321,9 +321,9 @@ def _check_length(spec: DataSpec) -> None:
 
 
 def _length(spec: DataSpec) -> int | None:
-    """The samples in an epoch as the data themselves say, or None."""
+    """Return the samples in an epoch according to the data, or None."""
     if spec.sharded:
-        return None  # they know of one rank's alone
+        return None  # they only know one rank's share
     data = spec.dataset
     if is_map_style(data):
         return len(data)

@@ -1,4 +1,4 @@
-"""The loader's position as a record that JSON keeps."""
+"""The state of a loader as JSON."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _LOUD = Signals(loss=1.0, metric=1.0, noise_numerator=1.0, noise_denominator=1.0
 
 
 def order_record(order: SampleOrder | None, *, is_sharded: bool) -> dict[str, Any]:
-    """Return what must stay as it is for the order of samples to go on; of iterables, who reads."""
+    """Return what determines the order of samples; for iterables, which ranks read."""
     if order is None:
         return {"sharded": True} if is_sharded else {}
     return {"num_samples": order.num_samples, "seed": order.seed, "shuffle": order.shuffle}
 
 
 def check_order(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Refuse to go on in data of another length or in another order.
+    """Refuse to resume with data of another length or in another order.
 
     Raises:
-        CheckpointError: what was saved belongs to another order.
+        CheckpointError: the saved state belongs to another order.
     """
     if "sharded" in (*saved, *present) and set(saved) != set(present):
         before = "a stream of its own on each rank" if "sharded" in saved else "other data"
@@ -55,18 +55,18 @@ def check_order(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
 
 
 def policy_record(policy: BatchSizePolicy, state: PolicyState) -> dict[str, Any]:
-    """Return the state of a policy, and what kind of policy it belongs to."""
+    """Return the state of a policy and its kind."""
     return {"kind": _kind(policy, state), "state": dict(state)}
 
 
 def policy_state(
     policy: BatchSizePolicy, bound: BoundPolicy, saved: Mapping[str, Any]
 ) -> PolicyState | None:
-    """Return a saved state for a policy of the same kind; None: another kind starts afresh.
+    """Return a saved state for a policy of the same kind; None: another kind starts anew.
 
     Args:
-        policy: the policy that goes on.
-        bound: the same, on its run.
+        policy: the policy of the resumed run.
+        bound: the same policy, bound to its run.
         saved: what `policy_record` returned.
     """
     state: PolicyState = saved["state"]
@@ -75,7 +75,7 @@ def policy_state(
 
 
 def check_state(bound: BoundPolicy, now: Timestamp, state: PolicyState) -> None:
-    """Refuse a state, of a policy of ours, that no size can be decided from.
+    """Refuse a damaged state of a built-in policy.
 
     Raises:
         CheckpointError: it is damaged.
@@ -86,12 +86,12 @@ def check_state(bound: BoundPolicy, now: Timestamp, state: PolicyState) -> None:
         for size in _sizes(bound, state):
             if type(size) is not int or size < 1:
                 raise TypeError(f"{size!r} is no size")
-        if bound.reads and "loss" not in bound.reads:  # which a function of the user's reads
+        if bound.reads and "loss" not in bound.reads:  # read by a user's function
             bound.decide(now, state, _LOUD)
 
 
 def _sizes(bound: BoundPolicy, state: PolicyState) -> Iterator[object]:
-    """The sizes that policies of ours keep in a state; one of the user's may keep what it likes."""
+    """Yield the sizes in the states of built-in policies."""
     if not _is_ours(bound):
         return
     inside = bound.inside(state)
@@ -110,7 +110,7 @@ def _is_ours(bound: BoundPolicy) -> bool:
 
 @contextmanager
 def read() -> Iterator[None]:
-    """Say of a record that is not as it was saved that it is damaged.
+    """Turn errors from reading a record into "the checkpoint is damaged".
 
     Raises:
         CheckpointError: it is.
@@ -130,7 +130,7 @@ def read() -> Iterator[None]:
 
 
 def signals_record(signals: Signals) -> dict[str, Any]:
-    """Return what the last step measured; what is not finite as text."""
+    """Return the last signals as JSON; values that are not finite become text."""
     values = dataclasses.asdict(signals)
     return {
         name: value if value is None or math.isfinite(value) else repr(value)
@@ -164,8 +164,8 @@ def check_version(state: Mapping[str, Any]) -> None:
 def _kind(policy: BatchSizePolicy, state: PolicyState) -> str:
     """The types of a policy and of those inside it: `Monotone(Steps)`.
 
-    Of periods the present one's alone: only its policy has a state. Wrappers that keep nothing are
-    left out: what is inside goes on with or without them.
+    Of several periods only the present one counts, since only its policy has a state. Wrappers
+    without state are left out, so you can add or remove them.
     """
     if isinstance(policy, SizeMap):
         return _kind(policy.policy, state)
@@ -174,13 +174,13 @@ def _kind(policy: BatchSizePolicy, state: PolicyState) -> str:
         number = state.get("period")
         values = [one for place, (_, one) in enumerate(policy.periods) if place == number]
     else:
-        # Policies of ours are dataclasses; one of the user's need not be.
+        # Built-in policies are dataclasses; a user's policy need not be one.
         names = getattr(policy, "__dataclass_fields__", {})
         values = [getattr(policy, name) for name in names]
     # A wrapper without a state of its own passes on that of the policy inside.
     is_own = "inner" in state and ("period" not in state or isinstance(policy, PeriodSizes))
     inside = state["inner"] if is_own else state
-    within = inside if isinstance(inside, Mapping) else {}  # a policy of the user's may keep any
+    within = inside if isinstance(inside, Mapping) else {}  # a user's policy may store anything
     inner = [_kind(one, within) for one in values if isinstance(one, BatchSizePolicy)]
     return type(policy).__name__ + (f"({', '.join(inner)})" if inner else "")
 

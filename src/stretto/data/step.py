@@ -14,7 +14,7 @@ from stretto.timing import Timestamp
 @final
 @dataclass(slots=True)
 class MicroBatch:
-    """What one forward and backward pass on one rank takes.
+    """The input of one forward and backward pass on one rank.
 
     >>> MicroBatch(batch=[7, 8, 9], num_samples=3, num_tokens=0, weight=0.375).weight
     0.375
@@ -23,18 +23,18 @@ class MicroBatch:
     batch: Any
     """The collated samples."""
     num_samples: int
-    """How many samples it stands for; 0 for a dummy."""
+    """Its samples; 0 for a dummy."""
     num_tokens: int
-    """How many tokens it stands for; 0 where tokens are not counted."""
+    """Its tokens; 0 if tokens are not counted."""
     weight: float
-    """What its mean loss is multiplied by: `num_samples * world_size / size of the step`.
+    """The factor of its mean loss: `num_samples * world_size / size of the step`.
 
-    Then gradients, summed over micro-batches and averaged over ranks, are those of the mean over
-    the whole batch. 0 for a dummy, which only keeps the ranks in step.
+    Gradients summed over micro-batches and averaged over ranks are then those of the mean over the
+    whole batch. 0 for a dummy, which keeps the ranks in step.
     """
 
     def __iter__(self) -> NoReturn:
-        """Refuse: a micro-batch has a weight, too, which must not be overlooked.
+        """Refuse: unpacking a micro-batch would lose its weight.
 
         Raises:
             DataError: always.
@@ -49,7 +49,7 @@ class MicroBatch:
         )
 
 
-# Not frozen: that costs a microsecond for each step, a tenth of all that is spent on it here.
+# Not frozen: that would cost 1 us per step, a tenth of the loader's time.
 @final
 @dataclass(slots=True, eq=False)
 class Step:
@@ -63,12 +63,12 @@ class Step:
     """
 
     timestamp: Timestamp
-    """The clock before the step: schedules are read at it."""
+    """The clock before the step, at which schedules are read."""
     size: int
     """Samples of the batch, over all ranks."""
     batch_size: int
-    """The size that the policy decided; `size` is smaller where the epoch or the run ends inside
-    the batch. Learning rate rules go by this one."""
+    """The size that the policy decided; `size` is smaller if the epoch or the run ends inside the
+    batch. Learning rate rules use this one."""
     micro_batches: list[MicroBatch]
     """This rank's share."""
 
@@ -79,7 +79,7 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this rank; 0 where they are not counted."""
+        """Tokens of this rank; 0 if they are not counted."""
         return sum(micro.num_tokens for micro in self.micro_batches)
 
     def __iter__(self) -> Iterator[MicroBatch]:

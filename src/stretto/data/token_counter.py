@@ -1,4 +1,4 @@
-"""`TokenCounter`: the tokens of micro-batches, counted only where they must be."""
+"""`TokenCounter`: counts the tokens of micro-batches, only if needed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from stretto.runtime.random_state import kept_generators
 
 @final
 class TokenCounter:
-    """Counts tokens: by multiplication where every sample has equally many.
+    """Counts tokens; multiplies if every sample has equally many.
 
     Args:
         spec: the data.
-        source: gives a sample, to see whether its tokens can be counted.
+        source: provides a sample to check whether its tokens can be counted.
         is_needed: whether the length of the run or the batch size is in tokens.
 
     Raises:
@@ -41,9 +41,9 @@ class TokenCounter:
 
     @property
     def is_tracked(self) -> bool:
-        """Whether the data tell how many tokens a batch has.
+        """Whether the tokens of a batch are known.
 
-        May read one sample to find out; of an iterable it is believed until its first batch.
+        May read one sample to find out; an iterable is assumed to count until its first batch.
         """
         if self._tells is None and self._source.map_source is not None:
             with kept_generators():
@@ -57,13 +57,13 @@ class TokenCounter:
         return self.each is None
 
     def __call__(self, batch: Any, num_samples: int) -> int:
-        """Return the tokens of a batch; 0 where they are not tracked."""
+        """Return the tokens of a batch; 0 if they are not tracked."""
         if self.each is not None:
             return num_samples * self.each
         if num_samples == 0 and self._tells:
             return 0
         tokens = self._spec.count_tokens(batch)
-        # A dummy tells as well as any: every rank must know after its first batch.
+        # A dummy is enough to find out: every rank must know after its first batch.
         self._note(tells=tokens is not None)
         if tokens is None and self._is_needed:
             raise _uncountable()
@@ -75,7 +75,7 @@ class TokenCounter:
             self.each = 0
 
     def compare(self, counted: int) -> None:
-        """Warn, once, if an epoch of `counted` tokens has not as many as is stated."""
+        """Warn once if the `counted` tokens of an epoch differ from the stated number."""
         stated, self._stated = self._stated, None
         if stated is not None and counted and counted != stated:
             warnings.warn(
@@ -89,7 +89,7 @@ class TokenCounter:
     def last(self, step: Step, samples: int, tokens: int) -> int:
         """Return how many of the `tokens` of a step its last `samples` have.
 
-        Counted, where this rank has the whole step; else their share, rounded down.
+        Counted if this rank has the whole step; otherwise their share, rounded down.
         """
         if self.is_counted and step.num_samples == step.size:
             try:

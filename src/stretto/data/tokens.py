@@ -16,7 +16,7 @@ IGNORED_LABEL = -100
 
 
 def count_tokens(batch: Any) -> int | None:
-    """Return the tokens in a batch: padding is none. None where the batch does not tell.
+    """Return the tokens in a batch, without padding; None if the batch has no token ids.
 
     What counts are the ones of `attention_mask`, else all of `input_ids`, wherever in the batch
     a mapping, a named tuple or a dataclass has them; several add up.
@@ -47,8 +47,8 @@ def count_target_tokens(batch: Any, *, shifts_labels: bool | None = None) -> int
 
     Args:
         batch: the batch.
-        shifts_labels: whether the model shifts labels of the shape of its inputs. None: told from
-            the batch (see `shifts_told_by`); where it does not tell, yes.
+        shifts_labels: whether the model shifts labels of the shape of its inputs. None:
+            decided from the batch (see `needs_label_shift`); yes if that is undecided.
 
     Raises:
         DataError: the batch has no labels.
@@ -65,15 +65,15 @@ def count_target_tokens(batch: Any, *, shifts_labels: bool | None = None) -> int
     return sum(_targets(labels, inputs, shifts=shifts_labels) for labels, inputs in pairs)
 
 
-def shifts_told_by(batch: Any) -> bool | None:
-    """Return whether the model must shift the labels of a batch; None if they do not tell.
+def needs_label_shift(batch: Any) -> bool | None:
+    """Return whether the model must shift the labels of a batch; None if undecided.
 
-    - Labels that are the inputs, where they are not -100: yes.
-    - Labels that are the inputs one place further: no, they are shifted already.
-    - Other labels of that shape, as those of masked language models or of token classes: no.
+    - Labels that equal the inputs, except for -100: yes.
+    - Labels that equal the inputs one place further: no, they are shifted already.
+    - Other labels of that shape, as in masked language models or token classification: no.
 
     >>> ids = torch.tensor([[5, 6, 7], [8, 9, 2]])
-    >>> shifts_told_by((ids, ids)), shifts_told_by((ids[:, :-1], ids[:, 1:]))
+    >>> needs_label_shift((ids, ids)), needs_label_shift((ids[:, :-1], ids[:, 1:]))
     (True, False)
     """
     answers = {
@@ -98,7 +98,7 @@ def longest_sequence(batch: Any) -> int | None:
 
 
 def _labels_and_inputs(batch: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield all labels in a batch, with the inputs of their shape, if there are any."""
+    """Yield all labels in a batch, with the inputs of the same shape, if any."""
     has_names = False
     for part in _named_parts(batch):
         labels, inputs = part.get("labels"), part.get("input_ids")
@@ -116,14 +116,14 @@ def _labels_and_inputs(batch: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
 
 
 class _Labels(NamedTuple):
-    """What labels tell, beside inputs of their shape."""
+    """Counts of labels, compared with inputs of the same shape."""
 
     targets: int
-    """Those that are not -100."""
+    """Labels that are not -100."""
     after_first: int
-    """Those of them that are not the first of a sequence."""
+    """Targets that are not the first of a sequence."""
     are_inputs: bool | None
-    """Whether they are the inputs, and not those one place further; None if they may be either."""
+    """Whether they equal the inputs and not the inputs one place further; None if both fit."""
 
     @classmethod
     def of(cls, labels: Tensor, inputs: Tensor) -> _Labels:
@@ -131,7 +131,7 @@ class _Labels(NamedTuple):
         same = (labels == inputs) | left_out
         moved = (labels[..., :-1] == inputs[..., 1:]) | left_out[..., :-1]
         sums = [counts.sum(), counts[..., 1:].sum(), same.all(), moved.all()]
-        # In one go: on an accelerator each look waits for it.
+        # Read in one transfer: on an accelerator each one waits for the device.
         targets, after_first, is_same, is_moved = torch.stack([one.long() for one in sums]).tolist()
         return cls(targets, after_first, None if is_same and is_moved else bool(is_same))
 
@@ -152,7 +152,7 @@ def _labelled(labels: Tensor) -> int:
 def _tokens(part: Mapping[str, Any]) -> int | None:
     mask, inputs = part.get("attention_mask"), part.get("input_ids")
     if _is_tensor(mask) and mask.dim() <= 2:  # a mask of pairs of tokens has more dimensions
-        # Packed sequences are numbered 1, 2, ... in some masks, so what is not 0 counts once.
+        # Some masks number packed sequences 1, 2, ..., so each nonzero entry counts once.
         return int(torch.count_nonzero(mask))
     return inputs.numel() if _is_tensor(inputs) else None
 
@@ -162,7 +162,7 @@ def _is_tensor(value: Any) -> TypeGuard[Tensor]:
 
 
 def _named_parts(node: Any) -> Iterator[Mapping[str, Any]]:
-    """All the containers in a batch whose items have names."""
+    """Yield all containers in a batch whose items have names."""
     if isinstance(node, Tensor):
         return
     part = named(node)

@@ -1,4 +1,4 @@
-"""Where batches begin, in closed form: the one fact that couples batches to samples."""
+"""Where batches begin, in closed form: the relation of batches to samples."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from stretto.timing.timestamp import Timestamp
 from stretto.timing.unit import TimeUnit
 
 LastBatch: TypeAlias = Literal["keep", "drop", "carry"]
-"""What happens where an epoch ends inside a batch.
+"""What happens if an epoch ends inside a batch.
 
-`keep`: the batch is cut and the next one starts the next epoch. `drop`: the samples left over are
-passed over. `carry`: the batch runs on into the next epoch.
+`keep`: the batch is cut and the next one starts the next epoch. `drop`: the remaining samples are
+skipped. `carry`: the batch continues in the next epoch.
 """
 
 
@@ -35,13 +35,13 @@ class BatchSizes(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class EqualBatches:
-    """The batches of one size from a timestamp on, as if they went on for ever.
+    """Batches of one size from a timestamp on, without end.
 
-    Number 0 starts at `first`. Under `keep` and `drop` every epoch begins with a fresh batch;
-    under `keep` its last one may be smaller, under `drop` what is less than a batch is passed
-    over. Under `carry`, and where an epoch has no known end, they lie end to end.
+    Number 0 starts at `first`. Under `keep` and `drop` every epoch starts with a new batch. Under
+    `keep` its last batch may be smaller; under `drop` a remainder smaller than a batch is skipped.
+    Under `carry`, and if the end of an epoch is unknown, batches follow each other without gaps.
 
-    Under `drop` the rest of the epoch must hold one batch: pass over it first.
+    Under `drop` the rest of the epoch must hold one batch: skip it first if it does not.
 
     >>> batches = EqualBatches(Timestamp(), 32, num_samples=100)
     >>> [batches.position(number) for number in range(6)]
@@ -92,13 +92,13 @@ class EqualBatches:
         return None
 
     def size_of(self, number: int) -> int:
-        """Return the samples in batch `number`: fewer where `keep` cuts it at the epoch's end."""
+        """Return the samples in batch `number`: fewer if `keep` cuts it at the end of an epoch."""
         if self._epoch is None or self.last_batch == "drop":
             return self.size
         return min(self.size, self._epoch - self.position(number) % self._epoch)
 
     def timestamp(self, number: int) -> Timestamp:
-        """Return the clock at the start of batch `number`; wall time stands still."""
+        """Return the clock at the start of batch `number`, with unchanged wall time."""
         if number == 0:
             return self.first
         position, num_samples = self.position(number), self.num_samples
@@ -119,11 +119,11 @@ class EqualBatches:
 
     @property
     def _epoch(self) -> int | None:
-        """The samples after which a fresh batch begins, or None where none does."""
+        """The samples after which a new batch starts; None: never."""
         return None if self.last_batch == "carry" else self.num_samples
 
     def _per(self, samples: int) -> int:
-        """How many batches `samples` up to the end of an epoch give."""
+        """Return how many batches `samples` up to the end of an epoch make."""
         if self.last_batch == "drop":
             return samples // self.size
         return -(-samples // self.size)
@@ -134,8 +134,8 @@ class EqualBatches:
 class ConstantBatchSize:
     """Batches of one size over epochs of `num_samples` samples (None: one endless epoch).
 
-    Where the run ends inside a batch at `end_sample`, that batch ends there too. Later batches,
-    which no run has, lie as if the run went on.
+    If the run ends inside a batch at `end_sample`, that batch ends there, too. Later batches are
+    placed as if the run continued.
 
     >>> ConstantBatchSize(32, num_samples=100).sample_at_batch(5)
     132
@@ -148,11 +148,11 @@ class ConstantBatchSize:
     size: int
     """Samples in a batch, over all ranks."""
     num_samples: int | None = None
-    """Samples in an epoch, or None where it has no known end."""
+    """Samples in an epoch; None if unknown."""
     last_batch: LastBatch = "keep"
-    """What happens where an epoch ends inside a batch."""
+    """What happens if an epoch ends inside a batch."""
     end_sample: int | None = None
-    """The position at which the run ends; None where no batch is cut there."""
+    """The position at which the run ends; None: no batch is cut there."""
 
     def __post_init__(self) -> None:
         size = whole(self.size)
@@ -187,7 +187,7 @@ class ConstantBatchSize:
 
     @property
     def _last(self) -> int | None:
-        """After how many batches the run ends, where it ends at a position."""
+        """The number of batches in a run that ends at a position."""
         return None if self.end_sample is None else self._uncut.count_before(self.end_sample)
 
     @property

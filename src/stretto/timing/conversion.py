@@ -21,10 +21,10 @@ _DUR, _SEC = TimeUnit.DURATION, TimeUnit.SECOND
 @final
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a run, and the conversions that follow from it; None is not known.
+    """The known facts of a run and the conversions they allow; None means unknown.
 
-    Everything goes by way of the sample, the atom, but for epochs and tokens, which need only the
-    tokens of an epoch. A fact that is missing is named in the error.
+    Conversions go through samples, except between epochs and tokens, which need only the tokens of
+    an epoch. Errors name the missing fact.
 
     >>> Facts(num_samples=100).amount(Time("0.5ep"), TimeUnit.SAMPLE)
     Fraction(50, 1)
@@ -49,7 +49,7 @@ class Facts:
         return math.ceil(self.amount(run, _SP))
 
     def with_batch_sizes(self, sizes: int | BatchSizes | None, last_batch: LastBatch) -> Facts:
-        """Return these facts with batches of a constant size, of a plan, or of no known size."""
+        """Return these facts with batches of a constant size, of a plan, or of unknown size."""
         if sizes is None or isinstance(sizes, BatchSizes):
             return replace(self, batch_sizes=sizes)
         end = None if last_batch == "drop" else self.end_sample
@@ -59,7 +59,7 @@ class Facts:
     def amount(self, time: Time, unit: TimeUnit) -> Fraction:
         """Return how much `time` is in `unit`, exactly and not yet rounded to whole samples.
 
-        A time in batches that lies between two batches is taken at the second one.
+        A time between two batches counts as the second batch.
 
         Raises:
             ConversionError: a fact is missing.
@@ -72,9 +72,9 @@ class Facts:
             ) from None
 
     def meeting_unit(self, times: Sequence[Time]) -> TimeUnit:
-        """Return the unit, samples or tokens, in which all of `times` can be said.
+        """Return the unit, samples or tokens, that can express all of `times`.
 
-        Where tokens per sample are only an average, the end of the run is what stays exact.
+        If tokens per sample are only an average, the end of the run is the time that stays exact.
 
         Raises:
             ConversionError: a fact is missing.
@@ -128,7 +128,7 @@ class Facts:
         return amount * self._rate(unit, target)
 
     def _rate(self, unit: TimeUnit, target: TimeUnit) -> Fraction:
-        """How many `target` one `unit` is, among epochs, samples and tokens."""
+        """Return how many `target` one `unit` is; both are epochs, samples or tokens."""
         if (unit, target) == (_EP, _SP):
             return Fraction(self._known_samples())
         if (unit, target) == (_EP, _TOK):
@@ -174,7 +174,7 @@ class Facts:
 
 
 class _MissingFactError(Exception):
-    """A conversion lacks a fact; becomes a ConversionError that says what was asked for."""
+    """A conversion lacks a fact; becomes a ConversionError that names the conversion."""
 
     def __init__(self, why: str, fact: str | None) -> None:
         super().__init__(why)
@@ -183,7 +183,7 @@ class _MissingFactError(Exception):
 
 
 def rounded(amount: Fraction, unit: TimeUnit) -> Time:
-    """Return `amount` as a `Time`: whole units at the first whole one that has reached it."""
+    """Return `amount` as a `Time`; units that come in whole numbers are rounded up."""
     return Time(Fraction(math.ceil(amount)) if unit in WHOLE else amount, unit)
 
 
@@ -197,15 +197,15 @@ def convert(
     batch_size: int | None = None,
     drop_last: bool = False,
 ) -> Time:
-    """Convert a time to another unit, from stated facts that do not change later.
+    """Convert a time to another unit, from given facts.
 
     Pairs: epochs and batches (needs `dataset_num_samples` and `batch_size`), epochs and samples
     (`dataset_num_samples`), batches and samples (`batch_size`; epochs end with a smaller batch
-    where `dataset_num_samples` is known too), epochs and tokens (`dataset_num_tokens`), `dur` and
+    if `dataset_num_samples` is known, too), epochs and tokens (`dataset_num_tokens`), `dur` and
     the unit of `max_training_duration`, and every chain of these.
 
-    What does not come out whole in batches, samples or tokens is rounded up: the first batch at
-    whose end the time has been reached.
+    Batches, samples and tokens are rounded up to whole numbers: to the first batch whose end has
+    reached the time.
 
     >>> convert("0.1dur", "ep", max_training_duration="90ep")
     Time('9ep')
@@ -220,7 +220,7 @@ def convert(
         dataset_num_tokens: tokens in an epoch.
         max_training_duration: how long the run is.
         batch_size: samples in a batch, over all ranks.
-        drop_last: an epoch's last batch is passed over where it would be smaller.
+        drop_last: skip an epoch's last batch if it would be smaller.
 
     Raises:
         ConversionError: a fact is missing, or is not a positive count.
@@ -237,7 +237,7 @@ def convert(
 
 
 def checked_count(name: str, count: object) -> int | None:
-    """Return a count as an int; refuse one that is given and is not an integer of at least 1."""
+    """Return a count as an int, or None; refuse all but integers of at least 1."""
     found = None if count is None else whole(count)
     if count is not None and (found is None or found < 1):
         raise ConversionError(

@@ -1,4 +1,4 @@
-"""Where epochs and runs end inside a batch: the arithmetic under plans, loaders and clocks."""
+"""Batches in which epochs or runs end: the arithmetic of plans, loaders and clocks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Rollover(NamedTuple):
     epochs: int
     """How many epochs have ended."""
     sample_in_epoch: int
-    """Samples passed in the epoch that has begun, or goes on."""
+    """Samples passed in the present epoch."""
     passed_over: int
-    """Samples left out because they are fewer than a batch (`last_batch="drop"`)."""
+    """Samples skipped because they are fewer than a batch (`last_batch="drop"`)."""
 
 
 def rollover(horizon: Horizon, sample_in_epoch: int, size: int) -> Rollover:
@@ -63,9 +63,9 @@ def advance(
         horizon: what an epoch is and what happens at its end.
         timestamp: the clock at the start of the batch.
         size: the batch's samples, over all ranks.
-        tokens: the batch's tokens, over all ranks; left out, those of `tokens_per_sample`, or 0.
+        tokens: the batch's tokens, over all ranks; by default, from `tokens_per_sample`, or 0.
         nanoseconds: the wall time that the batch took.
-        ends_epoch: whether data without a known size have just ended.
+        ends_epoch: whether data of unknown size have just ended.
     """
     each = horizon.tokens_per_sample or 0
     if tokens is None:
@@ -91,10 +91,10 @@ def advance(
 
 
 def tokens_carried(samples: int, size: int, tokens: int) -> int:
-    """Return how many of a batch's `tokens` count for its last `samples` of `size` samples.
+    """Return how many of a batch's `tokens` its last `samples` of `size` samples have.
 
-    Exact where all samples have equally many; else their share, rounded down, as what each single
-    sample has is not counted.
+    Exact if all samples have equally many. Otherwise their share, rounded down, because tokens are
+    not counted per sample.
     """
     return tokens * samples // size
 
@@ -111,9 +111,9 @@ def tick(
 ) -> None:
     """Move `timer` over a batch of `size` samples, exactly as `advance` moves a timestamp.
 
-    Where a step says that samples were `skipped` before it, call `timer.end_epoch()` first.
-    Where a batch is carried into the next epoch, `tokens_of_last(samples)` counts the tokens of
-    its last samples; left out, they are their share of all.
+    If a step `skipped` samples before it, call `timer.end_epoch()` first. If a batch is carried
+    into the next epoch, `tokens_of_last(samples)` counts the tokens of its last samples; by
+    default, they are their share of all tokens.
 
     >>> horizon = Horizon("2ep", dataset_num_samples=20)
     >>> timer = Timer(horizon)
@@ -140,7 +140,7 @@ def tick(
 
 
 def cut(horizon: Horizon, timestamp: Timestamp, size: int) -> int:
-    """Return how many samples of a batch of `size` the epoch and the run have left for it."""
+    """Return how many samples of a batch of `size` fit into the epoch and the run."""
     mode = horizon.last_batch
     if mode == "drop":
         return size
@@ -153,7 +153,7 @@ def cut(horizon: Horizon, timestamp: Timestamp, size: int) -> int:
 def repeats_before(horizon: Horizon, timestamp: Timestamp, size: int) -> int | None:
     """Return the position from which a batch of `size` would end the epoch or be cut.
 
-    Batches that start at `timestamp` or later, but before it, only move the clock on. None: all.
+    Batches that start between `timestamp` and there only move the clock. None: all batches.
 
     >>> repeats_before(Horizon("2ep", dataset_num_samples=20), Timestamp(), 8)
     12
@@ -161,7 +161,7 @@ def repeats_before(horizon: Horizon, timestamp: Timestamp, size: int) -> int | N
     found = []
     if horizon.dataset_num_samples is not None:
         epoch_end = timestamp.sample - timestamp.sample_in_epoch + horizon.dataset_num_samples
-        # Under `drop` the epoch also ends where no second batch would fit.
+        # Under `drop` the epoch also ends if no further batch fits.
         is_dropped = horizon.last_batch == "drop"
         found.append(epoch_end - 2 * size + 1 if is_dropped else epoch_end - size)
     if horizon.end_sample is not None and horizon.last_batch != "drop":
@@ -183,7 +183,7 @@ def equal_batches(horizon: Horizon, first: Timestamp, size: int) -> EqualBatches
 def next_epoch(horizon: Horizon, timestamp: Timestamp) -> Timestamp:
     """Return the clock at the start of the next epoch, without a batch in between.
 
-    Where `last_batch="drop"` leaves out what is less than a batch, this passes over it.
+    Under `last_batch="drop"` it skips what is less than a batch.
     """
     left = (horizon.dataset_num_samples or 0) - timestamp.sample_in_epoch
     return timestamp._replace(
@@ -198,7 +198,7 @@ def next_epoch(horizon: Horizon, timestamp: Timestamp) -> Timestamp:
 
 
 def outgrows_epoch(horizon: Horizon, timestamp: Timestamp, size: int) -> bool:
-    """Return whether `last_batch="drop"` leaves out what is left of the epoch at `timestamp`."""
+    """Return whether `last_batch="drop"` skips the rest of the epoch at `timestamp`."""
     num_samples = horizon.dataset_num_samples
     if horizon.last_batch != "drop" or num_samples is None:
         return False
@@ -212,7 +212,7 @@ def end_tick(horizon: Horizon) -> tuple[Axis, int]:
 
 
 def is_countable(horizon: Horizon, unit: TimeUnit) -> bool:
-    """Return whether `unit` is known before the run wherever the number of samples is.
+    """Return whether `unit` is known before the run if the number of samples is.
 
     >>> is_countable(Horizon("1ep"), TimeUnit.EPOCH)
     False

@@ -16,7 +16,7 @@ from stretto.timing.number import MAX_DIGITS
 from stretto.timing.unit import NAMES, WHOLE, TimeUnit
 
 MAX_TEXT = 500
-"""Longest text that is looked at, in characters; `show` writes at most 420."""
+"""Longest text that is parsed, in characters; `show` writes at most 420."""
 _LIMIT = 10**MAX_DIGITS
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -26,7 +26,7 @@ _UNITS = {
     **{part: (length, 1, TimeUnit.SECOND) for part, length in _CLOCK.items()},
     "%": (1, 100, TimeUnit.DURATION),
 }
-"""What may follow a number: how many of which unit it says, as a numerator and a denominator."""
+"""What may follow a number: its unit, and its multiple as numerator and denominator."""
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _NUMBER = re.compile(
     rf"(-?)({_DIGITS})(?:/({_DIGITS})|(?:\.([0-9]+))?(?:[eE]([+-]?[0-9]+))?)([^0-9].*)?",
@@ -39,7 +39,7 @@ _PARTS = re.compile(
 
 
 def parse(text: str) -> tuple[Fraction, TimeUnit]:
-    """Return the exact amount and the unit that `text` says.
+    """Return the exact amount and the unit of `text`.
 
     >>> parse("1h30m")
     (Fraction(5400, 1), <TimeUnit.SECOND: 'sec'>)
@@ -77,7 +77,7 @@ def parse(text: str) -> tuple[Fraction, TimeUnit]:
 
 
 def check(amount: Fraction, unit: TimeUnit, text: str | None = None) -> Fraction:
-    """Return `amount` if there can be that much of `unit`, else raise `TimeError`."""
+    """Return `amount` if it is valid for `unit`, else raise `TimeError`."""
     above, below = amount.numerator, amount.denominator
     if not -_LIMIT < above < _LIMIT or below >= _LIMIT:
         what = (
@@ -114,7 +114,7 @@ def show(amount: Fraction, unit: TimeUnit) -> str:
 
 
 def _decimal(amount: Fraction) -> str:
-    """A finite decimal where there is one of at most 15 places, else a fraction such as 1/3."""
+    """Return a decimal of at most 15 places if one is exact, else a fraction such as 1/3."""
     if amount.denominator == 1:
         return str(amount.numerator)
     scaled = amount * 10**15

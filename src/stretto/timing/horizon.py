@@ -1,4 +1,4 @@
-"""`Horizon`: how long the run is and what an epoch is; the only converter of a run."""
+"""`Horizon`: the length of the run and of an epoch; converts all units."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Horizon:
 
     Args:
         max_duration: the length of the run, in any unit but `dur`.
-        dataset_num_samples: samples in an epoch; None where it is not known.
-        dataset_num_tokens: tokens in an epoch; None where it is not known.
-        tokens_per_sample: tokens in each sample, where all have equally many.
-        batch_sizes: a constant size, or a plan that knows where batches begin; None where the
-            sizes are decided during the run.
-        last_batch: what happens where an epoch ends inside a batch.
+        dataset_num_samples: samples in an epoch; None if unknown.
+        dataset_num_tokens: tokens in an epoch; None if unknown.
+        tokens_per_sample: tokens in each sample, if all have equally many.
+        batch_sizes: a constant size, or a plan that knows where batches begin; None if sizes are
+            decided during the run.
+        last_batch: what happens if an epoch ends inside a batch.
 
-    Data whose `dataset_num_samples` is not known count as one endless epoch where batches are
-    converted to samples.
+    If `dataset_num_samples` is unknown, conversions between batches and samples assume one endless
+    epoch.
 
     Raises:
         ConversionError: a count is not positive, or two of them contradict each other.
@@ -82,7 +82,7 @@ class Horizon:
             object.__setattr__(self, name, value)
         end = self.ticks(run, found[run.unit])
         object.__setattr__(self, "_end", end)
-        # Counters are whole, so they reach the end where they reach the next whole tick.
+        # Counters are whole numbers, so they reach the end at the next whole tick.
         object.__setattr__(self, "_end_tick", math.ceil(end))
 
     @property
@@ -102,22 +102,22 @@ class Horizon:
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """Tokens in each sample where all have equally many, or None."""
+        """Tokens in each sample if all have equally many, else None."""
         return self._facts.tokens_per_sample
 
     @property
     def batch_sizes(self) -> BatchSizes | None:
-        """Where batches begin, or None where that is decided during the run."""
+        """Where batches begin; None if that is decided during the run."""
         return self._facts.batch_sizes
 
     @property
     def last_batch(self) -> LastBatch:
-        """What happens where an epoch ends inside a batch."""
+        """What happens if an epoch ends inside a batch."""
         return self._last_batch
 
     @property
     def end_sample(self) -> int | None:
-        """The position at which the run ends, where its length is a number of samples.
+        """The position at which the run ends; None if its length is no number of samples.
 
         >>> Horizon("1.5ep", dataset_num_samples=25).end_sample
         38
@@ -148,7 +148,7 @@ class Horizon:
         return self._axes[parse_unit(unit)]
 
     def ticks(self, time: Time, axis: Axis) -> Fraction:
-        """Return where `time`, measured from the start of the run, lies on `axis`, exactly.
+        """Return the exact position on `axis` of `time` since the start of the run.
 
         Raises:
             ConversionError: a fact is missing.
@@ -171,10 +171,9 @@ class Horizon:
         return ticks
 
     def check_moves(self, axis: Axis) -> None:
-        """Refuse `axis` for a value that changes with every batch, if it only counts whole epochs.
+        """Refuse an `axis` of whole epochs for a value that changes with every batch.
 
-        The epochs of data of unknown size are counted whole: such a value would stay the same
-        through each of them.
+        Data of unknown size only count whole epochs, so such a value would not change within one.
 
         Raises:
             ConversionError: the axis counts epochs, whose number of samples is not known.
@@ -197,14 +196,14 @@ class Horizon:
     def common_axis(self, times: Iterable[Time]) -> Axis:
         """Return one axis on which all of `times` can be placed.
 
-        Times of one unit keep their own counter; mixed ones meet on samples or on tokens.
+        Times of one unit use its own axis; mixed units use samples or tokens.
 
         >>> horizon = Horizon("2ep", dataset_num_samples=100, batch_sizes=32)
         >>> horizon.common_axis([Time("5ba"), Time("0.5dur")]).unit
         <TimeUnit.SAMPLE: 'sp'>
 
         Raises:
-            ConversionError: they can't be brought to one unit before the run.
+            ConversionError: they can't be converted to one unit before the run.
         """
         listed = tuple(times)
         units = {self._axes[time.unit].unit for time in listed}
@@ -213,7 +212,7 @@ class Horizon:
         return self._axes[self._facts.meeting_unit(listed)]
 
     def convert(self, time: TimeLike, unit: str) -> Time:
-        """Return `time` in `unit`; what must come out whole is rounded up.
+        """Return `time` in `unit`; batches, samples and tokens are rounded up.
 
         Raises:
             ConversionError: a fact is missing; the message names it.
@@ -222,7 +221,7 @@ class Horizon:
         return rounded(self._facts.amount(Time(time), target), target)
 
     def position(self, timestamp: Timestamp, unit: str) -> Time:
-        """Return where `timestamp` stands in `unit`, fractions of epochs and of the run included.
+        """Return the position of `timestamp` in `unit`, with fractions of epochs and of the run.
 
         >>> Horizon("2ep", dataset_num_samples=8).position(Timestamp(sample=4), "dur")
         Time('0.25dur')
@@ -247,7 +246,7 @@ class Horizon:
     def scaled(self, ratio: Number) -> Horizon:
         """Return this horizon with the run `ratio` times as long, rounded up to whole counts.
 
-        A constant batch size stays; a plan does not, as it is of the run as it was.
+        It keeps a constant batch size, but no plan, which belongs to the old run.
 
         >>> Horizon("90ep", batch_sizes=32).scaled(0.5)
         Horizon('45ep', batch_sizes=32)
@@ -293,7 +292,7 @@ class Horizon:
 
 
 def check_last_batch(value: object) -> None:
-    """Refuse what is not one of the three ways to end an epoch."""
+    """Refuse all but the three ways to end an epoch."""
     if value not in ("keep", "drop", "carry"):
         raise ConversionError(
             cannot(

@@ -1,4 +1,4 @@
-"""Which counts are known before the run, and timestamps that have no others."""
+"""Which counts are known before the run, and timestamps with only those."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COUNTERS = {
 
 
 class UnknownCountError(Exception):
-    """A function of the user's has read a count that only the run knows, and does not say so."""
+    """A user's function read a count that is known only during the run, undeclared."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -33,7 +33,7 @@ class UnknownCountError(Exception):
 
 @final
 class KnownCounts(Timestamp):
-    """A timestamp that refuses to be asked for counts that are hidden."""
+    """A timestamp that raises an error if a hidden count is read."""
 
     hidden: frozenset[str] = frozenset()
 
@@ -55,7 +55,7 @@ class KnownCounts(Timestamp):
 
 
 def unknown_counters(horizon: Horizon, *, but: Iterable[TimeUnit] = ()) -> frozenset[str]:
-    """Return the counters that only the run knows, but for those of some units.
+    """Return the counters known only during the run, except those of some units.
 
     >>> sorted(unknown_counters(Horizon("9ba"), but=["ep", "sec"]))
     ['token', 'token_in_epoch']

@@ -1,4 +1,4 @@
-"""What was probably meant by a text that is not a time."""
+"""Suggestions for texts that are not times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection
 from stretto.errors import nearest, shown
 
 HOW = "write a number with a unit such as '90ep', '500ba', '1_000sp', '2Btok', '10%' or '1h30m'"
-"""What to write, where nothing nearer can be said."""
+"""The default suggestion."""
 _MEANT = {
     "epoch": "ep", "epochs": "ep", "e": "ep", "batch": "ba", "batches": "ba", "b": "ba",
     "step": "ba", "steps": "ba", "iter": "ba", "it": "ba", "sample": "sp", "samples": "sp",
@@ -17,7 +17,7 @@ _MEANT = {
     "hr": "h", "days": "d", "day": "d", "percent": "%",
 }  # fmt: skip
 _LONGEST_GUESS = 20
-"""Guessing at longer units than this would be slow, and no unit is that long."""
+"""No unit is longer than this, and guessing at longer ones is slow."""
 
 
 def explain(text: str, unit: str | None, known: Collection[str]) -> tuple[str, str]:
@@ -25,7 +25,7 @@ def explain(text: str, unit: str | None, known: Collection[str]) -> tuple[str, s
 
     Args:
         text: the text, without outer spaces.
-        unit: what follows its number; None where it has no number, or nothing follows.
+        unit: what follows its number; None if it has no number or nothing follows.
         known: all that may follow a number.
 
     >>> explain("3epoch", "epoch", {"ep"})

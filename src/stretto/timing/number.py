@@ -1,4 +1,4 @@
-"""Numbers as callers bring them: exact fractions and whole counts, from any numeric type."""
+"""Exact fractions and whole counts from numbers of any type."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from numbers import Number, Rational, Real
 from stretto.errors import TimeError, cannot, shown
 
 MAX_DIGITS = 200
-"""Most digits of an amount, above and below its fraction line: enough for a dozen chained float
-factors, and few enough that every amount can be printed, read back and turned into a float."""
+"""Most digits in the numerator and the denominator of an amount: enough for a dozen float factors,
+and few enough that every amount can be printed, read back and converted to a float."""
 
 
 def exact(number: object) -> Fraction:
     """Return the exact value of a number; a float counts as the decimal that it prints as.
 
-    NumPy's scalars count like Python's: they are registered as `numbers.Rational` and
-    `numbers.Real`, so nothing is imported for them.
+    NumPy scalars count, too: they are registered as `numbers.Rational` and `numbers.Real`, so this
+    does not import NumPy.
 
     >>> exact(0.29)
     Fraction(29, 100)
@@ -59,7 +59,7 @@ def is_number(value: object) -> bool:
 def whole(value: object) -> int | None:
     """Return `value` as an int if it is a whole number of any integer type, else None.
 
-    Booleans and floats are not: `True` samples or `32.0` samples are mistakes.
+    Booleans and floats are not whole numbers here: `True` samples or `32.0` samples are mistakes.
 
     >>> whole(5), whole(5.0)
     (5, None)
@@ -75,7 +75,7 @@ def whole(value: object) -> int | None:
 
 
 def _decimal(number: object) -> Decimal | None:
-    """The decimal that a number is or prints as; None where it has none that can be used."""
+    """Return the decimal that a number prints as; None if there is no usable one."""
     if isinstance(number, float):
         # Not repr(): NumPy's float64 is a float whose repr is 'np.float64(0.29)'.
         return Decimal(float.__repr__(number)) if math.isfinite(number) else None
@@ -90,7 +90,7 @@ def _decimal(number: object) -> Decimal | None:
 
 
 def _expandable(decimal: Decimal) -> Decimal | None:
-    """Refuse nan, and what is short to write but endless to expand: Decimal('1e999999999')."""
+    """Refuse nan and numbers too long to expand, such as Decimal('1e999999999')."""
     if not decimal.is_finite():
         return None
     if not decimal:

@@ -37,11 +37,11 @@ class Time:
     Time('29ep')
 
     Times of different units are never equal, and comparing or adding them raises: converting needs
-    facts about the run, which `Horizon.convert` and `convert` have.
+    facts about the run: use `Horizon.convert` or `convert`.
 
     Args:
         value: text, a `timedelta`, another `Time`, or a number that goes with `unit`.
-        unit: the unit of a number; left out for everything else.
+        unit: the unit of a number; only for numbers.
 
     Raises:
         TimeError: the value is not a time; the message says what to write.
@@ -54,7 +54,7 @@ class Time:
     _unit: TimeUnit
 
     def __new__(cls, value: Time | str | timedelta | Number, unit: str | None = None) -> Time:
-        """Read `value`; what it may be is told at the class."""
+        """Create a time; the class documents the values."""
         return _read(value, unit)
 
     @property
@@ -91,7 +91,7 @@ class Time:
         return f"Time('{self}')"
 
     def __hash__(self) -> int:
-        # Of the amount alone: a Time equals a raw integer, so it must hash like one.
+        # Only the amount: a Time equals a raw integer, so it must hash like one.
         return hash(self._amount)
 
     def __bool__(self) -> bool:
@@ -221,17 +221,17 @@ class Time:
 
 
 TimeLike: TypeAlias = Time | str | timedelta
-"""What is accepted as a time at the edges."""
+"""Anything that `Time` accepts."""
 
 
 def read_wall_clock(value: TimeLike) -> Time:
-    """Return a time on the wall clock that is longer than nothing.
+    """Return a positive wall-clock time.
 
     >>> read_wall_clock("1h30m").amount
     Fraction(5400, 1)
 
     Raises:
-        TimeError: it is not a time, or no such time.
+        TimeError: it is not a positive wall-clock time.
     """
     time = Time(value)
     if time.unit is not TimeUnit.SECOND or time.amount <= 0:

@@ -14,7 +14,7 @@ from stretto.timing.timestamp import NANOSECONDS, Timestamp, nanoseconds
 from stretto.timing.unit import TimeUnit, parse_unit
 
 PeriodClock: TypeAlias = Callable[[Timestamp, TimeUnit], Time]
-"""How long the present period has lasted at a timestamp, in a unit; in `dur` which part of it."""
+"""Returns the time since the start of the period in a unit; for `dur`, as a fraction."""
 
 
 @final
@@ -31,7 +31,7 @@ class Timer:
     0.5
 
     Args:
-        horizon: the length of the run and of an epoch; left out, only counters work.
+        horizon: the length of the run and of an epoch; without it, only counters work.
         clock: a monotonic clock in nanoseconds.
     """
 
@@ -43,7 +43,7 @@ class Timer:
         self._horizon = horizon
         self._clock = clock
         self.timestamp = Timestamp()
-        """The clock as it stands now."""
+        """The present clock."""
         self._mark = clock()
         self._period: PeriodClock | None = None
 
@@ -55,7 +55,7 @@ class Timer:
         *,
         period: PeriodClock | None = None,
     ) -> Timer:
-        """Return a timer that stands at `timestamp`, in a period of the run or in the run itself.
+        """Return a timer set to `timestamp`, in a period of the run or in the run itself.
 
         >>> Timer.at(Timestamp(batch=5)).batch
         5
@@ -66,7 +66,7 @@ class Timer:
         return timer
 
     def start(self) -> None:
-        """Measure wall time from now on: what passed since the last update does not count."""
+        """Measure wall time from now on; time since the last update does not count."""
         self._mark = self._clock()
 
     def update(self, *, samples: int, tokens: int = 0, seconds: float | None = None) -> None:
@@ -75,7 +75,7 @@ class Timer:
         Args:
             samples: samples of the batch, over all ranks.
             tokens: tokens of the batch, over all ranks.
-            seconds: wall time since the last update; measured by the clock where left out.
+            seconds: wall time since the last update; by default, measured by the clock.
 
         Raises:
             TimeError: a count is negative or not whole, or the seconds are not a length of time.
@@ -83,7 +83,7 @@ class Timer:
         if type(samples) is not int or type(tokens) is not int or samples < 0 or tokens < 0:
             samples, tokens = _counts(samples=samples, tokens=tokens)
         if seconds is None:
-            # A mark in the future: another rank's clock told more time than this one's has passed.
+            # A mark in the future: another rank's clock has measured more time than this one.
             passed = self._clock() - self._mark
             passed = passed if passed > 0 else 0
         else:
@@ -101,7 +101,7 @@ class Timer:
         )  # fmt: skip
 
     def seconds_since_update(self) -> float:
-        """Return the wall time since the last update: what rank 0 tells the others to count.
+        """Return the wall time since the last update; rank 0 sends its value to the others.
 
         >>> Timer(clock=iter([0, 1_500_000_000]).__next__).seconds_since_update()
         1.5
@@ -109,7 +109,7 @@ class Timer:
         return max(0, self._clock() - self._mark) / NANOSECONDS
 
     def skip(self, *, samples: int, tokens: int = 0) -> None:
-        """Pass over samples without a batch, such as those that `last_batch="drop"` leaves out.
+        """Skip samples without a batch, such as those that `last_batch="drop"` leaves out.
 
         >>> timer = Timer()
         >>> timer.skip(samples=4)
@@ -131,7 +131,7 @@ class Timer:
     def end_epoch(self, *, samples: int = 0, tokens: int = 0) -> None:
         """Begin the next epoch.
 
-        Under `last_batch="drop"` what is left of the old one is passed over.
+        Under `last_batch="drop"` the rest of the old one is skipped.
 
         Args:
             samples: the part of the last batch that belongs to the new epoch
@@ -161,7 +161,7 @@ class Timer:
 
     @property
     def horizon(self) -> Horizon | None:
-        """The facts that fractions are taken from."""
+        """The facts that fractions refer to."""
         return self._horizon
 
     @property
@@ -220,13 +220,13 @@ class Timer:
         return self.timestamp.batch_nanoseconds
 
     def get(self, unit: str) -> Time:
-        """Return where the run stands in `unit`, fractions of epochs and of the run included.
+        """Return the position of the run in `unit`, with fractions of epochs and of the run.
 
         >>> Timer.at(Timestamp(sample=5), Horizon("10sp")).get("dur")
         Time('0.5dur')
 
         Raises:
-            TimeError: `dur` was asked of a timer without a horizon.
+            TimeError: the unit is `dur` and the timer has no horizon.
         """
         found = parse_unit(unit)
         if self._horizon is not None:
@@ -250,25 +250,24 @@ class Timer:
     def get_current_period_time(self, unit: str = "dur") -> Time:
         """Return how long the present period has lasted, in `unit`; in `dur` which part of it.
 
-        A timer that a schedule inside `Periods` is given stands in that period. Anywhere else the
-        period is the run.
+        For a schedule inside `Periods`, it is that period; otherwise the period is the run.
 
         >>> Timer.at(Timestamp(batch=5), Horizon("20ba")).get_current_period_time()
         Time('0.25dur')
 
         Raises:
-            ConversionError: where the period starts or ends is not known in this unit.
-            TimeError: `dur` was asked of a timer without a horizon.
+            ConversionError: the start or the end of the period is unknown in this unit.
+            TimeError: the unit is `dur` and the timer has no horizon.
         """
         if self._period is None:
             return self.get(unit)
         return self._period(self.timestamp, parse_unit(unit))
 
     def get_current_period_frac_elapsed(self) -> float:
-        """Return the fraction of the present period that has passed, in [0, 1].
+        """Return the elapsed fraction of the present period, in [0, 1].
 
         Raises:
-            ConversionError: where the period ends is not known.
+            ConversionError: the end of the period is unknown.
             TimeError: the timer has no horizon.
         """
         if self._period is None:
@@ -305,7 +304,7 @@ class Timer:
 
 
 def _counts(**given: object) -> Iterator[int]:
-    """The given counts as ints; refuses what is not a whole number of at least 0."""
+    """Return the counts as ints; refuse all but whole numbers of at least 0."""
     for name, value in given.items():
         count = whole(value)
         if count is None or count < 0:

@@ -1,4 +1,4 @@
-"""`Timestamp`: where a run stands, in every unit at once."""
+"""`Timestamp`: the position of a run in every unit."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Timestamp(NamedTuple):
     """An immutable snapshot of the clock; plain integers, so it is exact and JSON keeps it.
 
     `sample` is the position on the line of samples: with a data set of `n` samples it is always
-    `epoch * n + sample_in_epoch`, also where samples were passed over (`last_batch="drop"`).
-    Counts are over all ranks. Tokens are 0 where they are not tracked.
+    `epoch * n + sample_in_epoch`, even if samples were skipped (`last_batch="drop"`).
+    Counts are over all ranks. Tokens are 0 if they are not tracked.
 
     >>> Timestamp(epoch=1, batch=20, sample=160, sample_in_epoch=60).get("ba")
     Time('20ba')

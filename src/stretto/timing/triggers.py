@@ -1,4 +1,4 @@
-"""Triggers: when something happens that happens now and then."""
+"""Triggers: when repeated events happen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stretto.timing.unit import TimeUnit
 Count: TypeAlias = Callable[[Timestamp, Timestamp], int]
 """How many boundaries lie in `(before, after]`."""
 Limits: TypeAlias = Sequence[tuple[Axis, int]]
-"""Counters of the clock, each with a tick that it will reach."""
+"""Counters of the clock, each with its next tick."""
 
 
 @final
@@ -29,7 +29,7 @@ Limits: TypeAlias = Sequence[tuple[Axis, int]]
 class BoundTrigger:
     """A trigger on one run: called with the clock before and after a batch.
 
-    It fires when a boundary lies in `(before, after]`, so however large the batches are, none is
+    It fires when a boundary lies in `(before, after]`. So whatever the batch sizes, no boundary is
     missed and none fires twice.
     """
 
@@ -38,11 +38,11 @@ class BoundTrigger:
     units: frozenset[TimeUnit]
     """The units that it reads from the clock."""
     next: Callable[[Timestamp], Limits]
-    """Where it fires next after a timestamp: as soon as any of the limits is reached."""
+    """When it fires next after a timestamp: as soon as any limit is reached."""
 
     @property
     def needs_wall_clock(self) -> bool:
-        """Whether it reads wall time, so that the first rank decides for all."""
+        """Whether it reads wall time, so the first rank decides for all."""
         return TimeUnit.SECOND in self.units
 
     def __call__(self, before: Timestamp, after: Timestamp) -> bool:
@@ -51,7 +51,7 @@ class BoundTrigger:
 
 
 class Trigger(ABC):
-    """When something happens: `Every`, `At`, or several joined by `|`.
+    """When an event happens: `Every`, `At`, or several joined by `|`.
 
     >>> fires = (Every("10ba") | At("50%")).bind(Horizon("30ba"))
     >>> [b + 1 for b in range(30) if fires(Timestamp(batch=b), Timestamp(batch=b + 1))]
@@ -70,7 +70,7 @@ class Trigger(ABC):
 
     @abstractmethod
     def scaled(self, ratio: Number) -> Trigger:
-        """Return the trigger with every time that is not a fraction of the run stretched."""
+        """Return the trigger with all times scaled, except fractions of the run."""
 
     @final
     def __or__(self, other: Trigger) -> Trigger:
@@ -82,7 +82,7 @@ class Trigger(ABC):
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class Every(Trigger):
-    """Fires each time another `interval` has passed since the start of the run.
+    """Fires after every `interval` since the start of the run.
 
     >>> every = Every("10%").bind(Horizon("30ba"))
     >>> [b for b in range(30) if every(Timestamp(batch=b), Timestamp(batch=b + 1))]
@@ -112,7 +112,7 @@ class Every(Trigger):
         return BoundTrigger(count, frozenset({axis.unit}), following)
 
     def scaled(self, ratio: Number) -> Every:
-        """Return the trigger with its interval stretched, unless it is a fraction of the run."""
+        """Return the trigger with its interval scaled, unless it is a fraction of the run."""
         return Every(_stretched(self.interval, ratio))
 
     def __repr__(self) -> str:
@@ -147,7 +147,7 @@ class At(Trigger):
         marks: dict[Axis, list[int]] = {}
         for time in self.times:
             axis = horizon.axis(time.unit)
-            # Counters are whole: they reach 2.5 where they reach 3.
+            # Counters are whole numbers: they reach 2.5 at 3.
             marks.setdefault(axis, []).append(math.ceil(horizon.ticks(time, axis)))
         ordered = [(axis, sorted(ticks)) for axis, ticks in marks.items()]
 
@@ -163,7 +163,7 @@ class At(Trigger):
         )
 
     def scaled(self, ratio: Number) -> At:
-        """Return the trigger with its times stretched, but for fractions of the run."""
+        """Return the trigger with all times scaled, except fractions of the run."""
         return At(*(_stretched(time, ratio) for time in self.times))
 
     def __repr__(self) -> str:
@@ -192,7 +192,7 @@ class AnyOf(Trigger):
         )
 
     def scaled(self, ratio: Number) -> AnyOf:
-        """Return the trigger with each of its triggers stretched."""
+        """Return the trigger with each of its triggers scaled."""
         return AnyOf(tuple(trigger.scaled(ratio) for trigger in self.triggers))
 
 
@@ -209,7 +209,7 @@ def parse_trigger(value: TimeLike | Trigger) -> Trigger:
 
 
 def _passing(read: Callable[[Timestamp], int], marks: list[int]) -> Count:
-    """How many of the sorted `marks` a counter passes."""
+    """Count the sorted `marks` that a counter passes."""
 
     def count(before: Timestamp, after: Timestamp) -> int:
         return bisect_right(marks, read(after)) - bisect_right(marks, read(before))

@@ -1,4 +1,4 @@
-"""The six units that a run is measured in."""
+"""The six units of time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAMES = {
     TimeUnit.DURATION: "fractions of the run",
     TimeUnit.SECOND: "seconds",
 }
-"""How a unit is named in messages and tables."""
+"""The name of each unit in messages and tables."""
 
 WHOLE = frozenset({TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN})
 """Units that come in whole numbers only."""

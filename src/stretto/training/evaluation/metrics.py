@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.data.tokens import shifts_told_by
+from stretto.data.tokens import needs_label_shift
 from stretto.errors import TrainingError, cannot
 from stretto.runtime.out_of_memory import attempt
 
@@ -132,7 +132,11 @@ def default_predict(model: Callable[..., Any], batch: Any) -> tuple[Any, Any]:
                     instead=WRITE_PREDICT,
                 )
             )
-    if shifts_told_by(batch) and isinstance(outputs, Tensor) and outputs.dim() == labels.dim() + 1:
+    if (
+        needs_label_shift(batch)
+        and isinstance(outputs, Tensor)
+        and outputs.dim() == labels.dim() + 1
+    ):
         return outputs[..., :-1, :], labels[..., 1:]
     return outputs, labels
 

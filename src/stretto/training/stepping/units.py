@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from stretto.data import Step, count_target_tokens
-from stretto.data.tokens import shifts_told_by
+from stretto.data.tokens import needs_label_shift
 from stretto.errors import TrainingError, cannot
 from stretto.settings import Stepping
 
@@ -43,13 +43,13 @@ class TargetTokens:
     def __call__(self, batch: Any) -> int:
         """Return the target tokens of a batch."""
         if not self._is_checked:
-            told = shifts_told_by(batch)
-            self._is_checked = told is not None
-            if self._shifts and told is False:
+            needs_shift = needs_label_shift(batch)
+            self._is_checked = needs_shift is not None
+            if self._shifts and needs_shift is False:
                 _warn(
                     "not input_ids: a model that shifts them is trained on other targets", "False"
                 )
-            elif told and not self._shifts:
+            elif needs_shift and not self._shifts:
                 _warn("input_ids: a model that does not shift them learns to copy", "True")
         return count_target_tokens(batch, shifts_labels=self._shifts)
 
