@@ -1,4 +1,4 @@
-"""A picture of what a step needs: memory over the batch size, by what it is for, and the limit."""
+"""A picture of memory over the batch size, by kind, with the limit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 POINTS = 48
 """Sizes that are drawn; the curve between them is nearly straight."""
 BEYOND = 1.25
-"""How far beyond the answer the picture goes."""
+"""How far the picture reaches beyond the answer."""
 KINDS = {
     "parameters": (("parameters", "buffers"), BLUE),
     "optimizer": (("optimizer",), GREEN),
@@ -36,11 +36,11 @@ KINDS = {
     "activations": (("activations", "batch"), ORANGE),
     "temporaries": (("temporaries", "other"), MUTED),
 }
-"""What is drawn as one area, from the bottom up, and its colour."""
+"""The areas from the bottom up, and their colours."""
 
 
 def draw_memory(answer: Answer, path: Path) -> None:
-    """Draw what a step needs for each size, by what it is for at the peak, and the limit.
+    """Draw the memory of a step for each size, by kind at the peak, with the limit.
 
     Args:
         answer: what a finder has found.
@@ -48,7 +48,7 @@ def draw_memory(answer: Answer, path: Path) -> None:
 
     Raises:
         ConfigError: the file cannot be written, or is of another kind.
-        FitError: only trials know the answer, which tell of no other size.
+        FitError: the answer comes from trials, which know no other sizes.
         MissingPackageError: matplotlib is not installed.
     """
     check_format(path)
@@ -70,10 +70,10 @@ def draw_memory(answer: Answer, path: Path) -> None:
 
 
 def memory_areas(answer: Answer) -> tuple[list[int], dict[str, list[int]]]:
-    """Return the sizes that are drawn, and for each kind of memory its bytes at the peak.
+    """Return the drawn sizes, and for each kind of memory its bytes at the peak.
 
-    What a process takes beyond its tensors is a kind of its own: what the allocator of CUDA
-    reserves, and what was measured.
+    Memory beyond tensors is a separate kind: what CUDA's allocator reserves, and what was
+    measured.
     """
     top = max(int(answer.size * BEYOND), answer.size + 1, 4)
     step = max(1, top // POINTS)
@@ -130,11 +130,11 @@ def _finish(axes: Axes, answer: Answer, sizes: list[int]) -> None:
     axes.set_xlabel("samples in a micro-batch")
     axes.set_xlim(0, sizes[-1])
     axes.set_ylim(0, answer.limit.bytes * 1.22)
-    # Binary units at round numbers of them.
+    # Binary units at round numbers.
     unit = max(1, 1 << (max(answer.limit.bytes.bit_length() - 3, 0)))
     axes.yaxis.set_major_locator(ticker.MultipleLocator(unit))
     axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: show_bytes(int(value))))
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
     handles, labels = axes.get_legend_handles_labels()
-    # In the order in which they lie upon each other.
+    # In the order of the areas.
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))

@@ -1,4 +1,4 @@
-"""An answer of the finder as a table: what sizes need, and what they leave."""
+"""A finder's answer as a table: peak and headroom of each size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HEADS = ("batch size", "peak", "headroom", "")
 
 
 def memory_table(answer: Answer) -> str:
-    """Return what sizes around an answer need, a line each; empty where only trials know.
+    """Return one line for each size around an answer; empty if it comes from trials.
 
     >>> from stretto.memory.limits import MemoryLimit
     >>> from stretto.memory.finding.result import Cost

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 POINTS = 2_000
-"""Most batches whose hyper-parameters are drawn: more than a picture has pixels across."""
+"""Most batches whose hyper-parameters are drawn: more than the pixels across a picture."""
 MAX_VALUES = 4
 """Most hyper-parameters that get a panel."""
 
@@ -42,13 +42,13 @@ class Curves(NamedTuple):
     unit: TimeUnit
     end: float
     edges: list[float]
-    """Where stages begin, and where the last one ends."""
+    """The starts of stages, and the end of the last one."""
     sizes: list[int]
     accumulation: list[int]
     times: list[float]
-    """Where `values` are, and the end."""
+    """The times of `values`, and the end."""
     values: dict[str, list[float]]
-    """Hyper-parameters at `times`, the last of them held to the end."""
+    """Hyper-parameters at `times`; the last value lasts to the end."""
 
 
 def draw_plan(plan: Plan, path: Path, *, unit: str | None = None) -> None:
@@ -57,7 +57,7 @@ def draw_plan(plan: Plan, path: Path, *, unit: str | None = None) -> None:
     Args:
         plan: what to draw.
         path: a name that ends in `.png`, `.svg` or `.pdf`.
-        unit: what the horizontal axis counts; left out, what the length of the run does.
+        unit: the unit of the horizontal axis; by default, that of the run's length.
 
     Raises:
         ConfigError: the file cannot be written, or is of another kind.
@@ -82,7 +82,7 @@ def draw_plan(plan: Plan, path: Path, *, unit: str | None = None) -> None:
 
 
 def plan_curves(plan: Plan, unit: str | None = None) -> Curves:
-    """Return a plan as lines over `unit`; left out, that of the length of the run.
+    """Return a plan as lines over `unit`; by default, the unit of the run's length.
 
     >>> from stretto.planning import plan
     >>> from stretto.timing import Horizon
@@ -122,7 +122,7 @@ def plan_curves(plan: Plan, unit: str | None = None) -> Curves:
 
 
 def describe(plan: Plan) -> str:
-    """Return a plan in one line: how long in every unit, on how many ranks."""
+    """Return a plan in one line: its length in every unit, and the ranks."""
     end = plan.end
     parts = [f"run of {plan.horizon.max_duration}"]
     if end is not None:
@@ -150,7 +150,7 @@ def draw_value(axes: Axes, curves: Curves, name: str, *, color: str) -> None:
 
 
 def show_name(name: str) -> str:
-    """Return the name of a hyper-parameter or metric as people say it.
+    """Return the readable name of a hyper-parameter or metric.
 
     >>> show_name("lr"), show_name("lr@head"), show_name("weight_decay")
     ('learning rate', 'learning rate of head', 'weight decay')
@@ -171,7 +171,7 @@ def _count(value: int) -> str:
 
 
 def _batches_to_draw(plan: Plan, count: int) -> Sequence[int]:
-    """Batches spread evenly over the run, and the first of each stage."""
+    """Return batches spread evenly over the run, and the first of each stage."""
     if count <= POINTS:
         return range(count)
     spread = {number * (count - 1) // (POINTS - 1) for number in range(POINTS)}

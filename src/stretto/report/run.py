@@ -1,4 +1,4 @@
-"""What a run has written into its folder, read back."""
+"""Reads the metrics in a run folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stretto.batching.policy import as_float
 from stretto.errors import DataError, cannot
 
 METRICS = "metrics.jsonl"
-"""What the metrics are called in a run folder."""
+"""The name of the metrics file in a run folder."""
 CLOCK = ("ep", "ba", "sp", "tok", "dur", "sec")
 """The units of time on each line."""
 
@@ -22,22 +22,22 @@ CLOCK = ("ep", "ba", "sp", "tok", "dur", "sec")
 @final
 @dataclass(frozen=True, slots=True)
 class RunMetrics:
-    """The lines of `metrics.jsonl`: what was logged in training, and what was evaluated."""
+    """The lines of `metrics.jsonl`: training and evaluations."""
 
     training: tuple[Mapping[str, float], ...]
-    """Lines with the loss, batch size, learning rate and throughput since the line before."""
+    """Lines with the loss, batch size, learning rate and throughput since the last line."""
     evaluations: tuple[Mapping[str, float], ...]
     """Lines with `<name>/loss` and `<name>/<metric>`."""
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """The names of what was evaluated, in the order of their first time."""
+        """The names of evaluated metrics, in order of appearance."""
         names = (name for line in self.evaluations for name in line if "/" in name)
         return tuple(dict.fromkeys(names))
 
     @property
     def references(self) -> dict[str, float]:
-        """Metrics that never move: what there is to beat, such as the entropy of the text.
+        """Metrics that never change: baselines, such as the entropy of the text.
 
         Two evaluations must agree on them to a millionth.
         """
@@ -55,11 +55,10 @@ class RunMetrics:
 def read_metrics(folder: Path) -> RunMetrics:
     """Return the metrics of the run in `folder`.
 
-    A last line that is not whole, as a run leaves it that is killed or still going on, is left
-    out.
+    It ignores an incomplete last line, which a killed or running run leaves.
 
     Raises:
-        DataError: there are none, or a line is not one of them.
+        DataError: there are no metrics, or a line is not valid.
     """
     folder = local_path(folder, "read the run in", DataError)
     lines = list(_lines(folder / METRICS))
@@ -93,7 +92,7 @@ def _parsed(text: str) -> dict[str, float] | None:
         return None
     if not isinstance(line, dict) or not all(name in line for name in CLOCK):
         return None
-    # What was not finite was written as null.
+    # Values that are not finite were written as null.
     numbers = {
         name: math.nan if value is None else as_float(value)
         for name, value in line.items()

@@ -1,6 +1,6 @@
-"""Strategies for schedules that fit into a run, and a look at their values.
+"""Strategies for schedules that fit into a run, and helpers to read their values.
 
-Every schedule drawn here fits into `RUN` and into each run `ratio` times as long.
+Every schedule fits into `RUN` and into each run `ratio` times as long.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def values(schedule: Schedule, horizon: Horizon, timestamps: Iterable[Timestamp]
 
 
 def by_batch(count: int) -> list[Timestamp]:
-    """Return timestamps of the first batches, of one sample each, in epochs without end.
+    """Return timestamps of the first batches, of one sample each, in an endless epoch.
 
     >>> [timestamp.batch for timestamp in by_batch(3)]
     [0, 1, 2]
@@ -63,7 +63,7 @@ def by_batch(count: int) -> list[Timestamp]:
 
 
 def samples_of_run() -> st.SearchStrategy[Timestamp]:
-    """Timestamps on the samples of `RUN`, at its ends and far beyond them.
+    """Timestamps at samples of `RUN`, at its ends and far beyond.
 
     >>> samples_of_run().example().sample >= 0  # doctest: +SKIP
     True
@@ -83,18 +83,18 @@ def fractions_of_scope(most: int = 90) -> st.SearchStrategy[Time]:
 
 
 def intervals() -> st.SearchStrategy[Time]:
-    """Lengths above nothing, in epochs or relative to the scope."""
+    """Positive lengths, in epochs or relative to the scope."""
     part = st.integers(2, 180).map(lambda part: Time(Fraction(part, 90), "dur"))
     return part | st.integers(3, 300).map(lambda part: Time(Fraction(part, 60), "ep"))
 
 
 @st.composite
 def leaves(draw: st.DrawFn, *, with_functions: bool = True) -> Schedule:
-    """Schedules of one part.
+    """Schedules without periods and products.
 
     Args:
-        draw: given by hypothesis.
-        with_functions: also those that hold a function, whose repr can't be evaluated.
+        draw: passed by hypothesis.
+        with_functions: include schedules with a function, whose repr can't be evaluated.
     """
     kinds = ["constant", "curve", "interval", "milestones", "wsd"]
     kind = draw(st.sampled_from([*kinds, "function"] if with_functions else kinds))
@@ -159,7 +159,7 @@ def schedules(*, with_functions: bool = True) -> st.SearchStrategy[Schedule]:
     """Schedules of any kind, in periods and products too, that fit into `RUN`.
 
     Args:
-        with_functions: also those that hold a function, whose repr can't be evaluated.
+        with_functions: include schedules with a function, whose repr can't be evaluated.
     """
     one = leaves(with_functions=with_functions)
     some = one | periods(one)

@@ -48,7 +48,7 @@ def times(unit: str | None = None) -> st.SearchStrategy[Time]:
 
 
 def lengths(unit: str | None = None) -> st.SearchStrategy[Time]:
-    """Any time after the start: what an interval or a duration may be.
+    """Any positive time: an interval or a duration.
 
     >>> from hypothesis import given
     >>> @given(lengths("ba"))
@@ -67,7 +67,7 @@ def horizons(
     is_sized: bool | None = None,
     has_batch_size: bool | None = None,
 ) -> Horizon:
-    """Any horizon of a short run, with facts that agree with each other.
+    """Any horizon of a short run with consistent facts.
 
     >>> from hypothesis import given
     >>> @given(horizons(run_unit="sp"))
@@ -76,10 +76,10 @@ def horizons(
     >>> test_the_end_is_known()
 
     Args:
-        draw: given by hypothesis.
-        run_unit: the unit of the run's length; any but `dur` where left out.
-        is_sized: whether the number of samples is known; either where left out.
-        has_batch_size: whether there is one known size for all batches; either where left out.
+        draw: passed by hypothesis.
+        run_unit: the unit of the run's length; by default, any but `dur`.
+        is_sized: whether the number of samples is known; by default, either.
+        has_batch_size: whether all batches have one known size; by default, either.
     """
     run_units = [unit for unit in TimeUnit if unit is not TimeUnit.DURATION]
     unit = draw(st.sampled_from(run_units)) if run_unit is None else parse_unit(run_unit)
@@ -115,7 +115,7 @@ def _run_lengths(unit: TimeUnit, *, is_whole: bool) -> st.SearchStrategy[Time]:
 
 @st.composite
 def timestamps(draw: st.DrawFn, horizon: Horizon) -> Timestamp:
-    """Any timestamp that a run over `horizon` may pass: its counters agree with each other.
+    """Any timestamp of a run over `horizon`, with consistent counters.
 
     >>> from hypothesis import given
     >>> @given(timestamps(Horizon("9sp", batch_sizes=4)))
@@ -124,8 +124,8 @@ def timestamps(draw: st.DrawFn, horizon: Horizon) -> Timestamp:
     >>> test_batches_begin_at_multiples()
 
     Args:
-        draw: given by hypothesis.
-        horizon: the run; where it knows its batch sizes, the timestamp lies between two batches.
+        draw: passed by hypothesis.
+        horizon: the run; if its batch sizes are known, the timestamp lies between two batches.
     """
     sizes, num_samples = horizon.batch_sizes, horizon.dataset_num_samples
     if sizes is None:
@@ -163,8 +163,7 @@ def timestamps(draw: st.DrawFn, horizon: Horizon) -> Timestamp:
 def count_by_hand(horizon: Horizon, batch_size: int, *, batches: int = 10_000) -> list[Timestamp]:
     """Return the clock at the start and after each batch, counted one sample at a time.
 
-    A model to hold quick code against: slow, and plain enough to be seen to be right. Its wall
-    time is one second for each batch.
+    A reference for fast code: slow, but obviously right. Each batch takes one second of wall time.
 
     >>> horizon = Horizon("2ep", dataset_num_samples=5, last_batch="carry")
     >>> [(now.sample, now.epoch) for now in count_by_hand(horizon, 4)]
@@ -173,7 +172,7 @@ def count_by_hand(horizon: Horizon, batch_size: int, *, batches: int = 10_000) -
     Args:
         horizon: the run: its length, what an epoch is, and what happens at its end.
         batch_size: samples in a batch.
-        batches: after how many batches to stop where the run goes on.
+        batches: the number of batches after which to stop.
     """
     num_samples, mode = horizon.dataset_num_samples, horizon.last_batch
     clock = _HandClock(num_samples, horizon.tokens_per_sample or 0)
@@ -197,7 +196,7 @@ def count_by_hand(horizon: Horizon, batch_size: int, *, batches: int = 10_000) -
 
 
 class _HandClock:
-    """A clock that knows how to count one sample, and no arithmetic beyond that."""
+    """A clock that only counts single samples."""
 
     def __init__(self, num_samples: int | None, tokens: int) -> None:
         self.num_samples, self.tokens = num_samples, tokens

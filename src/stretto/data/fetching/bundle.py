@@ -1,4 +1,4 @@
-"""`Bundle`: samples on their way from a worker, with few tensors however many samples there are."""
+"""`Bundle`: samples sent by a worker, packed into few tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Bundle(NamedTuple):
-    """Samples whose tensors are joined by type of number.
+    """Samples whose tensors are joined by dtype.
 
     A worker sends each tensor through shared memory and a file of its own: 128 samples of two
     tensors, fetched ahead by several workers, are more open files than a process may have.
@@ -24,9 +24,9 @@ class Bundle(NamedTuple):
     rest: bytes
     """The samples without their tensors."""
     joined: dict[torch.dtype, Tensor]
-    """The numbers of all tensors of a type."""
+    """The elements of all tensors, by dtype."""
     shapes: list[tuple[torch.dtype, torch.Size]]
-    """The tensors in the order in which the samples have them."""
+    """The tensors in the order of the samples."""
 
     @classmethod
     def of(cls, samples: list[Any]) -> Bundle:
@@ -57,14 +57,14 @@ class Bundle(NamedTuple):
 
 @final
 class _Writer(pickle.Pickler):
-    """Puts plain tensors aside."""
+    """Pickles samples without their plain tensors."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
 
     def persistent_id(self, value: Any) -> int | None:
-        """Return the number of a tensor among those put aside; None for all else."""
+        """Return the number of a plain tensor; None for anything else."""
         if type(value) is not Tensor or value.requires_grad:
             return None
         if value.layout is not torch.strided or value.device.type != "cpu" or value.is_quantized:
@@ -75,7 +75,7 @@ class _Writer(pickle.Pickler):
 
 @final
 class _Reader(pickle.Unpickler):
-    """Puts the tensors back. What it reads comes from a worker of this process."""
+    """Unpickles samples with their tensors; the data come from this process's own worker."""
 
     def __init__(self, rest: bytes, tensors: list[Tensor]) -> None:
         super().__init__(io.BytesIO(rest))

@@ -1,4 +1,4 @@
-"""`Fetch`: from indices to a collated batch, the quickest way that the data set offers."""
+"""`Fetch`: from indices to a collated batch, in the fastest way of the data set."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Fetch:
     - a data set with `get_batch(indices)` and no other collate function: that.
     - any other: its samples one by one (or by `__getitems__`), then the collate function.
 
-    Randomness that is keyed needs the samples one by one.
+    Keyed randomness reads samples one by one.
 
     Args:
         dataset: the data set.
         collate_fn: makes a batch of a list of samples; None: torch's default.
-        keyed_seed: seeds the chance inside each sample by its epoch and index; None: it is not
+        keyed_seed: seeds the randomness of each sample by its epoch and index; None: it is not
             seeded.
     """
 
@@ -52,7 +52,7 @@ class Fetch:
             self._get_batch = own
 
     def uncollated(self) -> Fetch:
-        """Return what fetches bundles of the samples themselves."""
+        """Return a fetcher of bundles of samples."""
         return Fetch(self.dataset, Bundle.of, keyed_seed=self._keyed_seed)
 
     def read(self, stream: IndexStream, place: int, count: int) -> Any:
@@ -102,7 +102,7 @@ class Fetch:
 
 
 def no_such_sample(num_samples: int, error: BaseException) -> DataError:
-    """Return the error for an IndexError that came out of a data set."""
+    """Return the error for an IndexError of a data set."""
     reason = str(error).strip().splitlines()[-1] if str(error).strip() else "no reason given"
     return DataError(
         cannot(

@@ -1,4 +1,4 @@
-"""A rank's stream of indices, generated in blocks ahead of the batches that take them."""
+"""A rank's stream of indices, generated in blocks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _BLOCK = 1 << 15  # 0.06 us an index; larger blocks leave the cache, smaller one
 class IndexStream:
     """The indices that one rank reads, in order: place j is position `rank + j * world_size`.
 
-    Blocks grow from small ones, so that the first batch does not wait for a large one.
+    The first blocks are small, so the first batch does not wait.
 
     >>> stream = IndexStream(SampleOrder(6, shuffle=False), rank=1, world_size=2)
     >>> stream.take(0, 4), stream.tensor(4, 1)
     ([1, 3, 5, 1], tensor([3]))
 
     Args:
-        order: which sample stands at which position.
+        order: the sample at each position.
         rank: whose stream it is.
         world_size: how many ranks there are.
         with_epoch: give `epoch * num_samples + index` instead of the index.
@@ -76,7 +76,7 @@ class IndexStream:
         self._length = min(2 * self._length, _BLOCK)
 
     def _generated(self, place: int, least: int, most: int) -> Tensor:
-        """At least `least` indices from `place` on: up to `most`, but for that no further epoch."""
+        """Return `least` to `most` indices from `place` on; extra ones only from the same epoch."""
         order, world = self._order, self._world_size
         epoch, within = divmod(self._rank + place * world, order.num_samples)
         parts, count = [], 0

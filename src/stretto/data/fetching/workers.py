@@ -1,4 +1,4 @@
-"""How samples are fetched: the processes that do it, and torch's `DataLoader` around them."""
+"""Worker processes that fetch samples, run by torch's `DataLoader`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stretto.errors import DataError, cannot, shown
 from stretto.timing.number import whole
 
 Element: TypeAlias = tuple[int, list[int]]
-"""What a worker fetches at once: the place in the rank's stream where it begins, and indices."""
+"""What a worker fetches at once: the start in the rank's stream, and indices."""
 
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
@@ -30,17 +30,17 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """How samples are fetched. What is None is taken from a `DataLoader`, if one is given.
+    """How samples are fetched; None means the setting of the `DataLoader`, if given.
 
     >>> Workers(num_workers=2).merged([1, 2, 3]).num_workers
     2
 
     Raises:
-        DataError: a number is not one that can be.
+        DataError: a number is out of range.
     """
 
     num_workers: int | None = None
-    """Processes that fetch; 0 fetches in the main one."""
+    """Processes that fetch; 0: the main process fetches."""
     prefetch_factor: int | None = None
     """Elements that each worker fetches ahead."""
     pin_memory: bool | None = None
@@ -64,7 +64,7 @@ class Workers:
             )
 
     def merged(self, data: Any) -> Workers:
-        """Return the settings with what is None taken from `data`, if that is a `DataLoader`."""
+        """Return the settings with None replaced by those of `data`, if it is a `DataLoader`."""
         if not isinstance(data, DataLoader):
             return self
         num_workers = data.num_workers if self.num_workers is None else self.num_workers
@@ -95,10 +95,10 @@ def start_workers(
 ) -> Iterator[Any]:
     """Return an iterator over the batches of `elements`, fetched ahead by workers.
 
-    One iteration for all of the run: workers are started once, not for each epoch (1.26 times the
-    throughput for short ones). Torch's global generator is not drawn from. A worker's generators
-    are seeded anew for each element, by the seed, the rank and the element's place: so what chance
-    does to a sample is the same after a resume, and for any number of workers.
+    One iterator serves the whole run: workers start once, not for each epoch (1.26 times the
+    throughput for short epochs). Torch's global generator is not used. A worker seeds its
+    generators for each element by the seed, the rank and the element's place. So random
+    augmentation is the same after a resume and for any number of workers.
     """
     generator = torch.Generator()
     generator.manual_seed(sample_seed(seed, -1, rank))
@@ -133,7 +133,7 @@ def start_workers(
 
 
 def batched(spec: DataSpec, workers: Workers, chunk_size: int) -> Iterable[Any]:
-    """Return the batches of data that are an iterable; torch's own data set yields samples."""
+    """Return the batches of an iterable; a torch `IterableDataset` yields samples."""
     data = spec.data
     if isinstance(data, IterableDataset):
         return DataLoader(
@@ -145,7 +145,7 @@ def batched(spec: DataSpec, workers: Workers, chunk_size: int) -> Iterable[Any]:
             worker_init_fn=_WorkerStart(),
         )
     if type(data) is DataLoader and data.num_workers:
-        data = copy.copy(data)  # the user's own stays as it is
+        data = copy.copy(data)  # do not change the user's own
         data.worker_init_fn = _WorkerStart(data.worker_init_fn)
     if not isinstance(data, DataLoader):
         given = {"num_workers": workers.num_workers or None, "collate_fn": workers.collate_fn}
@@ -164,7 +164,7 @@ def batched(spec: DataSpec, workers: Workers, chunk_size: int) -> Iterable[Any]:
 
 @final
 class _Once:
-    """A sampler that hands on elements as they are asked for."""
+    """A sampler that yields elements on demand."""
 
     def __init__(self, elements: Iterator[Element]) -> None:
         self._elements = elements
@@ -175,7 +175,7 @@ class _Once:
 
 @final
 class _Seeded:
-    """Fetches elements with the chance that belongs to each."""
+    """Fetches each element with its own seed."""
 
     def __init__(self, fetch: Fetch, seed: int, rank: int) -> None:
         self._fetch = fetch
@@ -194,11 +194,11 @@ class _Seeded:
 
 @final
 class _WorkerStart:
-    """What a worker does first: it ties its end to that of its rank, and calls the user's function.
+    """The start of a worker: it will end with its rank, and calls the user's function.
 
-    A forked worker has the sockets of its rank: while it lives, the other ranks do not see that
-    their peer was killed. Torch's workers look for their parent every 5 seconds; Linux can end them
-    at once. There "parent" means the thread that started them, so only the main one will do.
+    A forked worker holds the sockets of its rank: while it lives, other ranks do not see that their
+    peer was killed. Torch's workers check their parent every 5 seconds; Linux can end them at once.
+    For Linux, the parent is the thread that started them, so this only works in the main thread.
     """
 
     def __init__(
@@ -220,10 +220,10 @@ class _WorkerStart:
 
 
 def _end(batches: Iterator[Any]) -> None:
-    """End the workers that are left, here rather than when the iterator is collected.
+    """End the remaining workers here, not when the iterator is collected.
 
-    The connection breaks a moment before the system tells of the worker's end, which torch turns
-    into an error wherever we are then. In a finalizer nobody could catch it.
+    The connection breaks just before the system reports the end of the worker. Torch then raises
+    an error at any point; in a finalizer it could not be caught.
     """
     shutdown = getattr(batches, "_shutdown_workers", None)  # torch has no public way
     if shutdown is not None:

@@ -1,4 +1,4 @@
-"""`ChunkSource`: reads an iterable of collated batches, knows where it stands, and can return."""
+"""`ChunkSource`: reads an iterable of collated batches with a position to resume from."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from stretto.errors import DataError, cannot
 from stretto.runtime.packing import packed, unpack
 from stretto.runtime.random_state import kept_generators
 
-_SILENT_SAMPLES = 100_000  # skipping fewer than this takes no time that one would watch
+_SILENT_SAMPLES = 100_000  # skipping fewer samples is too quick for a progress bar
 
 
 class Chunk(NamedTuple):
-    """One batch as the source gave it."""
+    """One batch of the source."""
 
     batch: Any
     num_samples: int
     state: Any
-    """The source's own state from before it was read; None where it has none."""
+    """The source's own state before the read; None if it has none."""
 
 
 class Position(NamedTuple):
@@ -32,9 +32,9 @@ class Position(NamedTuple):
     state: Any
     """The source's own state from before the chunk that holds the next sample, or None."""
     offset: int
-    """Samples of that chunk that come before it."""
+    """Samples of that chunk before the position."""
     passed: int
-    """Samples of the epoch that come before it."""
+    """Samples of the epoch before the position."""
 
 
 class Range(NamedTuple):
@@ -52,13 +52,13 @@ class Range(NamedTuple):
 
 @final
 class ChunkSource:
-    """Reads an iterable of collated batches, one chunk ahead, so that it knows the epoch's end.
+    """Reads an iterable of collated batches one chunk ahead, to see the end of the epoch.
 
     Args:
         spec: counts the samples of a batch.
-        batches: the iterable; at the start of each epoch it is iterated over anew, after
-            `set_epoch(epoch)` where it, its data set or its sampler has that.
-        seed: seeds the chance in the source's own order by the epoch, so that it can be repeated.
+        batches: the iterable; each epoch iterates over it anew, after `set_epoch(epoch)` if it, its
+            data set or its sampler has that method.
+        seed: seeds the random order of the source in each epoch, so it can be repeated.
     """
 
     def __init__(self, spec: DataSpec, batches: Iterable[Any], *, seed: int) -> None:
@@ -88,13 +88,13 @@ class ChunkSource:
         return self._iterator is not None and self._chunk is None
 
     def next_range(self) -> Range | None:
-        """Return what is left of the chunk that comes next, without taking it; None at the end."""
+        """Return the rest of the next chunk without taking it; None at the end."""
         if self._iterator is None:
             self.start_epoch(self.epoch)
         return self._chunk and Range(self._chunk, self._offset, self._chunk.num_samples)
 
     def take(self, count: int) -> list[Range]:
-        """Return the next `count` samples of the epoch; fewer where it ends before."""
+        """Return the next `count` samples of the epoch; fewer if it ends before."""
         if self._failed:
             raise _torn(self._batches)
         if self._iterator is None:
@@ -111,7 +111,7 @@ class ChunkSource:
         return ranges
 
     def start_epoch(self, epoch: int, *, state: Any = None, skip: int = 0) -> None:
-        """Go to the start of an epoch, or to where the source's own `state` says, and `skip`.
+        """Go to the start of an epoch or to the source's own `state`, then `skip` samples.
 
         Raises:
             DataError: the source can be read only once, or ends before.
@@ -139,18 +139,18 @@ class ChunkSource:
         self.epoch += 1
 
     def keep(self) -> None:
-        """Make the present place the one that `state_dict` returns: what was taken is counted."""
+        """Mark the present place as the one that `state_dict` returns."""
         state = None if self._chunk is None else self._chunk.state
         self._kept = Position(self.epoch, state, self._offset, self._passed)
 
     def state_dict(self, epoch: int) -> dict[str, Any]:
         """Return the place of the last `keep`, as JSON: the source's own state and a skip.
 
-        The state is the one from before the chunk that holds the first sample that is not counted.
-        Without a state of its own everything up to there is skipped by counting.
+        The state is the one before the chunk with the first uncounted sample. Sources without a
+        state skip to it by reading.
 
         Args:
-            epoch: that of the clock; where it is a later one, the rest of the epoch was dropped.
+            epoch: the epoch of the clock; if it is later, the rest of the epoch was dropped.
         """
         kept = self._kept
         if kept.epoch != epoch:
@@ -160,7 +160,7 @@ class ChunkSource:
         return {"epoch": epoch, "state": own, "skip": skip, "passed": kept.passed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Return to where `state_dict` was called."""
+        """Return to the position of `state_dict`."""
         self.next_epoch()
         self.epoch = state["epoch"]
         if state["skip"] or state["state"] is not None:
@@ -178,7 +178,7 @@ class ChunkSource:
             except StopIteration:
                 return None
             except BaseException:
-                self._failed = True  # most iterators seem to be at their end after an error
+                self._failed = True  # after an error, most iterators only look exhausted
                 raise
             num_samples = self._spec.count_samples(batch)
             if num_samples:
@@ -199,7 +199,7 @@ class ChunkSource:
 
 
 def has_whole_state(source: Any) -> bool:
-    """Return whether a source has a state of its own that no sample is missing from.
+    """Return whether a source has its own complete state.
 
     The state of a streaming data set of Hugging Face's `datasets` leaves out the content of a
     shuffle buffer (documented at its `IterableDataset.state_dict`): after a resume those samples
@@ -235,7 +235,7 @@ def _tell_epoch(batches: Any, epoch: int) -> None:
 
 
 class _Progress:
-    """A progress bar on a terminal while samples are passed over by reading them."""
+    """A progress bar on a terminal while samples are skipped by reading."""
 
     def __init__(self, count: int) -> None:
         self._bar: Any = None

@@ -1,4 +1,4 @@
-"""Streams that are sharded by rank: whether they are, and where each of them is."""
+"""Streams sharded by rank: checks and positions."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _FAILED = "failed"
 
 
 def check_streams(part: Part, source: ChunkSource, *, is_sharded: bool) -> None:
-    """Compare the next batch of all ranks: of one stream it is the same, of sharded ones it is not.
+    """Compare the next batch of all ranks: equal for one stream, different for sharded ones.
 
-    Every rank must call it. Where they cannot speak to each other, nothing is compared.
+    Every rank must call it. If the ranks are not connected, nothing is compared.
 
     Raises:
         DataError: the streams differ and are not said to be sharded, or are said to be and do not.
@@ -62,7 +62,7 @@ def check_streams(part: Part, source: ChunkSource, *, is_sharded: bool) -> None:
 
 
 def fingerprint(batch: Any) -> str:
-    """Return a short text that equal batches have in common.
+    """Return a short text that is the same for equal batches.
 
     >>> fingerprint([torch.zeros(2), "a"]) == fingerprint([torch.zeros(2), "a"])
     True
@@ -107,7 +107,7 @@ def record_of_all(part: Part, record: Callable[[], dict[str, Any]]) -> dict[str,
 
 
 def record_of_rank(part: Part, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return this rank's record of those of all.
+    """Return this rank's record out of those of all ranks.
 
     Raises:
         CheckpointError: they are of another number of ranks.
