@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,3 +79,30 @@ def test_nothing_of_the_step_itself_is_bound_to_this_rank() -> None:
     alone = WholeStep.of(step).step
     alone.average_gradients()
     assert step.averaging is not None
+
+
+def test_steps_of_several_threads_leave_torch_as_it_was() -> None:
+    backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def first(model: nn.Module, batch: Tensor) -> Tensor:
+        has_begun.set()
+        may_end.wait(0.2)
+        return model(batch).mean()
+
+    def second(model: nn.Module, batch: Tensor) -> Tensor:
+        may_end.set()
+        other.join(0.2)
+        return model(batch).mean()
+
+    def run(loss: Callable[..., Tensor]) -> None:
+        model = nn.Linear(2, 1)
+        step = SupervisedStep(model, torch.optim.SGD(model.parameters()), loss)
+        WholeStep.of(step).run(torch.ones(3, 2))
+
+    other = threading.Thread(target=run, args=(first,))
+    other.start()
+    has_begun.wait()
+    run(second)
+    other.join()
+    assert torch.autograd._engine_run_backward is backward  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, final
@@ -18,6 +19,8 @@ from stretto.noise import MicroGradients
 from stretto.runtime import TrainStep
 
 _NOTHING = contextlib.nullcontext()
+_PATCHING = threading.RLock()
+"""Held while torch's function is replaced, for that concerns all threads."""
 
 
 def _ignore(_phase: str) -> None:
@@ -125,5 +128,5 @@ def _backward_passes(enter: Callable[[str], object]) -> Iterator[None]:
         finally:
             enter("forward")
 
-    with patch.object(torch.autograd, "_engine_run_backward", run):
+    with _PATCHING, patch.object(torch.autograd, "_engine_run_backward", run):
         yield
