@@ -41,7 +41,7 @@ class _Setting:
 
 
 class _Record(NamedTuple):
-    """What one parameter group was built with."""
+    """The initial values of one parameter group."""
 
     number: int
     """Of the group, in its own optimizer."""
@@ -63,7 +63,7 @@ class _Factor(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """Where the value of a name stands, and what it follows."""
+    """The place of a named value, and its schedule."""
 
     number: int
     key: str
@@ -167,12 +167,12 @@ class Hyperparameters:
 
     @property
     def base(self) -> dict[str, float]:
-        """What the optimizer was built with, by name."""
+        """The initial values of the optimizer, by name."""
         return dict(self._base)
 
     @property
     def rule(self) -> LearningRateRule:
-        """How learning rates answer to the batch size."""
+        """How learning rates follow the batch size."""
         return self._rule
 
     def apply(self, timestamp: Timestamp, batch_size: int | None = None) -> None:
@@ -198,7 +198,7 @@ class Hyperparameters:
             write(self.optimizer.param_groups[setting.number], setting.key, value)
 
     def fixed(self) -> list[tuple[int, str, float]] | None:
-        """Return what `apply` writes at any time, the learning rate first.
+        """Return what `apply` writes at every time, the learning rate first.
 
         Each is the number of a group in `optimizer.param_groups`, a key and a value. None: a value
         changes, or others are scheduled beside the learning rate, so `apply` is called for each
@@ -226,7 +226,7 @@ class Hyperparameters:
         return None if is_tensor else (number, key)
 
     def values(self) -> dict[str, float]:
-        """Return the values in force: the learning rate, and whatever else is scheduled.
+        """Return the present values: the learning rate and all scheduled ones.
 
         A name without a group shows the first group's value; of `betas`, the first.
         """
@@ -345,7 +345,7 @@ def _column(
     number = 0 if wanted is None else numbers[wanted]
     name = parse_name(text).of(groups[number])
     followed = _of_group(factors, number, groups[number])[name.key]
-    # The first of several values stands for them all.
+    # The first of several values represents them all.
     index = next(iter(followed)) if name.index is None else name.index
     return _Column(number, name.key, index, *_product(followed[index]))
 

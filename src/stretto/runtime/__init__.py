@@ -1,4 +1,4 @@
-"""What all floors of a run stand on: its step, its random state, its memory and state as JSON."""
+"""The base of all layers: the step, random state, out-of-memory handling, state as JSON."""
 
 from stretto.runtime.out_of_memory import attempt, is_out_of_memory, release_memory
 from stretto.runtime.packing import PackingError, pack, unpack

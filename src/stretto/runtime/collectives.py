@@ -1,4 +1,4 @@
-"""What the processes of a group tell each other. Each of them must make the same calls.
+"""Collectives of a group of processes. Each process must make the same calls.
 
 A group of None is the default one of torch.distributed.
 """
@@ -55,7 +55,7 @@ def marks(number: int) -> tuple[int, int]:
 
 
 def all_same(sums: Sequence[float], world_size: int) -> bool:
-    """Return whether all ranks had the same marks, from their sums: the same answer on each.
+    """Return whether all ranks had the same marks, from their sums; equal on every rank.
 
     >>> all_same([3 + 3, 9 + 9], 2), all_same([1 + 2 + 3, 1 + 4 + 9], 3)
     (True, False)

@@ -144,16 +144,16 @@ def _says_so(error: BaseException, *, in_finder: bool) -> bool:
 @final
 @dataclass(frozen=True, slots=True)
 class Attempt(Generic[T]):
-    """What came of a piece of work: its result, or that memory ran out."""
+    """The outcome of some work: its result, or an out-of-memory error."""
 
     result: T | None
-    """What it returned; None where memory ran out."""
+    """What it returned; None if memory ran out."""
     out_of_memory: str | None
-    """What the error said; None where there was none. The error itself is gone, with its frames."""
+    """The error's message; None if there was none. The error and its frames are released."""
 
 
 def attempt(work: Callable[[], T], *, in_finder: bool = False) -> Attempt[T]:
-    """Do some work; if memory runs out, give back all that it held.
+    """Do some work; if memory runs out, release all that it used.
 
     Every other error passes. What the caller itself holds (a batch, gradients) is not touched: drop
     it and call `release_memory` again.

@@ -41,7 +41,7 @@ class RandomState(NamedTuple):
 
     @classmethod
     def now(cls, before: RandomState | None = None, *, devices: bool = True) -> Self:
-        """Return the state of now.
+        """Return the present state.
 
         Args:
             before: an earlier state. A generator that was not used since keeps its state from
@@ -64,7 +64,7 @@ class RandomState(NamedTuple):
         return cls(torch_state, states, python_state, numpy_state, python, numpy)
 
     def restore(self) -> None:
-        """Put all generators back."""
+        """Restore all generators."""
         torch.default_generator.set_state(self.torch_state)
         for kind, states in self.device_states.items():
             module = torch.get_device_module(kind)

@@ -26,7 +26,7 @@ create some. A search through a thousand modules takes a millisecond."""
 
 @final
 class Rewind:
-    """Takes note of the random state and of a model's buffers before a step, to go back to them.
+    """Saves random state and a model's buffers before a step, and restores them.
 
     The copies lie beside the buffers and are written over at each `take`. A large buffer, such as a
     causal mask, is copied only when it was written to. A module that has its first buffer only
@@ -57,7 +57,7 @@ class Rewind:
         """Copies and tensors of the buffers that are copied each time."""
 
     def take(self) -> None:
-        """Take note of the state of now."""
+        """Save the present state."""
         if self._random is None or not _is_current(self._random):
             self._random = RandomState.now(self._random)
         self._torch_state = torch.default_generator.get_state()
@@ -79,7 +79,7 @@ class Rewind:
                 torch._foreach_copy_(copies, tensors)  # no public spelling of it
 
     def restore(self) -> None:
-        """Go back to the last `take`; may be called again and again."""
+        """Return to the last `take`; can be called repeatedly."""
         assert self._random is not None, "take() comes first"
         assert self._torch_state is not None, "it comes with the others"
         for buffer in self._buffers:

@@ -46,7 +46,7 @@ class AdaScale(Callback):
         self._estimator = NoiseEstimator(window=window)
         self._left_out = 0
         self.gain = 1.0
-        """The gain in force."""
+        """The present gain."""
         self.gained = 0.0
         """The sum of the gains of all steps that were taken: as many steps of the reference size
         they stand for."""
@@ -75,7 +75,7 @@ class AdaScale(Callback):
                 group["lr"] *= self.gain
 
     def on_noise(self, run: Run, step: Step, signals: Signals) -> None:
-        """Take what a step measured."""
+        """Record what a step measured."""
         del run, step
         self._estimator.add(NoiseTerms.of(signals), signals.num_samples)
 
@@ -96,7 +96,7 @@ class AdaScale(Callback):
         return {"estimator": self._estimator.state_dict(), "gained": self.gained}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from saved averages."""
+        """Continue from saved averages."""
         self._estimator.load_state_dict(state["estimator"])
         self.gained = float(state["gained"])
 

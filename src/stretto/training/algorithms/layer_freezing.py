@@ -19,7 +19,7 @@ from stretto.training.run import Run
 
 @final
 class LayerFreezing(Callback):
-    """Freezes layers from the first to the last, evenly over a stretch of the run.
+    """Freezes layers from the first to the last, evenly over a part of the run.
 
     At progress x through `start` to `end`, the first `floor(x * level * L)` of L layers are frozen
     (FreezeOut, Brock et al. 2017, arXiv 1706.04983, section 3, with a linear schedule). It is a
@@ -69,7 +69,7 @@ class LayerFreezing(Callback):
         self._alone = run.world_size == 1
 
     def on_batch_start(self, run: Run, step: Step) -> None:
-        """Freeze what is due."""
+        """Freeze the layers that are due."""
         passed = self._progress(step.timestamp)
         # A hair of tolerance: 0.3 * 10 is 2.9999999999999996.
         due = math.floor(passed * self._level * len(self._modules) + 1e-9)
@@ -80,14 +80,14 @@ class LayerFreezing(Callback):
         self.num_frozen = max(due, self.num_frozen)
 
     def on_gradient(self, run: Run, step: Step) -> None:
-        """Drop the gradients of what is frozen."""
+        """Drop the gradients of frozen layers."""
         del run, step
         for module in self._modules[: self.num_frozen]:
             for parameter in module.parameters():
                 parameter.grad = None
 
     def on_fit_end(self, run: Run) -> None:
-        """Let everything learn again that was stopped here."""
+        """Unfreeze all layers frozen here."""
         del run
         for parameter in self._stopped:
             parameter.requires_grad = True

@@ -1,4 +1,4 @@
-"""Modules by name: what some algorithms are told to change."""
+"""Finds the modules that an algorithm changes, by name."""
 
 from __future__ import annotations
 

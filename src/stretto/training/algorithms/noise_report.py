@@ -94,7 +94,7 @@ class NoiseReport(Callback):
         self._rule = "linear" if all(isinstance(one, SGD) for one in run.optimizers) else "sqrt"
 
     def on_noise(self, run: Run, step: Step, signals: Signals) -> None:
-        """Take what a step measured."""
+        """Record what a step measured."""
         self._moves = self._moves or self._size not in (None, step.batch_size)
         self._size = step.batch_size
         self._estimator.add(NoiseTerms.of(signals), signals.num_samples)
@@ -174,7 +174,7 @@ class NoiseReport(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from saved averages."""
+        """Continue from saved averages."""
         self._estimator.load_state_dict(state["estimator"])
         self._decided = [(at, self._bounded(size)) for at, size in state["decided"]]
         self._state = dict(state["policy"])

@@ -17,7 +17,7 @@ from stretto.training.run import Run
 
 @final
 class SequenceLengthWarmup(Callback):
-    """Cuts sequences to a length that grows from `start` to `end` over a stretch of the run.
+    """Cuts sequences to a length that grows from `start` to `end` over a part of the run.
 
     At progress x the length is `start + x * (end - start)`, rounded down to a multiple of
     `multiple_of` but never below `start` (Li et al. 2021, arXiv 2108.06084, section 4, with its

@@ -1,4 +1,4 @@
-"""How far a stretch of the run has passed: what most algorithms are a function of."""
+"""The elapsed fraction of a part of the run, which most algorithms depend on."""
 
 from __future__ import annotations
 
