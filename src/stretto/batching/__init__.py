@@ -9,12 +9,10 @@ from stretto.batching.coupled.pairs import check_pairs, couplings_in
 from stretto.batching.coupled.seesaw import IncreaseInsteadOfDecay, Seesaw
 from stretto.batching.parse import PolicyLike, as_policy
 from stretto.batching.policy import (
-    NO_SIGNALS,
     BatchSizePolicy,
     BoundPolicy,
     Hold,
     PolicyState,
-    Signals,
     TimedPolicy,
     checked_size,
 )
@@ -32,6 +30,7 @@ from stretto.batching.scheduled.functions import SizeFunction
 from stretto.batching.scheduled.increase import IncreaseFunction, awaits_maximum, with_maximum
 from stretto.batching.scheduled.periods import PeriodSizes
 from stretto.batching.scheduled.ramps import DoublingRamp, LinearRamp, StagedRamp, rampup
+from stretto.batching.signals import NO_SIGNALS, Signals
 from stretto.batching.split import Split, split
 from stretto.batching.wrappers import AtLeast, AtMost, Monotone, MultipleOf, PowerOfTwo
 

@@ -12,7 +12,8 @@ from stretto.batching.adaptive.averages import (
     checked_confidence,
     checked_window,
 )
-from stretto.batching.policy import as_float, checked_size
+from stretto.batching.policy import checked_size
+from stretto.batching.signals import as_float
 from stretto.noise.norms import total
 from stretto.noise.terms import NoiseTerms, noise_terms
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stretto.batching import LearningRateRule, NoRule, RuleLike, as_rule, check_pairs
-from stretto.errors import ScheduleError, cannot, shown
+from stretto.errors import ScheduleError, cannot
 from stretto.optim.base_values import BaseValue, GroupKey, plain, restore_base_values, write
 from stretto.optim.joined import each_of
+from stretto.optim.reading import group_name, read_schedules
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
-from stretto.schedules.names import find_name, parse_name
+from stretto.schedules.names import parse_name
 from stretto.schedules.product import product_of
 from stretto.timing import Horizon, Timestamp
 
@@ -233,29 +234,6 @@ class Hyperparameters:
         return {name: column.read(self.optimizer) for name, column in self._columns.items()}
 
 
-def read_schedules(optimizer: Optimizer, schedules: Mapping[str, Any]) -> dict[str, Schedule]:
-    """Return the schedules of an optimizer, each as one, with that of the learning rate.
-
-    Raises:
-        ScheduleError: there is no such hyper-parameter or group, or they are not given by name.
-    """
-    if not isinstance(schedules, Mapping):
-        raise ScheduleError(
-            cannot(
-                f"read {shown(schedules)} as schedules",
-                why="it does not say what each is for",
-                instead="write {'lr': ...}",
-            )
-        )
-    found = {name: _one(value) for name, value in schedules.items()}
-    groups = optimizer.param_groups
-    for name in found:
-        _check(name, groups)
-    # Set even where nothing moves it: else a resumed run would keep the rate it was saved with,
-    # whatever its optimizer is now built with and its plan says.
-    return {"lr": as_schedule(1.0), **found} if "lr" in groups[0] else found
-
-
 def _part_tensors(groups: Sequence[dict[str, Any]]) -> None:
     """Give each group its own tensors: torch hands all of them the one that it was given."""
     seen: set[int] = set()
@@ -266,30 +244,6 @@ def _part_tensors(groups: Sequence[dict[str, Any]]) -> None:
         seen.update(id(value) for value in group.values() if isinstance(value, Tensor))
 
 
-def _one(value: Any) -> Schedule:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return Product(*value)
-    return as_schedule(value)
-
-
-def _check(text: str, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a name that no parameter group has."""
-    name = find_name(text, groups[0])
-    names = [_name(number, other) for number, other in enumerate(groups)]
-    if name.group is not None and name.group not in names:
-        raise ScheduleError(
-            cannot(
-                f"schedule {text!r}",
-                why=f"the optimizer has no such parameter group (it has {', '.join(names)})",
-                instead=f"write '{name.key}@{names[0]}', or give the group that name",
-            )
-        )
-
-
-def _name(number: int, group: Mapping[str, Any]) -> str:
-    return str(group.get("name", number))
-
-
 def _of_group(
     factors: Mapping[str, _Factor], number: int, group: Mapping[str, Any]
 ) -> dict[str, dict[int | None, list[_Factor]]]:
@@ -297,7 +251,7 @@ def _of_group(
     found: dict[str, dict[int | None, list[_Factor]]] = {}
     for text, factor in factors.items():
         name = parse_name(text).of(group)
-        if name.group in (None, _name(number, group)):
+        if name.group in (None, group_name(number, group)):
             value = group[name.key]
             indices = range(len(value)) if isinstance(value, tuple) else (None,)
             for index in indices:
@@ -340,7 +294,7 @@ def _is_plain(
 def _column(
     text: str, factors: Mapping[str, _Factor], groups: Sequence[Mapping[str, Any]]
 ) -> _Column:
-    numbers = {_name(number, group): number for number, group in enumerate(groups)}
+    numbers = {group_name(number, group): number for number, group in enumerate(groups)}
     wanted = parse_name(text).group
     number = 0 if wanted is None else numbers[wanted]
     name = parse_name(text).of(groups[number])

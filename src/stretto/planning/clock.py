@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from typing import NamedTuple
 
-from stretto.batching.policy import NO_SIGNALS, BoundPolicy, PolicyState, Signals
+from stretto.batching.policy import BoundPolicy, PolicyState
+from stretto.batching.signals import NO_SIGNALS, Signals
 from stretto.errors import Argument, BatchSizeError, PlanError, Text, cannot
 from stretto.timing import Horizon, Timestamp, TimeUnit, advance
 from stretto.timing.epochs import cut, is_countable, next_epoch, outgrows_epoch, rollover

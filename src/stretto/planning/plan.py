@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast, final
 
 from stretto.batching import BatchSizePolicy, BoundPolicy, PolicyLike, RuleLike
-from stretto.batching.policy import as_float, checked_size, checked_world_size
+from stretto.batching.policy import checked_size, checked_world_size
 from stretto.batching.rules import is_learning_rate
+from stretto.batching.signals import as_float
 from stretto.batching.split import split
 from stretto.errors import PlanError, cannot, shown
 from stretto.planning.clock import walk

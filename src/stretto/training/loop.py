@@ -27,8 +27,9 @@ from stretto.training.logs.recorder import MOST_PENDING, Finished, Recorder
 from stretto.training.logs.running_loss import mean_loss
 from stretto.training.run import Run
 from stretto.training.stepping.finite import spoiled
+from stretto.training.stepping.gradient import Gradient
 from stretto.training.stepping.measuring import Measurements
-from stretto.training.stepping.stepper import Gradient, Stepper
+from stretto.training.stepping.stepper import Stepper
 
 _EPOCH = attrgetter("epoch")
 _BATCH_EVENTS = ("on_batch_start", "transform_batch", "on_gradient", "on_noise", "on_batch_end")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from stretto.batching import BatchSizePolicy
 from stretto.data import DataSpec, StepLoader
 from stretto.optim import Hyperparameters
-from stretto.optim.hyperparameters import read_schedules
+from stretto.optim.reading import read_schedules
 from stretto.planning import Plan, Prepared, prepare
 from stretto.planning.plan import plan_prepared
 from stretto.runtime import SupervisedStep, TrainStep

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import cast, final
 
+from stretto.batching.bound_wrappers import BoundWrapper
 from stretto.batching.policy import (
     BatchSizePolicy,
     BoundPolicy,
     Hold,
     PolicyState,
-    Signals,
     inner_state,
     stretched,
 )
-from stretto.batching.wrappers import BoundWrapper, Wrapper, checked_policy
+from stretto.batching.signals import Signals
+from stretto.batching.wrappers import Wrapper, checked_policy
 from stretto.batching.written import WRAPPERS, written
 from stretto.errors import BatchSizeError, TimeError, cannot, shown
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit

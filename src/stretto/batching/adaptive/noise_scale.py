@@ -19,7 +19,8 @@ from stretto.batching.adaptive.following import (
     checked_number,
     rounded_size,
 )
-from stretto.batching.policy import BatchSizePolicy, PolicyState, Signals
+from stretto.batching.policy import BatchSizePolicy, PolicyState
+from stretto.batching.signals import Signals
 from stretto.batching.written import WAYS, written
 from stretto.timing import Horizon, Timestamp
 

@@ -12,7 +12,8 @@ from stretto.batching.adaptive.following import (
     checked_number,
     rounded_size,
 )
-from stretto.batching.policy import BatchSizePolicy, PolicyState, Signals, checked_size
+from stretto.batching.policy import BatchSizePolicy, PolicyState, checked_size
+from stretto.batching.signals import Signals
 from stretto.batching.written import WAYS, written
 from stretto.errors import BatchSizeError, cannot, shown
 from stretto.timing import Horizon, Timestamp

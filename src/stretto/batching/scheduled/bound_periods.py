@@ -8,14 +8,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import cast, final
 
-from stretto.batching.policy import (
-    BatchSizePolicy,
-    BoundPolicy,
-    Hold,
-    PolicyState,
-    Signals,
-    inner_state,
-)
+from stretto.batching.policy import BatchSizePolicy, BoundPolicy, Hold, PolicyState, inner_state
+from stretto.batching.signals import Signals
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.conversion import rounded
 

@@ -12,10 +12,10 @@ from stretto.batching.policy import (
     BoundPolicy,
     Hold,
     PolicyState,
-    Signals,
     checked_size,
     stretched,
 )
+from stretto.batching.signals import Signals
 from stretto.errors import Argument, BatchSizeError, cannot, shown
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
 from stretto.timing.known import KnownCounts, UnknownCountError, unknown_counters

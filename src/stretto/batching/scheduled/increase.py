@@ -6,15 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeAlias, cast, final
 
-from stretto.batching.policy import (
-    BatchSizePolicy,
-    BoundPolicy,
-    Hold,
-    PolicyState,
-    Signals,
-    checked_size,
-)
+from stretto.batching.policy import BatchSizePolicy, BoundPolicy, Hold, PolicyState, checked_size
 from stretto.batching.scheduled.functions import check_callable, name_of
+from stretto.batching.signals import Signals
 from stretto.batching.written import WAYS, written
 from stretto.errors import BatchSizeError, cannot, shown
 from stretto.timing import Axis, Horizon, Timestamp, TimeUnit

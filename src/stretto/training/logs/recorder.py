@@ -21,7 +21,7 @@ from stretto.training.logs.logged import Logged
 from stretto.training.logs.loggers import Guarded, Logger, json_line
 from stretto.training.logs.running_loss import RunningLoss
 from stretto.training.stepping.finite import SkippedSteps
-from stretto.training.stepping.stepper import MicroLoss
+from stretto.training.stepping.gradient import MicroLoss
 
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.csv"

@@ -9,7 +9,7 @@ import torch
 
 from stretto.training.checkpointing.records import number
 from stretto.training.distributed.ranks import Ranks
-from stretto.training.stepping.stepper import MicroLoss
+from stretto.training.stepping.gradient import MicroLoss
 
 
 @final

@@ -21,8 +21,9 @@ from stretto.noise import NoiseSums
 from stretto.settings import Stepping
 from stretto.training.callback import Callback, Events
 from stretto.training.settings import Evaluation
+from stretto.training.stepping.gradient import Gradient
 from stretto.training.stepping.noise_meter import NOTHING
-from stretto.training.stepping.stepper import Gradient, Stepper
+from stretto.training.stepping.stepper import Stepper
 
 
 @final

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -32,29 +32,10 @@ from stretto.training.distributed.fully_sharded import sync_gradients, zero_grad
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.stepping.allocation import allocate_state, no_memory
 from stretto.training.stepping.finite import FiniteCheck
+from stretto.training.stepping.gradient import Gradient, MicroLoss
 from stretto.training.stepping.noise_meter import Measured, NoiseMeter, Pass
 from stretto.training.stepping.safety_net import SafetyNet, meets_in_passes
 from stretto.training.stepping.units import nothing_to_learn, unit_counter
-
-
-class MicroLoss(NamedTuple):
-    """The loss of one micro-batch: its sum over units is `loss * factor`, its units `weight`."""
-
-    loss: Tensor
-    factor: float
-    weight: float
-
-
-class Gradient(NamedTuple):
-    """What one step computed on this rank."""
-
-    losses: list[MicroLoss]
-    units: int
-    """Units of this rank, where they are summed over ranks; else 0."""
-    tokens: int | None
-    """Tokens of this rank, where the batches were changed on their way; else the loader knows."""
-    num_micro_batches: int
-    """Into how many the step was cut on this rank: more than the loader made if memory ran out."""
 
 
 @final
