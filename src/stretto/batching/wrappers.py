@@ -155,7 +155,8 @@ class MultipleOf(SizeMap):
     >>> AtMost(MultipleOf(NoiseScale(8, 100), 32, "up"), 96).bind(Horizon("1ep")).bounds
     (32, 96)
 
-    >>> from stretto.batching import Fixed
+    >>> from stretto.batching import Fixed, Signals
+    >>> from stretto.timing import Timestamp
     >>> bound = MultipleOf(Fixed(100), 64).bind(Horizon("1ep"))
     >>> bound.decide(Timestamp(), bound.start(), Signals())[0]
     64
@@ -206,7 +207,8 @@ class PowerOfTwo(SizeMap):
     >>> AtMost(PowerOfTwo(NoiseScale(8, 100), "up"), 64).bind(Horizon("1ep")).bounds
     (8, 64)
 
-    >>> from stretto.batching import Fixed
+    >>> from stretto.batching import Fixed, Signals
+    >>> from stretto.timing import Timestamp
     >>> bound = PowerOfTwo(Fixed(100)).bind(Horizon("1ep"))
     >>> bound.decide(Timestamp(), bound.start(), Signals())[0]
     64
@@ -234,7 +236,8 @@ class PowerOfTwo(SizeMap):
 class Monotone(Wrapper):
     """Never shrinks: the largest size decided so far.
 
-    >>> from stretto.batching import Steps
+    >>> from stretto.batching import Signals, Steps
+    >>> from stretto.timing import Timestamp
     >>> bound = Monotone(Steps("0ba:8 1ba:4")).bind(Horizon("9ba"))
     >>> _, state = bound.decide(Timestamp(), bound.start(), Signals())
     >>> bound.decide(Timestamp(batch=1), state, Signals())[0]
