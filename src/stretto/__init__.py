@@ -1,8 +1,8 @@
 """Train PyTorch models with a batch size that changes, on one exact clock.
 
-Here are the names that most programs need. All others are in their submodules: `stretto.schedules`,
-`stretto.batching` and so on need no import of their own. A name or submodule is imported when it is
-first used, so `import stretto` is quick and imports neither torch nor numpy.
+Here are the names that most programs need. All others are in submodules, such as
+`stretto.schedules`. After `import stretto` you can use every submodule. A name or submodule is
+imported when it is first used, so `import stretto` is quick and imports neither torch nor numpy.
 """
 
 from __future__ import annotations

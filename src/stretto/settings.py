@@ -82,9 +82,9 @@ class Stepping:
     clip_norm: float | None = None
     """The largest norm of the whole step's gradient."""
     non_finite: Literal["stop", "skip", "ignore"] = "stop"
-    """What happens to a step whose loss or gradient is nan or infinite: the run stops with the
-    weights from before it; or the step is skipped and counted; or nobody looks. Overflows that the
-    loss scaling of fp16 answers to are always skipped."""
+    """What happens to a step whose loss or gradient is nan or infinite. `stop`: the run ends with
+    the weights from before it. `skip`: the step is skipped and counted. `ignore`: there is no
+    check. If the loss scaling of fp16 overflows, the step is always skipped."""
     measure_noise: Literal["auto"] | int | None = "auto"
     """How often the noise of the gradient is measured where a policy or a callback reads it: once
     in so many steps; `"auto"`: in each; None: never."""

@@ -47,7 +47,7 @@ ORDER = ("power_of_two", "multiple_of", "hysteresis", "monotone", "at_least", "a
 def written(
     table: dict[str, Way], name: str, argument: str | None = None
 ) -> Callable[[Class], Class]:
-    """Declare how a class is written: its key and the argument that the key stands for."""
+    """Declare the key of a class in a mapping, and the argument that the value of the key sets."""
 
     def declare(kind: Class) -> Class:
         table[name] = Way(kind, "ramp" if table is RAMPS else name, argument)

@@ -302,8 +302,8 @@ def _mapping(document: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _checked_aliases(group: str, aliases: Any, places: Mapping[str, TensorEntry]) -> dict[str, str]:
     if not isinstance(aliases, dict):
-        raise DamagedError(f"the names in {shown(group)} are not in order")
+        raise DamagedError(f"the aliases in {shown(group)} are damaged")
     for name, original in aliases.items():
         if not isinstance(original, str) or original not in places or name in places:
-            raise DamagedError(f"{shown(name)} of {shown(group)} stands for {shown(original)}")
+            raise DamagedError(f"{shown(name)} of {shown(group)} is an alias of {shown(original)}")
     return aliases

@@ -126,7 +126,7 @@ _Margin: TypeAlias = Annotated[
     str | None,
     typer.Option(
         metavar="PERCENT|AMOUNT",
-        help="What stays free: 3% or 512MiB; left out, 2%, or 5% where no real step is taken.",
+        help="What stays free: 3% or 512MiB; left out, 1.5%, or 5% if no real step is taken.",
         show_default=False,
     ),
 ]

@@ -13,6 +13,7 @@ from stretto.cli.files import PLAN, add_working_folder, read_arguments
 from stretto.config.building.data import data_sizes
 from stretto.config.building.plans import ends_of, plan_of, prepare_run, scales_rate
 from stretto.config.building.times_and_sizes import build_run
+from stretto.config.run import RunConfig
 from stretto.errors import ConfigError, PlanError, cannot
 from stretto.planning import Plan
 
@@ -26,7 +27,7 @@ def plan(
     unit: str | None,
     against: Path | None,
 ) -> None:
-    """Print the plan of a run, draw it, or hold it against what a run did."""
+    """Print the plan of a run, draw it, or compare it with what a run did."""
     if unit is not None and plot is None:
         raise ConfigError(
             cannot(
@@ -37,14 +38,9 @@ def plan(
         )
     add_working_folder()
     config, source = read_arguments(arguments, folder=against)
-    ranks = None
     if against is not None:
-        # A run's own file says no number of ranks, so that it may go on with another one.
-        ranks = None if config.world_size else _kept(against, "world_size")
-        if config.micro_batch_size == "auto":
-            found = {"micro_batch_size": _kept(against, "micro_batch_size")}
-            config = config.model_copy(update=found)
-    ranks = ranks or config.world_size or 1
+        config = _as_it_ran(config, against)
+    ranks = config.world_size or 1
     run = build_run(config, data_sizes(config, source=source), source=source, world_size=ranks)
     if scales_rate(config):
         typer.echo(
@@ -99,6 +95,16 @@ def _refuse(options: Mapping[str, object], *, why: str, instead: str) -> None:
     for option, value in options.items():
         if value:
             raise PlanError(cannot(f"use {option} for this run", why=why, instead=instead))
+
+
+def _as_it_ran(config: RunConfig, folder: Path) -> RunConfig:
+    """Fill in what the run file leaves open: the ranks and the micro-batches of the run."""
+    found: dict[str, int | None] = {}
+    if not config.world_size:
+        found["world_size"] = _kept(folder, "world_size")
+    if config.micro_batch_size == "auto":
+        found["micro_batch_size"] = _kept(folder, "micro_batch_size")
+    return config.model_copy(update=found)
 
 
 def _kept(folder: Path, name: str) -> int | None:

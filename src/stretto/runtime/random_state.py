@@ -33,7 +33,7 @@ class RandomState(NamedTuple):
     """One of each device, by the kind of device and its index."""
     python_state: Any
     numpy_state: Any
-    """None while nobody has imported NumPy."""
+    """None if NumPy has not been imported."""
     python_memory: bytes | None = None
     """The memory of Python's generator; equal memory means an equal state. None: not known."""
     numpy_memory: bytes | None = None
@@ -97,7 +97,7 @@ class RandomState(NamedTuple):
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Put the generators of the host back afterwards as they were, so that nobody else notices."""
+    """Restore the state of the host's generators afterwards."""
     state = RandomState.now(devices=False)
     try:
         yield

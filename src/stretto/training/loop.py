@@ -76,7 +76,7 @@ class Loop:
     _is_saving: bool = False
     """Whether a checkpoint is being written."""
     _is_alone: bool = False
-    """Whether a step is nobody else's business: one process, and nothing is measured."""
+    """Whether a step exchanges nothing: there is one process, and no noise is measured."""
     _listens: bool = False
     """Whether a callback listens to single batches."""
     _fixed: Sequence[tuple[int, str, float]] | None = None
@@ -220,7 +220,7 @@ class Loop:
         return info
 
     def _show_and_save(self, now: Timestamp, saving: Progress) -> None:
-        """Show the progress of the run, and go on with the checkpoint that is being written."""
+        """Show the progress of the run, and write more of a checkpoint that is not complete."""
         self.recorder.show_progress(now)
         if self._is_saving:
             self._announce(self.saver.advance(saving))

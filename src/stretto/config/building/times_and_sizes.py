@@ -28,7 +28,7 @@ class TimesAndSizes:
     schedules: Mapping[str, Schedule]
     triggers: Mapping[str, Trigger]
     places: Mapping[str, Path]
-    """Where the time of each trigger stands in the file."""
+    """The key in the run file of each trigger's time."""
     rule: LearningRateRule | None
 
 

@@ -107,7 +107,7 @@ class Stepper:
         net = self.net
         if net is None:
             return self._gradient(step, step.micro_batches, averages=True)
-        # Most steps: nothing is cut, and nobody else takes part.
+        # Most steps: there is one process, and memory has not run out.
         if net.size is None and not net.is_on_trial and self._ranks.world_size == 1:
             net.rewind.take()
             try:
