@@ -17,7 +17,8 @@ StrettoError
 ```
 
 Each leaf is also the builtin that a caller would expect, so `except ValueError` keeps working.
-An error carries its message as fields (`what`, `why`, `instead`, `where`), made by `cannot`.
+An error carries its message as fields (`what`, `why`, `instead`, `where`), as in
+`raise TimeError.cannot("read ...", why=..., instead=...)`.
 As text they have one form:
 **cannot <do what> <the value as given>: <why>; <what to write instead> (<where>)**.
 A run file and the command line show the same fields in words of their own (`StrettoError.recast`).
@@ -28,7 +29,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeVar, final
+from typing import Self, TypeAlias, TypeVar, final
 
 
 @final
@@ -165,6 +166,13 @@ class StrettoError(Exception):
 
     def __init__(self, *messages: Message) -> None:
         super().__init__(*messages)
+
+    @classmethod
+    def cannot(
+        cls, what: Text, *, why: Text, instead: Text, where: Place | str | None = None
+    ) -> Self:
+        """Return an error of this kind; the arguments are those of the function `cannot`."""
+        return cls(cannot(what, why=why, instead=instead, where=where))
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.messages))

@@ -27,7 +27,7 @@ from stretto.checkpoint.writing import (
     remove,
     rename_bad,
 )
-from stretto.errors import CheckpointError, cannot
+from stretto.errors import CheckpointError
 
 
 def checkpoint_path(folder: Path, sample: int) -> Path:
@@ -98,13 +98,10 @@ def find_newest(folder: Path, *, sleep: Callable[[float], None] = time.sleep) ->
     with read_errors(folder):
         damaged += [path.name for path in sorted(folder.glob(f"checkpoint-*{BAD}*"))]
     if damaged:
-        raise CheckpointError(
-            cannot(
-                f"resume from a checkpoint in {folder}",
-                why=f"all checkpoints there are damaged ({'; '.join(damaged)})",
-                instead="restore one from a copy or name another checkpoint; delete them to start "
-                "over",
-            )
+        raise CheckpointError.cannot(
+            f"resume from a checkpoint in {folder}",
+            why=f"all checkpoints there are damaged ({'; '.join(damaged)})",
+            instead="restore one from a copy or name another checkpoint; delete them to start over",
         )
     return Newest(None, [])
 

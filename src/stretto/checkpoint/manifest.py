@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stretto.errors import CheckpointError, cannot, shown
+from stretto.errors import CheckpointError, shown
 
 FORMAT = 2
 """Version of the layout; it grows if older readers cannot read it."""
@@ -71,7 +71,7 @@ def read_errors(path: Path) -> Iterator[None]:
         instead = "try again, or resume from another checkpoint by its path"
     else:
         return
-    raise CheckpointError(cannot(f"read {path}", why=why, instead=instead)) from None
+    raise CheckpointError.cannot(f"read {path}", why=why, instead=instead) from None
 
 
 def group_of(file: str) -> str | None:
@@ -99,24 +99,19 @@ def read_manifest(path: Path) -> Manifest:
     if not _is_there(path / MANIFEST):
         if CHECKPOINT.match(path.name) and _is_there(path):
             raise DamagedError(f"{MANIFEST} is missing" if path.is_dir() else "it is not a folder")
-        raise CheckpointError(
-            cannot(
-                f"read {path}",
-                why="no finished checkpoint is there",
-                instead="pass the path of one, such as "
-                "runs/name/checkpoints/checkpoint-000000004096",
-            )
+        raise CheckpointError.cannot(
+            f"read {path}",
+            why="no finished checkpoint is there",
+            instead="pass the path of one, such as runs/name/checkpoints/checkpoint-000000004096",
         )
     text = _decoded(read_member(path, MANIFEST, LONGEST_MANIFEST), MANIFEST)
     document = parse_json(text, MANIFEST)
     version = document.get("format") if isinstance(document, dict) else None
     if type(version) is int and version > FORMAT:
-        raise CheckpointError(
-            cannot(
-                f"read {path}",
-                why=f"it has format {shown(version)} and this version knows up to {FORMAT}",
-                instead="install a newer stretto",
-            )
+        raise CheckpointError.cannot(
+            f"read {path}",
+            why=f"it has format {shown(version)} and this version knows up to {FORMAT}",
+            instead="install a newer stretto",
         )
     if type(version) is not int or version < 1 or not isinstance(document.get("files"), dict):
         raise DamagedError("its manifest is not one of ours")

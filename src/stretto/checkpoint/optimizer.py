@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from stretto.checkpoint.optimizer_values import check_groups, check_value, has_shape_of
 from stretto.checkpoint.sharding import LazyTensor, is_dtensor, replicate_like, shard_like
-from stretto.errors import CheckpointError, cannot
+from stretto.errors import CheckpointError
 from stretto.runtime.packing import packed, unpack
 
 
@@ -122,10 +122,8 @@ def _whole(value: Any) -> Any:
 
 
 def _other(optimizer: Optimizer, why: str) -> CheckpointError:
-    return CheckpointError(
-        cannot(
-            f"load the saved state into {type(optimizer).__name__}",
-            why=why,
-            instead="resume with the same optimizer and parameters as in the checkpoint",
-        )
+    return CheckpointError.cannot(
+        f"load the saved state into {type(optimizer).__name__}",
+        why=why,
+        instead="resume with the same optimizer and parameters as in the checkpoint",
     )

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stretto.errors import CheckpointError, cannot, shown
+from stretto.errors import CheckpointError, shown
 
 _IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 """How torch computes a step on the present device; taken from the present run."""
@@ -96,10 +96,8 @@ def _are_below_one(name: str, value: Any) -> bool:
 
 def _wrong(optimizer: Optimizer, where: str, *value: object) -> CheckpointError:
     problem = f"is {shown(value[0])}" if value else "is missing"
-    return CheckpointError(
-        cannot(
-            f"load the saved state into {type(optimizer).__name__}",
-            why=f"{where} {problem}",
-            instead="resume from another checkpoint",
-        )
+    return CheckpointError.cannot(
+        f"load the saved state into {type(optimizer).__name__}",
+        why=f"{where} {problem}",
+        instead="resume from another checkpoint",
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stretto.checkpoint.tensor_file import Written
-from stretto.errors import CheckpointError, cannot
+from stretto.errors import CheckpointError
 
 
 class ShardEntry(NamedTuple):
@@ -71,12 +71,10 @@ def merge(parts: Sequence[RankPart]) -> tuple[str, str]:
                 or ends[-1] != shape[dim]
                 or name in aliases[group]
             ):
-                raise CheckpointError(
-                    cannot(
-                        f"save {name!r} of {group}",
-                        why=f"the shards of the ranks do not form a tensor of shape {shape}",
-                        instead="save from every rank that has a shard, all at the same step",
-                    )
+                raise CheckpointError.cannot(
+                    f"save {name!r} of {group}",
+                    why=f"the shards of the ranks do not form a tensor of shape {shape}",
+                    instead="save from every rank that has a shard, all at the same step",
                 )
             pieces = [[entry.file, entry.offset] for entry in entries]
             shards[group][name] = {"shape": shape, "dim": dim, "pieces": pieces}

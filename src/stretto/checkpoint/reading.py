@@ -30,7 +30,7 @@ from stretto.checkpoint.manifest import (
 from stretto.checkpoint.tensor_entry import TensorEntry, sharded_entry, single_entry
 from stretto.checkpoint.tensor_file import DTYPES
 from stretto.checkpoint.writing import REPLACED
-from stretto.errors import CheckpointError, cannot, shown
+from stretto.errors import CheckpointError, shown
 
 PAUSES = (0.1, 0.4)
 """Seconds to wait before each retry of a failed read."""
@@ -127,12 +127,10 @@ class CheckpointReader:
         place = self._entry(group, name)
         shape = list(place.shape)
         if not (0 <= dim < len(shape) and 0 <= offset <= offset + length <= shape[dim]):
-            raise CheckpointError(
-                cannot(
-                    f"read {length} indices from {offset} of dimension {dim} of {shown(name)}",
-                    why=f"its shape is {place.shape}",
-                    instead="ask for a part of it",
-                )
+            raise CheckpointError.cannot(
+                f"read {length} indices from {offset} of dimension {dim} of {shown(name)}",
+                why=f"its shape is {place.shape}",
+                instead="ask for a part of it",
             )
         shape[dim] = length
         with read_errors(self._path), _safetensors_errors(self._path.name):
@@ -155,12 +153,10 @@ class CheckpointReader:
         try:
             return self._entries[group][self.original(group, name)]
         except KeyError:
-            raise CheckpointError(
-                cannot(
-                    f"read {shown(name)} of {shown(group)} from {self._path}",
-                    why="there is no such tensor",
-                    instead="ask for one of names(group)",
-                )
+            raise CheckpointError.cannot(
+                f"read {shown(name)} of {shown(group)} from {self._path}",
+                why="there is no such tensor",
+                instead="ask for one of names(group)",
             ) from None
 
     def _open(self, file: str) -> Any:

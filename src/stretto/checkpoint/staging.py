@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.checkpoint.sharding import Shard
-from stretto.errors import CheckpointError, cannot
+from stretto.errors import CheckpointError
 
 Tensors = Mapping[str, Mapping[str, Tensor | Shard]]
 """Tensors by group and name; of a sharded tensor, this rank's shard."""
@@ -78,12 +78,10 @@ class HostCopies:
 def _memory(tensor: Tensor, group: str, name: str) -> Hashable:
     """A key that is equal for two tensors if they are the same view of the same memory."""
     if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided:
-        raise CheckpointError(
-            cannot(
-                f"save {name!r} of {group}",
-                why="it is sparse, quantized or on the meta device",
-                instead="save dense tensors from which you can rebuild it",
-            )
+        raise CheckpointError.cannot(
+            f"save {name!r} of {group}",
+            why="it is sparse, quantized or on the meta device",
+            instead="save dense tensors from which you can rebuild it",
         )
     return (
         tensor.device,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.errors import CheckpointError, cannot
+from stretto.errors import CheckpointError
 
 _CHUNK_BYTES = 32 << 20
 """Bytes hashed and written at a time, without the GIL. Taking the GIL back can take 5 ms, so chunks
@@ -94,12 +94,10 @@ def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
     text = json.dumps(entries, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % 8)
     if len(text) > _LONGEST_HEADER:
-        raise CheckpointError(
-            cannot(
-                f"save {len(names)} tensors in one file",
-                why="their names and shapes are too long for the safetensors format",
-                instead="save them as fewer tensors",
-            )
+        raise CheckpointError.cannot(
+            f"save {len(names)} tensors in one file",
+            why="their names and shapes are too long for the safetensors format",
+            instead="save them as fewer tensors",
         )
     return len(text).to_bytes(8, "little") + text, [tensors[name] for name in names]
 
@@ -111,12 +109,10 @@ def check_tensor(name: str, tensor: Tensor) -> None:
         CheckpointError: the format does not support its type or name.
     """
     if tensor.dtype not in _NAMES:
-        raise CheckpointError(
-            cannot(
-                f"save {name!r}",
-                why=f"the safetensors format has no {tensor.dtype}",
-                instead="store it as another type, such as a view of it as integers",
-            )
+        raise CheckpointError.cannot(
+            f"save {name!r}",
+            why=f"the safetensors format has no {tensor.dtype}",
+            instead="store it as another type, such as a view of it as integers",
         )
     try:
         name.encode()
@@ -125,12 +121,10 @@ def check_tensor(name: str, tensor: Tensor) -> None:
     else:
         is_text = name != "__metadata__"
     if not is_text:
-        raise CheckpointError(
-            cannot(
-                f"save the tensor {name!r}",
-                why="the safetensors format cannot hold that name",
-                instead="give it another name",
-            )
+        raise CheckpointError.cannot(
+            f"save the tensor {name!r}",
+            why="the safetensors format cannot hold that name",
+            instead="give it another name",
         )
 
 

@@ -31,7 +31,7 @@ from stretto.checkpoint.rank_part import RankPart, ShardEntry, merge
 from stretto.checkpoint.sharding import Shard
 from stretto.checkpoint.staging import HostCopies, Staged, Tensors
 from stretto.checkpoint.tensor_file import Written, write_tensors
-from stretto.errors import CheckpointError, cannot
+from stretto.errors import CheckpointError
 
 UNFINISHED = ".tmp"
 """Ending of a folder that is being written or deleted."""
@@ -87,20 +87,16 @@ def encode_records(records: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(dict(records), separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            cannot(
-                "save the state of the run",
-                why=f"it is not JSON ({error})",
-                instead="return numbers, texts, lists and dicts from state_dict()",
-            )
+        raise CheckpointError.cannot(
+            "save the state of the run",
+            why=f"it is not JSON ({error})",
+            instead="return numbers, texts, lists and dicts from state_dict()",
         ) from error
     if len(text) > LONGEST_RECORDS // 2:
-        raise CheckpointError(
-            cannot(
-                "save the state of the run",
-                why=f"it is {len(text):,} bytes long as JSON, apart from the tensors",
-                instead="keep large arrays as buffers of the model",
-            )
+        raise CheckpointError.cannot(
+            "save the state of the run",
+            why=f"it is {len(text):,} bytes long as JSON, apart from the tensors",
+            instead="keep large arrays as buffers of the model",
         )
     return text
 
@@ -290,12 +286,10 @@ def _file(group: str, rank: int, world_size: int) -> str:
 
 def _check_group(group: str) -> None:
     if not _GROUP.fullmatch(group):
-        raise CheckpointError(
-            cannot(
-                f"save the group of tensors {group!r}",
-                why="a file is named after it",
-                instead="use letters, digits and underscores",
-            )
+        raise CheckpointError.cannot(
+            f"save the group of tensors {group!r}",
+            why="a file is named after it",
+            instead="use letters, digits and underscores",
         )
 
 
@@ -304,6 +298,6 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            cannot(f"write {path}", why=str(error), instead="free space or choose another folder")
+        raise CheckpointError.cannot(
+            f"write {path}", why=str(error), instead="free space or choose another folder"
         ) from error

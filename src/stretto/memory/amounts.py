@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import final
 
-from stretto.errors import ConfigError, cannot, shown
+from stretto.errors import ConfigError, shown
 
 UNITS: dict[str, int] = {
     "B": 1,
@@ -38,7 +38,7 @@ def parse_bytes(amount: str | int) -> int:
     unit = _SPELLINGS.get((match[2] or "").lower()) if match else None
     if match is None or unit is None:
         why, instead = _advice(match)
-        raise ConfigError(cannot(f"read {shown(amount)} as memory", why=why, instead=instead))
+        raise ConfigError.cannot(f"read {shown(amount)} as memory", why=why, instead=instead)
     return math.floor(Fraction(match[1].replace("_", "")) * UNITS[unit])
 
 
@@ -85,12 +85,10 @@ class Margin:
             return cls(bytes=parse_bytes(text))
         part = Fraction(match[1].replace("_", "")) / 100
         if part >= 1:
-            raise ConfigError(
-                cannot(
-                    f"leave {shown(text)} of memory free",
-                    why="nothing would be left",
-                    instead="write for example 5%",
-                )
+            raise ConfigError.cannot(
+                f"leave {shown(text)} of memory free",
+                why="nothing would be left",
+                instead="write for example 5%",
             )
         return cls(part=part)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.errors import FitError, cannot
+from stretto.errors import FitError
 from stretto.memory.amounts import show_bytes
 from stretto.memory.measuring.copies import memory_of
 
@@ -48,12 +48,10 @@ def free_memory(device: torch.device, *, root: Path = ROOT) -> MemoryLimit:
     """
     found = list(_host_limits(root)) if device.type == "cpu" else list(_device_limits(device))
     if not found:
-        raise FitError(
-            cannot(
-                f"tell how much memory there is on '{device}'",
-                why="this system does not say",
-                instead="pass device_memory, for example '16GiB'",
-            )
+        raise FitError.cannot(
+            f"tell how much memory there is on '{device}'",
+            why="this system does not say",
+            instead="pass device_memory, for example '16GiB'",
         )
     least = min(found)
     return least._replace(bytes=max(least.bytes, 0))

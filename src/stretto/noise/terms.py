@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, SupportsFloat
 
 from stretto.batching import Signals
-from stretto.errors import TrainingError, cannot, shown
+from stretto.errors import TrainingError, shown
 from stretto.noise.norms import total
 
 
@@ -115,20 +115,16 @@ def noise_terms(
     """
     squares, sizes = list(map(_number, squares)), list(map(_number, sizes))
     if len(squares) != len(sizes):
-        raise TrainingError(
-            cannot(
-                f"measure the noise of {len(squares)} gradients",
-                why=f"there are {len(sizes)} sizes",
-                instead="pass the size of each group",
-            )
+        raise TrainingError.cannot(
+            f"measure the noise of {len(squares)} gradients",
+            why=f"there are {len(sizes)} sizes",
+            instead="pass the size of each group",
         )
     if any(size < 0 for size in sizes):
-        raise TrainingError(
-            cannot(
-                f"measure the noise of gradients of {min(sizes):g} samples",
-                why="a size is at least 0",
-                instead="pass the size of each group",
-            )
+        raise TrainingError.cannot(
+            f"measure the noise of gradients of {min(sizes):g} samples",
+            why="a size is at least 0",
+            instead="pass the size of each group",
         )
     sums = NoiseSums.of(squares, sizes=sizes, whole=_number(whole))
     return sums.terms(sums.units)
@@ -143,10 +139,8 @@ def _number(value: object) -> float:
         return math.inf
     except (TypeError, ValueError, RuntimeError):
         pass  # several elements
-    raise TrainingError(
-        cannot(
-            f"measure the noise of gradients with {shown(value)}",
-            why="it is not a number",
-            instead="pass squared norms, and the size of each group",
-        )
+    raise TrainingError.cannot(
+        f"measure the noise of gradients with {shown(value)}",
+        why="it is not a number",
+        instead="pass squared norms, and the size of each group",
     )

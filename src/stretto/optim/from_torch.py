@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from stretto.errors import ScheduleError, cannot, shown
+from stretto.errors import ScheduleError, shown
 from stretto.schedules import BoundSchedule, Schedule
 from stretto.schedules.schedule import fill
 from stretto.schedules.scope import Scope, integers
@@ -34,20 +34,16 @@ class TorchSchedule(Schedule):
     def __init__(self, factory: Factory, *, every: TimeLike = "1ba") -> None:
         interval = Time(every)
         if not callable(factory):  # a scheduler itself is not
-            raise ScheduleError(
-                cannot(
-                    f"read {shown(factory)} as a torch scheduler",
-                    why="it is not a function of the optimizer",
-                    instead="write from_torch(lambda optimizer: OneCycleLR(optimizer, ...))",
-                )
+            raise ScheduleError.cannot(
+                f"read {shown(factory)} as a torch scheduler",
+                why="it is not a function of the optimizer",
+                instead="write from_torch(lambda optimizer: OneCycleLR(optimizer, ...))",
             )
         if interval.amount <= 0:
-            raise ScheduleError(
-                cannot(
-                    f"step a torch scheduler every '{interval}'",
-                    why="the interval is not positive",
-                    instead="write every='1ba' or every='1ep'",
-                )
+            raise ScheduleError.cannot(
+                f"step a torch scheduler every '{interval}'",
+                why="the interval is not positive",
+                instead="write every='1ba' or every='1ep'",
             )
         fill(self, factory=factory, every=interval)
 
@@ -99,21 +95,17 @@ class _SchedulerValues:
             self._scheduler = self._factory(self._optimizer)
             self._scheduler.step  # noqa: B018  what is not a scheduler is refused here
         except Exception as error:
-            raise ScheduleError(
-                cannot(
-                    "build the torch scheduler",
-                    why=f"{type(error).__name__}: {error}",
-                    instead="write a function that returns a scheduler of the optimizer it gets",
-                )
+            raise ScheduleError.cannot(
+                "build the torch scheduler",
+                why=f"{type(error).__name__}: {error}",
+                instead="write a function that returns a scheduler of the optimizer it gets",
             ) from error
         if isinstance(self._scheduler, ReduceLROnPlateau):
-            raise ScheduleError(
-                cannot(
-                    "read ReduceLROnPlateau as a function of time",
-                    why="it follows a metric, which nobody knows before it is measured",
-                    instead="let the batch size follow the metric, with batch_size=Plateau("
-                    "'validation/loss', ...), or choose a schedule that goes by time",
-                )
+            raise ScheduleError.cannot(
+                "read ReduceLROnPlateau as a function of time",
+                why="it follows a metric, which nobody knows before it is measured",
+                instead="let the batch size follow the metric, with batch_size=Plateau("
+                "'validation/loss', ...), or choose a schedule that goes by time",
             )
         self._first = 0
         self._values = [self._now()]
@@ -126,12 +118,10 @@ class _SchedulerValues:
                 self._scheduler.step()
             except Exception as error:
                 done = self._first + len(self._values) - 1
-                raise ScheduleError(
-                    cannot(
-                        f"step the torch scheduler more than {done} times",
-                        why=f"{type(error).__name__}: {error}",
-                        instead="give it as many steps as the run has intervals",
-                    )
+                raise ScheduleError.cannot(
+                    f"step the torch scheduler more than {done} times",
+                    why=f"{type(error).__name__}: {error}",
+                    instead="give it as many steps as the run has intervals",
                 ) from error
         self._values.append(self._now())
         if len(self._values) > 2 * _KEPT:

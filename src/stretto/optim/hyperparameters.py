@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stretto.batching import LearningRateRule, NoRule, RuleLike, as_rule, check_pairs
-from stretto.errors import ScheduleError, cannot
+from stretto.errors import ScheduleError
 from stretto.optim.base_values import BaseValue, GroupKey, plain, restore_base_values, write
 from stretto.optim.joined import each_of
 from stretto.optim.reading import group_name, read_schedules
@@ -306,11 +306,9 @@ def _column(
 
 def _given(batch_size: int | None) -> int:
     if batch_size is None:
-        raise ScheduleError(
-            cannot(
-                "apply a learning rate rule",
-                why="the batch size was not given",
-                instead="write apply(step.timestamp, step.batch_size)",
-            )
+        raise ScheduleError.cannot(
+            "apply a learning rate rule",
+            why="the batch size was not given",
+            instead="write apply(step.timestamp, step.batch_size)",
         )
     return batch_size

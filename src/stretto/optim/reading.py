@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from stretto.errors import ScheduleError, cannot, shown
+from stretto.errors import ScheduleError, shown
 from stretto.schedules import Product, Schedule, as_schedule
 from stretto.schedules.names import find_name
 
@@ -19,12 +19,10 @@ def read_schedules(optimizer: Optimizer, schedules: Mapping[str, Any]) -> dict[s
         ScheduleError: there is no such hyper-parameter or group, or they are not given by name.
     """
     if not isinstance(schedules, Mapping):
-        raise ScheduleError(
-            cannot(
-                f"read {shown(schedules)} as schedules",
-                why="it does not say what each is for",
-                instead="write {'lr': ...}",
-            )
+        raise ScheduleError.cannot(
+            f"read {shown(schedules)} as schedules",
+            why="it does not say what each is for",
+            instead="write {'lr': ...}",
         )
     found = {name: _one(value) for name, value in schedules.items()}
     groups = optimizer.param_groups
@@ -46,12 +44,10 @@ def _check(text: str, groups: Sequence[Mapping[str, Any]]) -> None:
     name = find_name(text, groups[0])
     names = [group_name(number, other) for number, other in enumerate(groups)]
     if name.group is not None and name.group not in names:
-        raise ScheduleError(
-            cannot(
-                f"schedule {text!r}",
-                why=f"the optimizer has no such parameter group (it has {', '.join(names)})",
-                instead=f"write '{name.key}@{names[0]}', or give the group that name",
-            )
+        raise ScheduleError.cannot(
+            f"schedule {text!r}",
+            why=f"the optimizer has no such parameter group (it has {', '.join(names)})",
+            instead=f"write '{name.key}@{names[0]}', or give the group that name",
         )
 
 

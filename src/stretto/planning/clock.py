@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from stretto.batching.policy import BoundPolicy, PolicyState
 from stretto.batching.signals import NO_SIGNALS, Signals
-from stretto.errors import Argument, BatchSizeError, PlanError, Text, cannot
+from stretto.errors import Argument, BatchSizeError, PlanError, Text
 from stretto.timing import Horizon, Timestamp, TimeUnit, advance
 from stretto.timing.epochs import cut, is_countable, next_epoch, outgrows_epoch, rollover
 
@@ -89,12 +89,10 @@ def larger_than_epoch(horizon: Horizon, size: int, *, is_coupled: bool) -> Batch
     if is_coupled:
         bound = Argument("maximum", num_samples)
         also = ", with no more samples than that to begin with,"
-    return BatchSizeError(
-        cannot(
-            (f"take a batch of {size} samples with ", Argument("last_batch", "drop")),
-            why=f"an epoch has only {num_samples}, so each would be dropped",
-            instead=("write ", bound, f"{also} or ", Argument("last_batch", "carry")),
-        )
+    return BatchSizeError.cannot(
+        (f"take a batch of {size} samples with ", Argument("last_batch", "drop")),
+        why=f"an epoch has only {num_samples}, so each would be dropped",
+        instead=("write ", bound, f"{also} or ", Argument("last_batch", "carry")),
     )
 
 
@@ -145,7 +143,7 @@ def check_plannable(horizon: Horizon, policy: BoundPolicy) -> None:
     refusal = unplannable(horizon, policy)
     if refusal is not None:
         why, instead = refusal
-        raise PlanError(cannot("know the batch sizes before the run", why=why, instead=instead))
+        raise PlanError.cannot("know the batch sizes before the run", why=why, instead=instead)
 
 
 def unplannable(horizon: Horizon, policy: BoundPolicy) -> tuple[str, Text] | None:

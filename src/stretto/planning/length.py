@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.errors import PlanError, cannot, shown
+from stretto.errors import PlanError, shown
 from stretto.planning.sizes import PlannedSizes
 from stretto.timing.number import MAX_DIGITS
 
@@ -23,10 +23,8 @@ def check_length(sizes: PlannedSizes) -> None:
     """
     run = sizes.horizon.max_duration
     if sizes.end is not None and max(sizes.end) * run.amount.denominator >= _LIMIT:
-        raise PlanError(
-            cannot(
-                f"plan a run of {shown(str(run))}",
-                why=f"where it stands takes more than {MAX_DIGITS} digits",
-                instead="write a length that a run can have, such as '90ep'",
-            )
+        raise PlanError.cannot(
+            f"plan a run of {shown(str(run))}",
+            why=f"where it stands takes more than {MAX_DIGITS} digits",
+            instead="write a length that a run can have, such as '90ep'",
         )

@@ -13,7 +13,7 @@ from stretto.batching.policy import checked_size, checked_world_size
 from stretto.batching.rules import is_learning_rate
 from stretto.batching.signals import as_float
 from stretto.batching.split import split
-from stretto.errors import PlanError, cannot, shown
+from stretto.errors import PlanError, shown
 from stretto.planning.clock import walk
 from stretto.planning.events import Event, make_event
 from stretto.planning.plan_warnings import growth_alone, warnings_of
@@ -143,12 +143,10 @@ class Plan:
             PlanError: the run has no such batch.
         """
         if self.num_batches is not None and batch >= self.num_batches:
-            raise PlanError(
-                cannot(
-                    f"tell the hyper-parameters of batch {batch:,}",
-                    why=f"the run has {self.num_batches:,}, counted from 0",
-                    instead=f"write a number of at most {self.num_batches - 1:,}",
-                )
+            raise PlanError.cannot(
+                f"tell the hyper-parameters of batch {batch:,}",
+                why=f"the run has {self.num_batches:,}, counted from 0",
+                instead=f"write a number of at most {self.num_batches - 1:,}",
             )
         after = bisect_right(self.stages, batch, key=lambda stage: stage.first.batch)
         timestamp = self.sizes.timestamp_at_batch(batch)
@@ -322,23 +320,19 @@ def plan_prepared(
 def _known(base: Mapping[str, float], schedules: Mapping[str, object]) -> Mapping[str, float]:
     for name in base:
         if name not in schedules:
-            raise PlanError(
-                cannot(
-                    f"plan with the base value of {name!r}",
-                    why="no schedule has that name",
-                    instead="leave it out, or pass a schedule for it such as 1.0",
-                )
+            raise PlanError.cannot(
+                f"plan with the base value of {name!r}",
+                why="no schedule has that name",
+                instead="leave it out, or pass a schedule for it such as 1.0",
             )
         value: object = base[name]
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         number = as_float(cast(float, value)) if is_number else math.nan
         if not math.isfinite(number) or (number < 0 and is_learning_rate(name)):
             least = " of at least 0" if is_learning_rate(name) else ""
-            raise PlanError(
-                cannot(
-                    f"plan with {shown(value)} as the base value of {name!r}",
-                    why=f"it is not a finite number{least}",
-                    instead="write what the optimizer is built with, such as 1e-3",
-                )
+            raise PlanError.cannot(
+                f"plan with {shown(value)} as the base value of {name!r}",
+                why=f"it is not a finite number{least}",
+                instead="write what the optimizer is built with, such as 1e-3",
             )
     return base

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn, final
 
 from stretto.batching import BatchSizePolicy, BoundPolicy, Hold, PolicyLike, as_policy
-from stretto.errors import Argument, BatchSizeError, ConversionError, PlanError, Text, cannot
+from stretto.errors import Argument, BatchSizeError, ConversionError, PlanError, Text
 from stretto.planning.clock import check_plannable, next_step
 from stretto.timing import Horizon, Timestamp, advance
 from stretto.timing.batch_sizes import EqualBatches
@@ -81,12 +81,10 @@ def _count(batches: EqualBatches, hold: Hold | None) -> int | None:
     for axis, tick in hold.limits:
         count = batches.count_until(axis, tick)
         if count is None:
-            raise PlanError(
-                cannot(
-                    "know the batch sizes before the run",
-                    why=f"the policy follows a count of '{axis.unit}' that is not known before",
-                    instead=f"name '{axis.unit}' among the units of the bound policy",
-                )
+            raise PlanError.cannot(
+                "know the batch sizes before the run",
+                why=f"the policy follows a count of '{axis.unit}' that is not known before",
+                instead=f"name '{axis.unit}' among the units of the bound policy",
             )
         least = _least(least, count)
     return None if least is None else max(1, least)
@@ -234,12 +232,10 @@ class PlannedSizes:
 
 def _check_number(batch: int) -> None:
     if batch < 0:
-        raise PlanError(
-            cannot(
-                f"tell where batch {batch} begins",
-                why="batches are counted from 0",
-                instead="count back from num_batches, where that is known",
-            )
+        raise PlanError.cannot(
+            f"tell where batch {batch} begins",
+            why="batches are counted from 0",
+            instead="count back from num_batches, where that is known",
         )
 
 
@@ -261,12 +257,10 @@ def _yield_into(
             end: Timestamp | None = stop.value
             return end
     # A stage takes about 30 us to plan.
-    raise BatchSizeError(
-        cannot(
-            "plan this run",
-            why=f"its batch size changes more than {most:,} times",
-            instead="write a larger 'increment', or 'planned: false' beside a function",
-        )
+    raise BatchSizeError.cannot(
+        "plan this run",
+        why=f"its batch size changes more than {most:,} times",
+        instead="write a larger 'increment', or 'planned: false' beside a function",
     )
 
 
@@ -297,12 +291,10 @@ write the time in 'sp', 'ep' or 'dur' like those it goes with
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise ConversionError(
-            cannot(
-                "tell batches from samples before the run",
-                why=f"the batch sizes are not known, as {self.why}",
-                instead=self.instead,
-            )
+        raise ConversionError.cannot(
+            "tell batches from samples before the run",
+            why=f"the batch sizes are not known, as {self.why}",
+            instead=self.instead,
         )
 
 
@@ -326,10 +318,8 @@ ENDLESS = "they may change for ever, and only the run itself can tell when it en
 
 
 def _endless(horizon: Horizon) -> PlanError:
-    return PlanError(
-        cannot(
-            f"plan the batch sizes of a run of {horizon.max_duration}",
-            why=ENDLESS,
-            instead="write max_duration in 'ep', 'sp' or 'ba', or run it without a plan",
-        )
+    return PlanError.cannot(
+        f"plan the batch sizes of a run of {horizon.max_duration}",
+        why=ENDLESS,
+        instead="write max_duration in 'ep', 'sp' or 'ba', or run it without a plan",
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias, final
 from stretto.batching import BoundPolicy, LearningRateRule
 from stretto.batching.rules import is_learning_rate
 from stretto.batching.split import even_unit, not_even, split
-from stretto.errors import Argument, PlanError, cannot
+from stretto.errors import Argument, PlanError
 from stretto.planning.clock import unknown_count
 from stretto.planning.sizes import Segment
 from stretto.schedules import BoundSchedule, Schedule
@@ -162,13 +162,11 @@ def _below(size: int, world_size: int, *, is_coupled: bool, where: str | None = 
     bound: tuple[str | Argument, ...] = (f"write sizes of at least {world_size}, ", least)
     if is_coupled:
         bound = (f"begin with at least {world_size} samples, once rounded to multiple_of",)
-    return PlanError(
-        cannot(
-            f"run batches of {size} on {world_size} ranks",
-            why="each rank needs at least one sample",
-            instead=(*bound, f", or start {size} ranks"),
-            where=where,
-        )
+    return PlanError.cannot(
+        f"run batches of {size} on {world_size} ranks",
+        why="each rank needs at least one sample",
+        instead=(*bound, f", or start {size} ranks"),
+        where=where,
     )
 
 
@@ -217,10 +215,8 @@ def hyperparameters(
 
 
 def _undeclared(name: str, error: UnknownCountError) -> PlanError:
-    return PlanError(
-        cannot(
-            f"plan {name!r}",
-            why=f"its function reads {error.name!r}, which only the run knows",
-            instead=f"say so: Custom(function, reads='{error.unit}')",
-        )
+    return PlanError.cannot(
+        f"plan {name!r}",
+        why=f"its function reads {error.name!r}, which only the run knows",
+        instead=f"say so: Custom(function, reads='{error.unit}')",
     )

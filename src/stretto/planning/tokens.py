@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.errors import PlanError, cannot
+from stretto.errors import PlanError
 from stretto.planning.prepare import Prepared
 from stretto.timing import TimeUnit
 
@@ -26,11 +26,9 @@ def check_tokens(run: Prepared) -> None:
 
 
 def _refuse(what: str, where: str) -> None:
-    raise PlanError(
-        cannot(
-            what,
-            why="the data cannot count their tokens",
-            instead="write it in 'sp' or 'ep', or pass get_num_tokens_in_batch with the data",
-            where=where,
-        )
+    raise PlanError.cannot(
+        what,
+        why="the data cannot count their tokens",
+        instead="write it in 'sp' or 'ep', or pass get_num_tokens_in_batch with the data",
+        where=where,
     )

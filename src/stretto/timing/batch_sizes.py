@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
 
-from stretto.errors import Argument, BatchSizeError, cannot, shown
+from stretto.errors import Argument, BatchSizeError, shown
 from stretto.timing.axis import Axis
 from stretto.timing.number import whole
 from stretto.timing.timestamp import Timestamp
@@ -157,21 +157,17 @@ class ConstantBatchSize:
     def __post_init__(self) -> None:
         size = whole(self.size)
         if size is None or size < 1:
-            raise BatchSizeError(
-                cannot(
-                    f"use {shown(self.size)} as a batch size",
-                    why="it is not an integer of at least 1",
-                    instead="write a number of samples such as 128",
-                )
+            raise BatchSizeError.cannot(
+                f"use {shown(self.size)} as a batch size",
+                why="it is not an integer of at least 1",
+                instead="write a number of samples such as 128",
             )
         object.__setattr__(self, "size", size)
         if self.last_batch == "drop" and self.num_samples and size > self.num_samples:
-            raise BatchSizeError(
-                cannot(
-                    (f"use a batch size of {size} with ", Argument("last_batch", "drop")),
-                    why=f"an epoch has only {self.num_samples} samples, so each would be dropped",
-                    instead=("write a smaller batch size or ", Argument("last_batch", "carry")),
-                )
+            raise BatchSizeError.cannot(
+                (f"use a batch size of {size} with ", Argument("last_batch", "drop")),
+                why=f"an epoch has only {self.num_samples} samples, so each would be dropped",
+                instead=("write a smaller batch size or ", Argument("last_batch", "carry")),
             )
 
     def sample_at_batch(self, batch: int, /) -> int:

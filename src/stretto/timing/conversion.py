@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import cast, final
 
-from stretto.errors import Argument, ConversionError, Text, cannot, shown
+from stretto.errors import Argument, ConversionError, Text, shown
 from stretto.timing.batch_sizes import BatchSizes, ConstantBatchSize, LastBatch
 from stretto.timing.number import whole
 from stretto.timing.time import Time, TimeLike
@@ -108,7 +108,7 @@ class Facts:
         instead: Text = otherwise
         if missing.fact:
             instead = ("set ", Argument(missing.fact), f", or {otherwise}")
-        return ConversionError(cannot(what, why=why, instead=instead))
+        return ConversionError.cannot(what, why=why, instead=instead)
 
     def _amount(self, amount: Fraction, unit: TimeUnit, target: TimeUnit) -> Fraction:
         if unit is target:
@@ -240,12 +240,10 @@ def checked_count(name: str, count: object) -> int | None:
     """Return a count as an int, or None; refuse all but integers of at least 1."""
     found = None if count is None else whole(count)
     if count is not None and (found is None or found < 1):
-        raise ConversionError(
-            cannot(
-                ("use ", Argument(name), f"={shown(count)}"),
-                why="it is not an integer of at least 1",
-                instead="leave it out where it is not known",
-            )
+        raise ConversionError.cannot(
+            ("use ", Argument(name), f"={shown(count)}"),
+            why="it is not an integer of at least 1",
+            instead="leave it out where it is not known",
         )
     return found
 
@@ -253,19 +251,15 @@ def checked_count(name: str, count: object) -> int | None:
 def check_run(max_duration: Time) -> Time:
     """Refuse a length of the run that is not positive or is relative to itself."""
     if max_duration.unit is _DUR:
-        raise ConversionError(
-            cannot(
-                f"use '{max_duration}' as the length of the run",
-                why="it is a fraction of itself",
-                instead="write it in 'ep', 'ba', 'sp', 'tok' or as hours",
-            )
+        raise ConversionError.cannot(
+            f"use '{max_duration}' as the length of the run",
+            why="it is a fraction of itself",
+            instead="write it in 'ep', 'ba', 'sp', 'tok' or as hours",
         )
     if max_duration.amount <= 0:
-        raise ConversionError(
-            cannot(
-                f"use '{max_duration}' as the length of the run",
-                why="it is not positive",
-                instead="write a length such as '2ep'",
-            )
+        raise ConversionError.cannot(
+            f"use '{max_duration}' as the length of the run",
+            why="it is not positive",
+            instead="write a length such as '2ep'",
         )
     return max_duration

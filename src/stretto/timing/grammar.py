@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from stretto.errors import TimeError, cannot, shown
+from stretto.errors import TimeError, shown
 from stretto.timing.mistakes import HOW, explain
 from stretto.timing.number import MAX_DIGITS
 from stretto.timing.unit import NAMES, WHOLE, TimeUnit
@@ -84,7 +84,7 @@ def check(amount: Fraction, unit: TimeUnit, text: str | None = None) -> Fraction
             f"read {shown(text)} as a time" if text else f"keep a number of {NAMES[unit]} exactly"
         )
         why = f"it takes more than {MAX_DIGITS} digits"
-        raise TimeError(cannot(what, why=why, instead="round it first"))
+        raise TimeError.cannot(what, why=why, instead="round it first")
     if below != 1 and unit in WHOLE:
         floor = above // below
         raise _refused(
@@ -153,4 +153,4 @@ def _clock_amount(text: str, match: re.Match[str]) -> Fraction:
 
 
 def _refused(text: str, why: str, instead: str) -> TimeError:
-    return TimeError(cannot(f"read {shown(text)} as a time", why=why, instead=instead))
+    return TimeError.cannot(f"read {shown(text)} as a time", why=why, instead=instead)

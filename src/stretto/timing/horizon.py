@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any, NoReturn, cast, final
 
-from stretto.errors import Argument, ConversionError, cannot, shown
+from stretto.errors import Argument, ConversionError, shown
 from stretto.timing.axis import Axis, axes
 from stretto.timing.batch_sizes import BatchSizes, ConstantBatchSize, LastBatch
 from stretto.timing.conversion import Facts, check_run, checked_count, rounded
@@ -156,17 +156,15 @@ class Horizon:
         ticks = self._facts.amount(time, axis.unit) * axis.scale
         counts_epochs = axis.unit is TimeUnit.EPOCH and self.dataset_num_samples is None
         if counts_epochs and ticks.denominator != 1:
-            raise ConversionError(
-                cannot(
-                    f"tell when {time} has passed",
-                    why="part of an epoch needs the number of samples in the data set, "
-                    "which is not known",
-                    instead=(
-                        "set ",
-                        Argument("dataset_num_samples"),
-                        ", or write it in 'sp', 'ba' or whole epochs",
-                    ),
-                )
+            raise ConversionError.cannot(
+                f"tell when {time} has passed",
+                why="part of an epoch needs the number of samples in the data set, "
+                "which is not known",
+                instead=(
+                    "set ",
+                    Argument("dataset_num_samples"),
+                    ", or write it in 'sp', 'ba' or whole epochs",
+                ),
             )
         return ticks
 
@@ -179,18 +177,16 @@ class Horizon:
             ConversionError: the axis counts epochs, whose number of samples is not known.
         """
         if axis.unit is TimeUnit.EPOCH and self.dataset_num_samples is None:
-            raise ConversionError(
-                cannot(
-                    "tell how much of an epoch has passed",
-                    why="the number of samples in the data set is not known",
-                    instead=(
-                        "set ",
-                        Argument("dataset_num_samples"),
-                        ", write max_duration and the times in 'sp', 'ba' or 'tok', ",
-                        "or choose what changes at whole epochs, such as ",
-                        Argument("step", "{every: 1ep}", python="Step('1ep')"),
-                    ),
-                )
+            raise ConversionError.cannot(
+                "tell how much of an epoch has passed",
+                why="the number of samples in the data set is not known",
+                instead=(
+                    "set ",
+                    Argument("dataset_num_samples"),
+                    ", write max_duration and the times in 'sp', 'ba' or 'tok', ",
+                    "or choose what changes at whole epochs, such as ",
+                    Argument("step", "{every: 1ep}", python="Step('1ep')"),
+                ),
             )
 
     def common_axis(self, times: Iterable[Time]) -> Axis:
@@ -294,12 +290,10 @@ class Horizon:
 def check_last_batch(value: object) -> None:
     """Refuse all but the three ways to end an epoch."""
     if value not in ("keep", "drop", "carry"):
-        raise ConversionError(
-            cannot(
-                f"use last_batch={shown(value)}",
-                why="there is no such way to end an epoch",
-                instead="write 'keep', 'drop' or 'carry'",
-            )
+        raise ConversionError.cannot(
+            f"use last_batch={shown(value)}",
+            why="there is no such way to end an epoch",
+            instead="write 'keep', 'drop' or 'carry'",
         )
 
 
@@ -307,16 +301,14 @@ def _tokens(num_samples: int | None, num_tokens: int | None, each: int | None) -
     if num_samples is None or each is None:
         return num_tokens
     if num_tokens is not None and num_tokens != num_samples * each:
-        raise ConversionError(
-            cannot(
-                ("use ", Argument("dataset_num_tokens", num_tokens)),
-                why=f"{num_samples} samples of {each} tokens are {num_samples * each}",
-                instead=(
-                    "leave out ",
-                    Argument("dataset_num_tokens"),
-                    " or ",
-                    Argument("tokens_per_sample"),
-                ),
-            )
+        raise ConversionError.cannot(
+            ("use ", Argument("dataset_num_tokens", num_tokens)),
+            why=f"{num_samples} samples of {each} tokens are {num_samples * each}",
+            instead=(
+                "leave out ",
+                Argument("dataset_num_tokens"),
+                " or ",
+                Argument("tokens_per_sample"),
+            ),
         )
     return num_samples * each

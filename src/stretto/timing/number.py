@@ -8,7 +8,7 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from numbers import Number, Rational, Real
 
-from stretto.errors import TimeError, cannot, shown
+from stretto.errors import TimeError, shown
 
 MAX_DIGITS = 200
 """Most digits in the numerator and the denominator of an amount: enough for a dozen float factors,
@@ -36,12 +36,10 @@ def exact(number: object) -> Fraction:
         return Fraction(int(number.numerator), int(number.denominator))
     decimal = _decimal(number)
     if decimal is None:
-        raise TimeError(
-            cannot(
-                f"take {shown(number)} as an amount of time",
-                why=f"it is not a finite number of at most {MAX_DIGITS} digits",
-                instead="write an int, a finite float, a Fraction or a Decimal",
-            )
+        raise TimeError.cannot(
+            f"take {shown(number)} as an amount of time",
+            why=f"it is not a finite number of at most {MAX_DIGITS} digits",
+            instead="write an int, a finite float, a Fraction or a Decimal",
         )
     # Not Fraction(decimal): its type checks cost as much again.
     return Fraction(*decimal.as_integer_ratio())

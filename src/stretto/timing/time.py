@@ -9,7 +9,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import ClassVar, NoReturn, TypeAlias, final
 
-from stretto.errors import TimeError, UnitError, cannot, shown
+from stretto.errors import TimeError, UnitError, shown
 from stretto.timing import grammar
 from stretto.timing.mistakes import HOW
 from stretto.timing.number import exact, is_number, whole
@@ -99,12 +99,10 @@ class Time:
 
     def __int__(self) -> int:
         if self._amount.denominator != 1:
-            raise TimeError(
-                cannot(
-                    f"take '{self}' as an int",
-                    why="it is not whole",
-                    instead="use .amount, or math.floor, math.ceil or round on it",
-                )
+            raise TimeError.cannot(
+                f"take '{self}' as an int",
+                why="it is not whole",
+                instead="use .amount, or math.floor, math.ceil or round on it",
             )
         return self._amount.numerator
 
@@ -153,12 +151,10 @@ class Time:
             return _checked(self._amount * other._amount, self._unit)
         if self._unit is TimeUnit.DURATION:
             return _checked(self._amount * other._amount, other._unit)
-        raise UnitError(
-            cannot(
-                f"multiply '{self}' by '{other}'",
-                why="neither is a number or a fraction of the run",
-                instead="multiply by a number or by a time in 'dur'",
-            )
+        raise UnitError.cannot(
+            f"multiply '{self}' by '{other}'",
+            why="neither is a number or a fraction of the run",
+            instead="multiply by a number or by a time in 'dur'",
         )
 
     __rmul__ = __mul__
@@ -193,22 +189,18 @@ class Time:
     def _same(self, other: object, verb: str) -> Fraction:
         """The amount of `other`, which must be of this time's unit."""
         if not isinstance(other, Time):
-            raise UnitError(
-                cannot(
-                    f"{verb} '{self}' and {shown(other)}",
-                    why=f"a {type(other).__name__} has no unit",
-                    instead=f"write Time({shown(other)}, '{self._unit}')"
-                    if is_number(other)
-                    else "pass a Time",
-                )
+            raise UnitError.cannot(
+                f"{verb} '{self}' and {shown(other)}",
+                why=f"a {type(other).__name__} has no unit",
+                instead=f"write Time({shown(other)}, '{self._unit}')"
+                if is_number(other)
+                else "pass a Time",
             )
         if other._unit is not self._unit:
-            raise UnitError(
-                cannot(
-                    f"{verb} '{self}' and '{other}'",
-                    why=f"one counts {NAMES[self._unit]} and the other {NAMES[other._unit]}",
-                    instead="convert one of them first with Horizon.convert or stretto.convert",
-                )
+            raise UnitError.cannot(
+                f"{verb} '{self}' and '{other}'",
+                why=f"one counts {NAMES[self._unit]} and the other {NAMES[other._unit]}",
+                instead="convert one of them first with Horizon.convert or stretto.convert",
             )
         return other._amount
 
@@ -235,12 +227,10 @@ def read_wall_clock(value: TimeLike) -> Time:
     """
     time = Time(value)
     if time.unit is not TimeUnit.SECOND or time.amount <= 0:
-        raise TimeError(
-            cannot(
-                f"wait '{time}'",
-                why="it is not a time on the wall clock that is longer than 0",
-                instead="write a time such as '90s', '10m' or '1h30m'",
-            )
+        raise TimeError.cannot(
+            f"wait '{time}'",
+            why="it is not a time on the wall clock that is longer than 0",
+            instead="write a time such as '90s', '10m' or '1h30m'",
         )
     return time
 
@@ -260,12 +250,10 @@ def _checked(amount: Fraction, unit: TimeUnit) -> Time:
 def _read(value: object, unit: str | None) -> Time:
     if isinstance(value, (Time, str, timedelta)):
         if unit is not None:
-            raise TimeError(
-                cannot(
-                    f"read {shown(value)} as a time in {shown(unit)}",
-                    why="it has a unit of its own",
-                    instead=f"write Time({shown(value)})",
-                )
+            raise TimeError.cannot(
+                f"read {shown(value)} as a time in {shown(unit)}",
+                why="it has a unit of its own",
+                instead=f"write Time({shown(value)})",
             )
         if isinstance(value, Time):
             return _trusted(value._amount, value._unit)
@@ -274,11 +262,9 @@ def _read(value: object, unit: str | None) -> Time:
         return _trusted(Fraction(value // timedelta(microseconds=1), 10**6), TimeUnit.SECOND)
     if unit is None:
         has_number = is_number(value)
-        raise TimeError(
-            cannot(
-                f"read {shown(value)} as a time",
-                why="it has no unit" if has_number else f"a {type(value).__name__} is not one",
-                instead=f"write Time({shown(value)}, 'ep')" if has_number else HOW,
-            )
+        raise TimeError.cannot(
+            f"read {shown(value)} as a time",
+            why="it has no unit" if has_number else f"a {type(value).__name__} is not one",
+            instead=f"write Time({shown(value)}, 'ep')" if has_number else HOW,
         )
     return _checked(exact(value), parse_unit(unit))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias, final
 
-from stretto.errors import TimeError, cannot, shown
+from stretto.errors import TimeError, shown
 from stretto.timing.horizon import Horizon
 from stretto.timing.number import whole
 from stretto.timing.time import Time
@@ -288,13 +288,11 @@ class Timer:
         saved = Timestamp.from_state(state)
         num_samples = None if self._horizon is None else self._horizon.dataset_num_samples
         if num_samples and saved.sample != saved.epoch * num_samples + saved.sample_in_epoch:
-            raise TimeError(
-                cannot(
-                    f"continue from sample {saved.sample}, {saved.sample_in_epoch} into epoch "
-                    f"{saved.epoch}",
-                    why=f"the data set has {num_samples} samples, and had another number then",
-                    instead="resume with the data that the run was saved with",
-                )
+            raise TimeError.cannot(
+                f"continue from sample {saved.sample}, {saved.sample_in_epoch} into epoch "
+                f"{saved.epoch}",
+                why=f"the data set has {num_samples} samples, and had another number then",
+                instead="resume with the data that the run was saved with",
             )
         self.timestamp = saved._replace(job_nanoseconds=0)
         self.start()
@@ -308,32 +306,26 @@ def _counts(**given: object) -> Iterator[int]:
     for name, value in given.items():
         count = whole(value)
         if count is None or count < 0:
-            raise TimeError(
-                cannot(
-                    f"move the clock by {name}={shown(value)}",
-                    why="it only goes forward, in whole counts",
-                    instead="pass an integer of at least 0",
-                )
+            raise TimeError.cannot(
+                f"move the clock by {name}={shown(value)}",
+                why="it only goes forward, in whole counts",
+                instead="pass an integer of at least 0",
             )
         yield count
 
 
 def _uneven(where: str, why: str) -> TimeError:
-    return TimeError(
-        cannot(
-            f"end the epoch {where}",
-            why=why,
-            instead="count each sample once: timer.skip(samples=...) for those left out, "
-            "timer.end_epoch(samples=...) for those of the next epoch",
-        )
+    return TimeError.cannot(
+        f"end the epoch {where}",
+        why=why,
+        instead="count each sample once: timer.skip(samples=...) for those left out, "
+        "timer.end_epoch(samples=...) for those of the next epoch",
     )
 
 
 def _no_horizon() -> TimeError:
-    return TimeError(
-        cannot(
-            "tell the fraction of the run",
-            why="this timer does not know how long the run is",
-            instead="write Timer(Horizon(max_duration, ...))",
-        )
+    return TimeError.cannot(
+        "tell the fraction of the run",
+        why="this timer does not know how long the run is",
+        instead="write Timer(Horizon(max_duration, ...))",
     )

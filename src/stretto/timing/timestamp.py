@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
-from stretto.errors import TimeError, UnitError, cannot, shown
+from stretto.errors import TimeError, UnitError, shown
 from stretto.timing.time import Time
 from stretto.timing.unit import TimeUnit, parse_unit
 
@@ -24,12 +24,10 @@ def nanoseconds(seconds: float) -> int:
         TimeError: it is negative, nan, or longer than 30,000 years.
     """
     if not 0 <= seconds < 1e12:
-        raise TimeError(
-            cannot(
-                f"move the clock by seconds={shown(seconds)}",
-                why="it only goes forward, by less than 1e12 seconds",
-                instead="pass the seconds since the last update",
-            )
+        raise TimeError.cannot(
+            f"move the clock by seconds={shown(seconds)}",
+            why="it only goes forward, by less than 1e12 seconds",
+            instead="pass the seconds since the last update",
         )
     return round(float(seconds) * NANOSECONDS)
 
@@ -84,12 +82,10 @@ class Timestamp(NamedTuple):
         if found is TimeUnit.SECOND:
             return Time(Fraction(self.run_nanoseconds, NANOSECONDS), found)
         if found is TimeUnit.DURATION:
-            raise UnitError(
-                cannot(
-                    "get the fraction of the run from a timestamp alone",
-                    why="it does not know how long the run is",
-                    instead="write horizon.position(timestamp, 'dur')",
-                )
+            raise UnitError.cannot(
+                "get the fraction of the run from a timestamp alone",
+                why="it does not know how long the run is",
+                instead="write horizon.position(timestamp, 'dur')",
             )
         return Time(getattr(self, _COUNTERS[found]), found)
 
@@ -114,12 +110,10 @@ class Timestamp(NamedTuple):
         for name in (*cls._fields, *state):
             value = state.get(name)
             if name not in cls._fields or type(value) is not int or value < 0:
-                raise TimeError(
-                    cannot(
-                        f"read a timestamp with {name}={shown(value)}",
-                        why="each count is an integer of at least 0",
-                        instead=f"write exactly {', '.join(cls._fields)}",
-                    )
+                raise TimeError.cannot(
+                    f"read a timestamp with {name}={shown(value)}",
+                    why="each count is an integer of at least 0",
+                    instead=f"write exactly {', '.join(cls._fields)}",
                 )
         return cls(**state)
 

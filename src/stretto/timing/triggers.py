@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
-from stretto.errors import TimeError, cannot
+from stretto.errors import TimeError
 from stretto.timing.axis import Axis
 from stretto.timing.conversion import rounded
 from stretto.timing.horizon import Horizon
@@ -136,8 +136,8 @@ class At(Trigger):
 
     def __init__(self, *times: TimeLike) -> None:
         if not times:
-            raise TimeError(
-                cannot("fire at no time at all", why="none was given", instead="write At('0.5ep')")
+            raise TimeError.cannot(
+                "fire at no time at all", why="none was given", instead="write At('0.5ep')"
             )
         parsed = tuple(_positive(Time(time), "a time to fire at") for time in times)
         object.__setattr__(self, "times", parsed)
@@ -232,12 +232,10 @@ def _sum(counts: list[Count]) -> Count:
 
 def _positive(time: Time, what: str) -> Time:
     if time.amount <= 0:
-        raise TimeError(
-            cannot(
-                f"use '{time}' as {what}",
-                why="it is not after the start of the run",
-                instead="write a time such as '1ep'",
-            )
+        raise TimeError.cannot(
+            f"use '{time}' as {what}",
+            why="it is not after the start of the run",
+            instead="write a time such as '1ep'",
         )
     return time
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from stretto.errors import TimeError, cannot, shown
+from stretto.errors import TimeError, shown
 
 
 class TimeUnit(StrEnum):
@@ -54,10 +54,8 @@ def parse_unit(value: object) -> TimeUnit:
     try:
         return TimeUnit(value)  # type: ignore[arg-type]
     except ValueError:
-        raise TimeError(
-            cannot(
-                f"read {shown(value)} as a unit of time",
-                why="there is no such unit",
-                instead="write one of 'ep', 'ba', 'sp', 'tok', 'dur', 'sec'",
-            )
+        raise TimeError.cannot(
+            f"read {shown(value)} as a unit of time",
+            why="there is no such unit",
+            instead="write one of 'ep', 'ba', 'sp', 'tok', 'dur', 'sec'",
         ) from None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, final
 
-from stretto.errors import FitError, cannot, shown
+from stretto.errors import FitError, shown
 from stretto.timing.number import whole
 
 Method = Literal["bisect", "halve"]
@@ -65,29 +65,23 @@ class CandidateSizes:
             value = getattr(self, name)
             number = whole(value)
             if number is None or number < 1:
-                raise FitError(
-                    cannot(
-                        f"look for a batch size with {name}={shown(value)}",
-                        why="it is not an integer of at least 1",
-                        instead="write a positive number of samples",
-                    )
+                raise FitError.cannot(
+                    f"look for a batch size with {name}={shown(value)}",
+                    why="it is not an integer of at least 1",
+                    instead="write a positive number of samples",
                 )
             object.__setattr__(self, name, number)
         if self.power_of_two and self.multiple_of & (self.multiple_of - 1):
-            raise FitError(
-                cannot(
-                    f"look for a power of two that is a multiple of {self.multiple_of}",
-                    why="there is none",
-                    instead="write a multiple_of that is a power of two, or power_of_two=False",
-                )
+            raise FitError.cannot(
+                f"look for a power of two that is a multiple of {self.multiple_of}",
+                why="there is none",
+                instead="write a multiple_of that is a power of two, or power_of_two=False",
             )
         if self.at_most(self.maximum) is None:
-            raise FitError(
-                cannot(
-                    f"look for a batch size from {self.minimum} to {self.maximum}",
-                    why=f"there is no {self._kind} among them",
-                    instead="widen the bounds",
-                )
+            raise FitError.cannot(
+                f"look for a batch size from {self.minimum} to {self.maximum}",
+                why=f"there is no {self._kind} among them",
+                instead="widen the bounds",
             )
 
     def __iter__(self) -> Iterator[int]:
@@ -173,12 +167,10 @@ def search(
     else:
         low = _bisect(tried, sizes, begin, within)
     if low is None:
-        raise FitError(
-            cannot(
-                f"find a batch size from {sizes.minimum} to {sizes.maximum}",
-                why=f"{sizes.smallest} does not fit",
-                instead="make the model or its samples smaller, or give it more memory",
-            )
+        raise FitError.cannot(
+            f"find a batch size from {sizes.minimum} to {sizes.maximum}",
+            why=f"{sizes.smallest} does not fit",
+            instead="make the model or its samples smaller, or give it more memory",
         )
     return Found(low, tried.too_large, tuple(tried.trials))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
-from stretto.errors import FitError, cannot
+from stretto.errors import FitError
 from stretto.memory.amounts import show_bytes
 from stretto.memory.finding.candidates import CandidateSizes, Found, search
 from stretto.memory.finding.ranks import Together
@@ -29,8 +29,8 @@ class NoEstimateError(FitError):
 
 def no_estimate(why: str) -> NoEstimateError:
     """Return the error for an estimator that cannot tell."""
-    return NoEstimateError(
-        cannot("find a batch size by this method", why=why, instead="write method='auto'")
+    return NoEstimateError.cannot(
+        "find a batch size by this method", why=why, instead="write method='auto'"
     )
 
 
@@ -192,12 +192,10 @@ def needs(estimator: MemoryEstimator, overhead: Overhead | None, size: int) -> i
 
 
 def _nothing_fits(size: int, limit: MemoryLimit, reserve: int, need: int) -> NothingFitsError:
-    return NothingFitsError(
-        cannot(
-            f"fit {samples(size)} into {limit}",
-            why=f"a step needs {show_bytes(need)}, and {show_bytes(reserve)} stay free",
-            instead="make the model or its samples smaller, or give it more memory",
-        )
+    return NothingFitsError.cannot(
+        f"fit {samples(size)} into {limit}",
+        why=f"a step needs {show_bytes(need)}, and {show_bytes(reserve)} stay free",
+        instead="make the model or its samples smaller, or give it more memory",
     )
 
 

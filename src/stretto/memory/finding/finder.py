@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from stretto.data import move_batch
-from stretto.errors import FitError, cannot, shown
+from stretto.errors import FitError, shown
 from stretto.memory.amounts import Margin, parse_bytes
 from stretto.memory.batches import resize_batch
 from stretto.memory.finding.candidates import CandidateSizes
@@ -132,12 +132,10 @@ def find_batch_size(
 
 def _one_of(what: str, value: object, choices: Sequence[object]) -> None:
     if value not in choices:
-        raise FitError(
-            cannot(
-                f"find a batch size {what} {shown(value)}",
-                why="there is no such choice",
-                instead=f"write {', '.join(map(repr, choices))}",
-            )
+        raise FitError.cannot(
+            f"find a batch size {what} {shown(value)}",
+            why="there is no such choice",
+            instead=f"write {', '.join(map(repr, choices))}",
         )
 
 
@@ -156,21 +154,17 @@ def _limit(step: WholeStep, device_memory: str | int | None) -> MemoryLimit:
     if device_memory is not None:
         stated = parse_bytes(device_memory)
         if not stated:
-            raise FitError(
-                cannot(
-                    f"find a batch size for device_memory={shown(device_memory)}",
-                    why="it is not above zero",
-                    instead="write for example 80GiB, or leave it out to use this machine's memory",
-                )
+            raise FitError.cannot(
+                f"find a batch size for device_memory={shown(device_memory)}",
+                why="it is not above zero",
+                instead="write for example 80GiB, or leave it out to use this machine's memory",
             )
         return MemoryLimit(stated, "as stated")
     if step.device.type == "meta":
-        raise FitError(
-            cannot(
-                "find a batch size for a model on the meta device",
-                why="it is on no device whose memory could be looked at",
-                instead="pass device_memory, for example '80GiB'",
-            )
+        raise FitError.cannot(
+            "find a batch size for a model on the meta device",
+            why="it is on no device whose memory could be looked at",
+            instead="pass device_memory, for example '80GiB'",
         )
     release_memory()
     free = free_memory(step.device)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import final
 
-from stretto.errors import FitError, cannot
+from stretto.errors import FitError
 from stretto.memory.amounts import show_bytes
 from stretto.memory.finding.candidates import Found, Method, search
 from stretto.memory.finding.estimators import EstimatorRunner, NoEstimateError, needs, no_estimate
@@ -100,12 +100,10 @@ class Finder:
     def _probing(self) -> MemoryEstimator:
         request = self._request
         if request.step.device.type == "meta":
-            raise NoEstimateError(
-                cannot(
-                    "probe a model on the meta device",
-                    why="real steps need real tensors",
-                    instead="predict, or build the model on a device",
-                )
+            raise NoEstimateError.cannot(
+                "probe a model on the meta device",
+                why="real steps need real tensors",
+                instead="predict, or build the model on a device",
             )
         return self._probe(request.step, request.make_batch, also=request.also)
 
@@ -242,12 +240,10 @@ class Finder:
         request = self._request
         if not request.is_here:
             why = [*self._notes, "trials need the device that has this memory"]
-            raise FitError(
-                cannot(
-                    f"find a batch size for {request.limit}",
-                    why="; ".join(why),
-                    instead="leave device_memory out, on that device",
-                )
+            raise FitError.cannot(
+                f"find a batch size for {request.limit}",
+                why="; ".join(why),
+                instead="leave device_memory out, on that device",
             )
         if tried is None:
             with self._trying() as opened:

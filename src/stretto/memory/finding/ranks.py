@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
-from stretto.errors import FitError, cannot
+from stretto.errors import FitError
 
 _FAILED = -1
 
@@ -41,12 +41,10 @@ class Together:
             raise
         least = self._agree(number)
         if least == _FAILED:
-            raise FitError(
-                cannot(
-                    "find a batch size on this rank alone",
-                    why="another rank has failed",
-                    instead="look for the error that it shows",
-                )
+            raise FitError.cannot(
+                "find a batch size on this rank alone",
+                why="another rank has failed",
+                instead="look for the error that it shows",
             )
         return least
 

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from stretto.errors import FitError, cannot
+from stretto.errors import FitError
 
 
 @final
@@ -91,12 +91,10 @@ class Copies:
             self._file.write(_buffer(memory))
             self._file.flush()
         except OSError as error:
-            raise FitError(
-                cannot(
-                    "keep a copy of the model's state on the disk",
-                    why=(error.strerror or str(error)).lower(),
-                    instead="set TMPDIR to a folder with room, or use a method that takes no step",
-                )
+            raise FitError.cannot(
+                "keep a copy of the model's state on the disk",
+                why=(error.strerror or str(error)).lower(),
+                instead="set TMPDIR to a folder with room, or use a method that takes no step",
             ) from None
         self._end += memory.numel()
         return start

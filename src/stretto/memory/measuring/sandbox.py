@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from stretto.errors import FitError, cannot
+from stretto.errors import FitError
 from stretto.memory.measuring.copies import Copies, parts_of
 from stretto.runtime.random_state import RandomState
 
@@ -110,12 +110,10 @@ class _Snapshot:
             state = copy.deepcopy(root.state_dict())
             self._undo.append(lambda: root.load_state_dict(copy.deepcopy(state)))
         else:
-            raise FitError(
-                cannot(
-                    f"restore an object of type {type(root).__name__} after a trial",
-                    why="it has no state_dict and load_state_dict",
-                    instead="leave it out of 'also', or restore it yourself",
-                )
+            raise FitError.cannot(
+                f"restore an object of type {type(root).__name__} after a trial",
+                why="it has no state_dict and load_state_dict",
+                instead="leave it out of 'also', or restore it yourself",
             )
 
     def _add(self, value: Any) -> None:
@@ -153,12 +151,10 @@ class _Snapshot:
 
     def _add_tensor(self, tensor: Tensor) -> None:
         if is_lazy(tensor):
-            raise FitError(
-                cannot(
-                    "restore a model with uninitialized (lazy) parameters",
-                    why="their shape is set in the first forward pass and cannot be undone",
-                    instead="run one batch through the model first",
-                )
+            raise FitError.cannot(
+                "restore a model with uninitialized (lazy) parameters",
+                why="their shape is set in the first forward pass and cannot be undone",
+                instead="run one batch through the model first",
             )
         self._copies.keep(tensor)
         memory, needs_gradient = tensor.detach(), tensor.requires_grad

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from stretto.errors import FitError, cannot
+from stretto.errors import FitError
 from stretto.memory.limits import free_memory, guard
 from stretto.memory.measuring.footprint import footprint
 from stretto.memory.measuring.sandbox import sandbox
@@ -163,10 +163,8 @@ def _check(model: nn.Module) -> None:
     """Refuse a model whose passes communicate with other ranks."""
     names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     if names & {"FSDPModule", "FullyShardedDataParallel"}:
-        raise FitError(
-            cannot(
-                "try batch sizes with a model that is sharded over ranks",
-                why="a rank that runs out of memory would leave the others waiting in the forward",
-                instead="predict what fits, with method='predict' and device_memory",
-            )
+        raise FitError.cannot(
+            "try batch sizes with a model that is sharded over ranks",
+            why="a rank that runs out of memory would leave the others waiting in the forward",
+            instead="predict what fits, with method='predict' and device_memory",
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from stretto.errors import FitError, cannot
+from stretto.errors import FitError
 from stretto.memory.prediction.recording import Place
 from stretto.memory.prediction.scratch import CONVOLUTIONS
 
@@ -61,12 +61,10 @@ class FakeValues:
         if func in CONVOLUTIONS:
             self.scratch.setdefault(str(func), place)
         elif func in _REFUSED:
-            raise FitError(
-                cannot(
-                    f"follow {place.module or 'a module'} on fake tensors",
-                    why=_REFUSED[func],
-                    instead="probe with real steps",
-                )
+            raise FitError.cannot(
+                f"follow {place.module or 'a module'} on fake tensors",
+                why=_REFUSED[func],
+                instead="probe with real steps",
             )
         return func(*args, **kwargs)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from stretto.errors import FitError, cannot
+from stretto.errors import FitError
 from stretto.memory.prediction.curve import FittedAllocation, MemoryCurve
 from stretto.memory.prediction.recording import Recording
 
@@ -129,11 +129,9 @@ def _too_different(recording: Recording, model: Recording) -> FitError:
     pairs = zip(recording.events, model.events, strict=False)
     place = next((a.place for a, b in pairs if a[:2] != b[:2]), model.events[-1].place)
     where = f" of {place.module}" if place.module else ""
-    return FitError(
-        cannot(
-            f"fit the memory of batches of {recording.size} and {model.size} samples",
-            why="the step does not allocate alike for both: the first difference is in the "
-            f"{place.phase}{where}",
-            instead="try real steps of each size instead",
-        )
+    return FitError.cannot(
+        f"fit the memory of batches of {recording.size} and {model.size} samples",
+        why="the step does not allocate alike for both: the first difference is in the "
+        f"{place.phase}{where}",
+        instead="try real steps of each size instead",
     )

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 
 from stretto.data import move_batch
-from stretto.errors import FitError, StrettoError, cannot
+from stretto.errors import FitError, StrettoError
 from stretto.memory.prediction.cuda import CudaKernels, use_foreach
 from stretto.memory.prediction.fake_copies import FakeCopies
 from stretto.memory.prediction.fake_values import FakeValues
@@ -81,22 +81,18 @@ class Tracer:
 
 
 def _cannot_copy(error: Exception) -> FitError:
-    return FitError(
-        cannot(
-            "copy a model with fake tensors",
-            why=f"copy.deepcopy of the model fails: {_first_line(error)}",
-            instead="probe with real steps, or give modules a __deepcopy__",
-        )
+    return FitError.cannot(
+        "copy a model with fake tensors",
+        why=f"copy.deepcopy of the model fails: {_first_line(error)}",
+        instead="probe with real steps, or give modules a __deepcopy__",
     )
 
 
 def _cannot_follow(size: int, error: Exception) -> FitError:
-    return FitError(
-        cannot(
-            f"follow a step of {size} samples on fake tensors",
-            why=_first_line(error),
-            instead="probe with real steps",
-        )
+    return FitError.cannot(
+        f"follow a step of {size} samples on fake tensors",
+        why=_first_line(error),
+        instead="probe with real steps",
     )
 
 
