@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, Literal, TypeAlias, final
 
 from stretto.batching import RuleLike, as_rule
-from stretto.errors import TrainingError, cannot, shown
+from stretto.errors import TrainingError, shown
 from stretto.timing import LastBatch, TimeLike, Trigger, parse_trigger, read_wall_clock
 from stretto.timing.number import whole
 
@@ -103,33 +103,27 @@ class Stepping:
         if not callable(self.loss_weight):
             one_of("loss_weight", self.loss_weight, ("samples", "tokens"))
         if self.shifts_labels is not None and self.loss_weight != "tokens":
-            raise TrainingError(
-                cannot(
-                    f"use shifts_labels={self.shifts_labels!r}",
-                    why="the loss is not weighed by target tokens",
-                    instead="write loss_weight='tokens', or leave it out",
-                )
+            raise TrainingError.cannot(
+                f"use shifts_labels={self.shifts_labels!r}",
+                why="the loss is not weighed by target tokens",
+                instead="write loss_weight='tokens', or leave it out",
             )
         one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
         one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
         one_of("non_finite", self.non_finite, ("stop", "skip", "ignore"))
         steps: object = self.measure_noise
         if steps not in ("auto", None) and (whole(steps) or 0) < 1:
-            raise TrainingError(
-                cannot(
-                    f"measure the noise of the gradient in one of {shown(steps)} steps",
-                    why="it is not an integer of at least 1",
-                    instead="write a number of steps such as 10, or leave measure_noise out",
-                )
+            raise TrainingError.cannot(
+                f"measure the noise of the gradient in one of {shown(steps)} steps",
+                why="it is not an integer of at least 1",
+                instead="write a number of steps such as 10, or leave measure_noise out",
             )
         norm: object = self.clip_norm
         if norm is not None and (not isinstance(norm, (int, float)) or not norm > 0):
-            raise TrainingError(
-                cannot(
-                    f"clip gradients to a norm of {shown(norm)}",
-                    why="it is not a positive number",
-                    instead="write a number such as 1.0, or leave clip_norm out",
-                )
+            raise TrainingError.cannot(
+                f"clip gradients to a norm of {shown(norm)}",
+                why="it is not a positive number",
+                instead="write a number such as 1.0, or leave clip_norm out",
             )
         if self.rank_timeout is not None:
             read_wall_clock(self.rank_timeout)
@@ -169,12 +163,10 @@ class Checkpointing:
     def __post_init__(self) -> None:
         one_of("mode", self.mode, ("min", "max"))
         if (whole(self.keep) or 0) < 1:
-            raise TrainingError(
-                cannot(
-                    f"keep {self.keep!r} checkpoints",
-                    why="it is not an integer of at least 1",
-                    instead="write how many of the newest to keep, such as 3",
-                )
+            raise TrainingError.cannot(
+                f"keep {self.keep!r} checkpoints",
+                why="it is not an integer of at least 1",
+                instead="write how many of the newest to keep, such as 3",
             )
 
     @property
@@ -191,6 +183,6 @@ def one_of(name: str, value: object, choices: Sequence[str]) -> None:
     """
     if value not in choices:
         shown = ", ".join(repr(choice) for choice in choices)
-        raise TrainingError(
-            cannot(f"use {name}={value!r}", why="there is no such choice", instead=f"write {shown}")
+        raise TrainingError.cannot(
+            f"use {name}={value!r}", why="there is no such choice", instead=f"write {shown}"
         )

@@ -17,7 +17,7 @@ from stretto.batching.policy import BatchSizePolicy, checked_size
 from stretto.batching.scheduled.fixed import Fixed, Steps
 from stretto.batching.scheduled.functions import SizeCallable, SizeFunction
 from stretto.batching.written import COUPLED, ORDER, RAMPS, WAYS, WRAPPERS, Path, Way
-from stretto.errors import Argument, BatchSizeError, Text, TimeError, cannot, nearest, shown
+from stretto.errors import Argument, BatchSizeError, Text, TimeError, nearest, shown
 from stretto.timing import Horizon, Time
 
 PolicyLike: TypeAlias = (
@@ -343,4 +343,4 @@ def _is_time(key: object) -> bool:
 
 
 def _refused(what: Text, why: Text, instead: Text) -> BatchSizeError:
-    return BatchSizeError(cannot(what, why=why, instead=instead))
+    return BatchSizeError.cannot(what, why=why, instead=instead)

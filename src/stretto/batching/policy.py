@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, cast, final
 
 from stretto.batching.signals import Signals
-from stretto.errors import BatchSizeError, Text, cannot, shown
+from stretto.errors import BatchSizeError, Text, shown
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.conversion import rounded
 from stretto.timing.number import exact, whole
@@ -164,12 +164,10 @@ class BatchSizePolicy(ABC):
             BatchSizeError: it has times, and the ratio is not positive or the method is missing.
         """
         if self.times():
-            raise BatchSizeError(
-                cannot(
-                    f"stretch {self!r} by {ratio}",
-                    why="it has times, and does not say what becomes of them",
-                    instead=f"define scaled(self, ratio) in {type(self).__name__}",
-                )
+            raise BatchSizeError.cannot(
+                f"stretch {self!r} by {ratio}",
+                why="it has times, and does not say what becomes of them",
+                instead=f"define scaled(self, ratio) in {type(self).__name__}",
             )
         return self
 
@@ -243,14 +241,10 @@ def checked_size(
     size = whole(value)
     is_large = size is not None and size >= _TOO_LARGE
     if size is None or size < 1 or is_large:
-        raise BatchSizeError(
-            cannot(
-                f"use {shown(value)} as {what}",
-                why="it has more than 200 digits"
-                if is_large
-                else "it is not an integer of at least 1",
-                instead=instead,
-            )
+        raise BatchSizeError.cannot(
+            f"use {shown(value)} as {what}",
+            why="it has more than 200 digits" if is_large else "it is not an integer of at least 1",
+            instead=instead,
         )
     return size
 
@@ -274,12 +268,10 @@ def stretched(time: Time, ratio: Number) -> Time:
         return time
     factor = exact(ratio)
     if factor <= 0:
-        raise BatchSizeError(
-            cannot(
-                f"stretch the times of a batch size policy by {ratio}",
-                why="it is not positive",
-                instead="write a ratio such as 0.5",
-            )
+        raise BatchSizeError.cannot(
+            f"stretch the times of a batch size policy by {ratio}",
+            why="it is not positive",
+            instead="write a ratio such as 0.5",
         )
     return rounded(time.amount * factor, time.unit)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, final
 
 from stretto.batching.policy import checked_size
 from stretto.batching.scheduled.functions import name_of
-from stretto.errors import BatchSizeError, cannot, shown
+from stretto.errors import BatchSizeError, shown
 
 
 def is_learning_rate(name: str) -> bool:
@@ -124,12 +124,10 @@ class FunctionRule(LearningRateRule):
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise BatchSizeError(
-                cannot(
-                    f"use {shown(self.function)} as a learning rate rule",
-                    why="it is not a function",
-                    instead="pass a function size -> factor, or LinearRule(256)",
-                )
+            raise BatchSizeError.cannot(
+                f"use {shown(self.function)} as a learning rate rule",
+                why="it is not a function",
+                instead="pass a function size -> factor, or LinearRule(256)",
             )
 
     def __call__(self, size: int, /) -> float:
@@ -144,13 +142,11 @@ class FunctionRule(LearningRateRule):
             or not isinstance(factor, (int, float))
             or not _is_factor(factor)
         ):
-            raise BatchSizeError(
-                cannot(
-                    f"multiply the learning rate by {shown(factor)}",
-                    why="it is not a finite number of at least 0",
-                    instead="return a factor such as 1.0",
-                    where=f"{name_of(self.function)}({size})",
-                )
+            raise BatchSizeError.cannot(
+                f"multiply the learning rate by {shown(factor)}",
+                why="it is not a finite number of at least 0",
+                instead="return a factor such as 1.0",
+                where=f"{name_of(self.function)}({size})",
             )
         return float(factor)
 
@@ -192,19 +188,15 @@ def as_rule(rule: RuleLike) -> LearningRateRule:
     elif callable(value):
         return FunctionRule(value)
     elif isinstance(value, str) and value in ("linear", "sqrt"):
-        raise BatchSizeError(
-            cannot(
-                f"use {value!r} as a learning rate rule",
-                why="it does not say which batch size the learning rate was chosen for",
-                instead=f"write for example {{{value!r}: 256}}",
-            )
+        raise BatchSizeError.cannot(
+            f"use {value!r} as a learning rate rule",
+            why="it does not say which batch size the learning rate was chosen for",
+            instead=f"write for example {{{value!r}: 256}}",
         )
     else:
         why = "it is not a rule, a mapping or a function"
-    raise BatchSizeError(
-        cannot(
-            f"use {shown(value)} as a learning rate rule",
-            why=why,
-            instead="write {'linear': 256}, {'sqrt': 256} or a function size -> factor",
-        )
+    raise BatchSizeError.cannot(
+        f"use {shown(value)} as a learning rate rule",
+        why=why,
+        instead="write {'linear': 256}, {'sqrt': 256} or a function size -> factor",
     )

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import final
 
-from stretto.errors import BatchSizeError, cannot, shown
+from stretto.errors import BatchSizeError, shown
 
 
 @final
@@ -59,12 +59,10 @@ def _as_signal(name: str, value: object) -> float:
     try:
         return as_float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):  # a tensor of several elements
-        raise BatchSizeError(
-            cannot(
-                f"decide by the signal {name}={shown(value)}",
-                why="it is not a number",
-                instead="pass a number, or leave it out where nothing was measured",
-            )
+        raise BatchSizeError.cannot(
+            f"decide by the signal {name}={shown(value)}",
+            why="it is not a number",
+            instead="pass a number, or leave it out where nothing was measured",
         ) from None
 
 

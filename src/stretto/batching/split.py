@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from stretto.batching.policy import checked_size, checked_world_size
-from stretto.errors import Argument, BatchSizeError, Text, cannot, shown
+from stretto.errors import Argument, BatchSizeError, Text, shown
 from stretto.timing.number import whole
 
 
@@ -93,12 +93,10 @@ def split(
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
     position = whole(start)
     if position is None or position < 0:
-        raise BatchSizeError(
-            cannot(
-                f"start a batch at position {shown(start)}",
-                why="positions are integers of at least 0",
-                instead="pass the number of samples before the batch",
-            )
+        raise BatchSizeError.cannot(
+            f"start a batch at position {shown(start)}",
+            why="positions are integers of at least 0",
+            instead="pass the number of samples before the batch",
         )
     unit = even_unit(world_size, micro_batch_size)
     if even and size % unit:
@@ -123,10 +121,8 @@ def not_even(
         multiple = Argument("multiple_of", unit)
         instead = ("write ", multiple, f" and begin with at least {unit} samples")
     micro = "" if micro_batch_size is None else f" with micro-batches of {micro_batch_size}"
-    return BatchSizeError(
-        cannot(
-            f"split {size} samples evenly over {world_size} ranks{micro}",
-            why=f"it is not a multiple of {unit}",
-            instead=(*instead, ", or ", Argument("even", value=False)),
-        )
+    return BatchSizeError.cannot(
+        f"split {size} samples evenly over {world_size} ranks{micro}",
+        why=f"it is not a multiple of {unit}",
+        instead=(*instead, ", or ", Argument("even", value=False)),
     )

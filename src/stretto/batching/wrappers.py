@@ -14,7 +14,7 @@ from stretto.batching.policy import (
     checked_size,
 )
 from stretto.batching.written import WRAPPERS, written
-from stretto.errors import Argument, BatchSizeError, cannot, shown
+from stretto.errors import Argument, BatchSizeError, shown
 from stretto.timing import Horizon, Time
 from stretto.timing.time import Number
 
@@ -175,12 +175,10 @@ class MultipleOf(SizeMap):
         inside = self.policy
         while isinstance(inside, Wrapper):
             if isinstance(inside, PowerOfTwo) and self.factor & (self.factor - 1):
-                raise BatchSizeError(
-                    cannot(
-                        f"round powers of two to multiples of {self.factor}",
-                        why=f"no multiple of {self.factor} is a power of two",
-                        instead="keep one of the two",
-                    )
+                raise BatchSizeError.cannot(
+                    f"round powers of two to multiples of {self.factor}",
+                    why=f"no multiple of {self.factor} is a power of two",
+                    instead="keep one of the two",
                 )
             inside = inside.policy
 
@@ -260,33 +258,27 @@ def checked_policy(policy: object) -> BatchSizePolicy:
     """
     inner = as_policy(policy)
     if inner.is_coupled:
-        raise BatchSizeError(
-            cannot(
-                f"change the sizes of {inner!r}",
-                why="the learning rate goes by them, and would not know",
-                instead="give the pair a maximum, multiple_of, or other sizes: "
-                "Seesaw(schedule, 16, maximum=256, multiple_of=8)",
-            )
+        raise BatchSizeError.cannot(
+            f"change the sizes of {inner!r}",
+            why="the learning rate goes by them, and would not know",
+            instead="give the pair a maximum, multiple_of, or other sizes: "
+            "Seesaw(schedule, 16, maximum=256, multiple_of=8)",
         )
     return inner
 
 
 def _cannot_bound(key: str, name: str, size: int, inside: int) -> BatchSizeError:
-    return BatchSizeError(
-        cannot(
-            ("bound batch sizes by ", Argument(key, size, f"{name}(policy, {size})")),
-            why=f"the rounding and bounds inside turn {size} into {inside}",
-            instead=f"write {inside}",
-        )
+    return BatchSizeError.cannot(
+        ("bound batch sizes by ", Argument(key, size, f"{name}(policy, {size})")),
+        why=f"the rounding and bounds inside turn {size} into {inside}",
+        instead=f"write {inside}",
     )
 
 
 def _check_rounding(rounding: object) -> None:
     if rounding not in ("down", "up"):
-        raise BatchSizeError(
-            cannot(
-                f"round a batch size {shown(rounding)}",
-                why="there is no such way to round",
-                instead="write 'down' or 'up'",
-            )
+        raise BatchSizeError.cannot(
+            f"round a batch size {shown(rounding)}",
+            why="there is no such way to round",
+            instead="write 'down' or 'up'",
         )

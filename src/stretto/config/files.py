@@ -12,7 +12,7 @@ from stretto.config.reading.overrides import apply_overrides
 from stretto.config.reading.source import Source, source_name
 from stretto.config.reading.yaml_text import MAX_BYTES, check_mapping, parse_scalar, parse_yaml
 from stretto.config.run import RunConfig
-from stretto.errors import ConfigError, cannot
+from stretto.errors import ConfigError
 
 
 class RunFile(NamedTuple):
@@ -34,22 +34,18 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         why = (getattr(error, "strerror", None) or str(error)).lower().replace("is a", "it is a", 1)
-        raise ConfigError(
-            cannot(
-                f"read {str(path)!r}",
-                why=why,
-                instead="write the path of a run file, or none for the packaged one",
-            )
+        raise ConfigError.cannot(
+            f"read {str(path)!r}",
+            why=why,
+            instead="write the path of a run file, or none for the packaged one",
         ) from None
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            cannot(
-                f"read {source_name(path)}",
-                why=f"byte {error.start + 1} is not UTF-8",
-                instead="save it as UTF-8 text",
-            )
+        raise ConfigError.cannot(
+            f"read {source_name(path)}",
+            why=f"byte {error.start + 1} is not UTF-8",
+            instead="save it as UTF-8 text",
         ) from None
     return parse_run_file(text, source_name(path), overrides)
 

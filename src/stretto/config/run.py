@@ -31,7 +31,7 @@ from stretto.config.values.settings import (
     Optimizer,
     SteppingSection,
 )
-from stretto.errors import ConfigError, cannot
+from stretto.errors import ConfigError
 from stretto.schedules.names import parse_name
 from stretto.timing import LastBatch
 
@@ -158,12 +158,10 @@ class RunConfig(Section):
         names = [evaluation.name for evaluation in self.evaluations]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ConfigError(
-                cannot(
-                    f"evaluate twice as {twice!r}",
-                    why="their metrics would have the same names",
-                    instead="give each evaluation a 'name' of its own",
-                )
+            raise ConfigError.cannot(
+                f"evaluate twice as {twice!r}",
+                why="their metrics would have the same names",
+                instead="give each evaluation a 'name' of its own",
             )
         return self
 
@@ -172,19 +170,15 @@ class RunConfig(Section):
         if coupled_key(self.batch_size) is None:
             return self
         if "lr" not in self.schedules:
-            raise ConfigError(
-                cannot(
-                    "grow the batch as the learning rate decays",
-                    why="there is no 'schedules.lr'",
-                    instead="write for example 'schedules: {lr: {cosine: {warmup: 5%}}}'",
-                )
+            raise ConfigError.cannot(
+                "grow the batch as the learning rate decays",
+                why="there is no 'schedules.lr'",
+                instead="write for example 'schedules: {lr: {cosine: {warmup: 5%}}}'",
             )
         if self.learning_rate_rule is not None:
-            raise ConfigError(
-                cannot(
-                    "follow the batch size by a 'learning_rate_rule'",
-                    why="the batch size itself says how the learning rate goes with it",
-                    instead="leave it out",
-                )
+            raise ConfigError.cannot(
+                "follow the batch size by a 'learning_rate_rule'",
+                why="the batch size itself says how the learning rate goes with it",
+                instead="leave it out",
             )
         return self

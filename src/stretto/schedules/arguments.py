@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import SupportsFloat
 
-from stretto.errors import ScheduleError, cannot, shown
+from stretto.errors import ScheduleError, shown
 from stretto.timing import Time, TimeLike
 from stretto.timing.number import is_number
 
@@ -18,12 +18,10 @@ def factor(value: object, name: str) -> float:
     """
     number = _as_float(value) if is_number(value) else math.nan
     if not 0.0 <= number < math.inf:
-        raise ScheduleError(
-            cannot(
-                f"use {name}={shown(value)}",
-                why="it is not a finite number of at least 0",
-                instead="write a number such as 0.1",
-            )
+        raise ScheduleError.cannot(
+            f"use {name}={shown(value)}",
+            why="it is not a finite number of at least 0",
+            instead="write a number such as 0.1",
         )
     return abs(number)  # a negative zero becomes a plain one
 
@@ -36,12 +34,10 @@ def positive(value: object, name: str) -> float:
     """
     number = factor(value, name)
     if number == 0:
-        raise ScheduleError(
-            cannot(
-                f"use {name}={shown(value)}",
-                why="it is not above 0",
-                instead="write a number such as 1.0",
-            )
+        raise ScheduleError.cannot(
+            f"use {name}={shown(value)}",
+            why="it is not above 0",
+            instead="write a number such as 1.0",
         )
     return number
 
@@ -60,12 +56,10 @@ def checked_factor(value: object, source: object) -> float:
     if 0.0 <= number < math.inf:
         return number
     name = getattr(source, "__qualname__", shown(source))
-    raise ScheduleError(
-        cannot(
-            f"use {shown(value)} as a factor",
-            why=f"the schedule {name} returned it, and a factor is a finite number of at least 0",
-            instead="return a number such as 0.1",
-        )
+    raise ScheduleError.cannot(
+        f"use {shown(value)} as a factor",
+        why=f"the schedule {name} returned it, and a factor is a finite number of at least 0",
+        instead="return a number such as 0.1",
     )
 
 
@@ -78,8 +72,8 @@ def length(value: TimeLike, name: str) -> Time:
     """
     time = Time(value)
     if time.amount < 0:
-        raise ScheduleError(
-            cannot(f"use {name}='{time}'", why="it is negative", instead=f"write '{-time}'")
+        raise ScheduleError.cannot(
+            f"use {name}='{time}'", why="it is negative", instead=f"write '{-time}'"
         )
     return time
 
@@ -103,12 +97,10 @@ def interval(value: TimeLike, name: str) -> Time:
     """
     time = Time(value)
     if time.amount <= 0:
-        raise ScheduleError(
-            cannot(
-                f"use {name}='{time}'",
-                why="it is not longer than nothing",
-                instead=f"write a time such as '1{time.unit}'",
-            )
+        raise ScheduleError.cannot(
+            f"use {name}='{time}'",
+            why="it is not longer than nothing",
+            instead=f"write a time such as '1{time.unit}'",
         )
     return time
 

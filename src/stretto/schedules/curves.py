@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
-from stretto.errors import ScheduleError, cannot, shown
+from stretto.errors import ScheduleError, shown
 from stretto.schedules.arguments import checked_factor, factor, length, positive
 from stretto.schedules.glide import cosine_left, glide, way
 from stretto.schedules.schedule import BoundSchedule, fill
@@ -218,12 +218,10 @@ class Curve(WarmedUp):
         warmup_start: float = 0.0,
     ) -> None:
         if not callable(function):
-            raise ScheduleError(
-                cannot(
-                    f"use {shown(function)} as a curve",
-                    why="it can't be called",
-                    instead="write a function of the part that has passed, such as lambda x: 1 - x",
-                )
+            raise ScheduleError.cannot(
+                f"use {shown(function)} as a curve",
+                why="it can't be called",
+                instead="write a function of the part that has passed, such as lambda x: 1 - x",
             )
         fill(self, function=function, over=length(over, "over"))
         set_warmup(self, warmup, warmup_start)

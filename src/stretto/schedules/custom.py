@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
-from stretto.errors import ScheduleError, cannot, shown
+from stretto.errors import ScheduleError, shown
 from stretto.schedules.arguments import checked_factor, factor
 from stretto.schedules.constant import Constant
 from stretto.schedules.schedule import BoundSchedule, Schedule, fill
@@ -56,12 +56,10 @@ class Custom(Schedule):
 
     def __init__(self, function: Callable[[Timer], float], reads: str = READS) -> None:
         if not callable(function):
-            raise ScheduleError(
-                cannot(
-                    f"use {shown(function)} as a custom schedule",
-                    why="it can't be called",
-                    instead="write a function of the timer, such as lambda timer: 0.5**timer.epoch",
-                )
+            raise ScheduleError.cannot(
+                f"use {shown(function)} as a custom schedule",
+                why="it can't be called",
+                instead="write a function of the timer, such as lambda timer: 0.5**timer.epoch",
             )
         fill(self, function=function, units=" ".join(map(parse_unit, reads.split())))
 
@@ -106,11 +104,9 @@ def as_schedule(value: object) -> Schedule:
     is_class = isinstance(value, type)  # probably Cosine instead of Cosine()
     if callable(value) and not is_class:
         return Custom(value)
-    raise ScheduleError(
-        cannot(
-            f"use {shown(value)} as a schedule",
-            why="it is a class" if is_class else "it is not a schedule, a number or a callable",
-            instead="write a schedule such as Cosine(warmup='5%'), a number, or a function of the "
-            "timer",
-        )
+    raise ScheduleError.cannot(
+        f"use {shown(value)} as a schedule",
+        why="it is a class" if is_class else "it is not a schedule, a number or a callable",
+        instead="write a schedule such as Cosine(warmup='5%'), a number, or a function of the "
+        "timer",
     )

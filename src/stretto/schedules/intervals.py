@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
-from stretto.errors import ScheduleError, cannot, shown
+from stretto.errors import ScheduleError, shown
 from stretto.schedules.arguments import factor, interval
 from stretto.schedules.schedule import BoundSchedule, fill
 from stretto.schedules.scope import END, Span, integers
@@ -214,12 +214,10 @@ class MultiStep(WarmedUp):
         cuts = [span.after(time) for time in self.milestones]
         for (before, a), (after, b) in pairwise(zip(self.milestones, cuts, strict=True)):
             if b < a or after == before:
-                raise ScheduleError(
-                    cannot(
-                        f"put the milestone '{after}' after '{before}'",
-                        why="it does not come later in this run",
-                        instead="write each milestone once and in order",
-                    )
+                raise ScheduleError.cannot(
+                    f"put the milestone '{after}' after '{before}'",
+                    why="it does not come later in this run",
+                    instead="write each milestone once and in order",
                 )
         if span.end is not None:
             cuts = [cut for cut in cuts if cut < span.end]  # one on the end is never reached
@@ -238,12 +236,10 @@ class MultiStep(WarmedUp):
 
 def _milestones(milestones: Sequence[TimeLike]) -> tuple[Time, ...]:
     if not isinstance(milestones, (list, tuple)) or not milestones:
-        raise ScheduleError(
-            cannot(
-                f"use milestones={shown(milestones)}",
-                why="it is not a list of times",
-                instead="write milestones such as ['0.5dur', '0.75dur']",
-            )
+        raise ScheduleError.cannot(
+            f"use milestones={shown(milestones)}",
+            why="it is not a list of times",
+            instead="write milestones such as ['0.5dur', '0.75dur']",
         )
     return tuple(interval(milestone, "milestone") for milestone in milestones)
 
@@ -262,10 +258,8 @@ def _check_growth(gamma: float, times: float, every: Time | None) -> None:
         math.pow(gamma, times)
     except OverflowError:
         often = f"'{every}' of this run" if every else "milestone"
-        raise ScheduleError(
-            cannot(
-                f"multiply by gamma={gamma:g} at each {often}",
-                why="the factor grows beyond all floats",
-                instead="write a gamma of at most 1, or one closer to it",
-            )
+        raise ScheduleError.cannot(
+            f"multiply by gamma={gamma:g} at each {often}",
+            why="the factor grows beyond all floats",
+            instead="write a gamma of at most 1, or one closer to it",
         ) from None

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import final
 
-from stretto.errors import ScheduleError, cannot
+from stretto.errors import ScheduleError
 from stretto.schedules.arguments import factor, interval
 from stretto.schedules.intervals import BEYOND
 from stretto.schedules.schedule import BoundSchedule, Schedule, fill
@@ -63,20 +63,16 @@ class InverseSqrt(Schedule):
         fill(self, end=factor(end, "end"), floor=factor(floor, "floor"))
         fill(self, timescale=None if timescale is None else interval(timescale, "timescale"))
         if self.floor > 1:
-            raise ScheduleError(
-                cannot(
-                    f"use floor={self.floor:g}",
-                    why="the decay begins at 1",
-                    instead="write a number from 0 to 1 such as 0.1",
-                )
+            raise ScheduleError.cannot(
+                f"use floor={self.floor:g}",
+                why="the decay begins at 1",
+                instead="write a number from 0 to 1 such as 0.1",
             )
         if not (self.timescale or self.warmup):
-            raise ScheduleError(
-                cannot(
-                    "decay with the inverse square root of time",
-                    why="there is neither a warm-up nor a time scale to measure it by",
-                    instead="write InverseSqrt(warmup='1000ba') or InverseSqrt('1000ba')",
-                )
+            raise ScheduleError.cannot(
+                "decay with the inverse square root of time",
+                why="there is neither a warm-up nor a time scale to measure it by",
+                instead="write InverseSqrt(warmup='1000ba') or InverseSqrt('1000ba')",
             )
 
     def times(self) -> tuple[Time, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsFloat, final
 
-from stretto.errors import ScheduleError, cannot, nearest
+from stretto.errors import ScheduleError, nearest
 
 _FORM = re.compile(r"([^\W\d]\w*)(?:\.([0-9]{1,4}))?(?:@(.+))?", re.DOTALL)
 
@@ -47,12 +47,10 @@ def parse_name(text: str) -> Name:
     """
     match = _FORM.fullmatch(text)
     if match is None:
-        raise ScheduleError(
-            cannot(
-                f"schedule {text!r}",
-                why="it is not the name of a hyper-parameter",
-                instead="write for example 'lr', 'weight_decay', 'betas.0' or 'lr@group'",
-            )
+        raise ScheduleError.cannot(
+            f"schedule {text!r}",
+            why="it is not the name of a hyper-parameter",
+            instead="write for example 'lr', 'weight_decay', 'betas.0' or 'lr@group'",
         )
     key, index, group = match.groups()
     return Name(key, None if index is None else int(index), group)
@@ -72,12 +70,10 @@ def find_name(text: str, settings: Mapping[str, Any]) -> Name:
     if name.key not in keys:
         is_rate = name.key.lower() in ("learning_rate", "learningrate")
         close = "lr" if is_rate else nearest(name.key, keys)
-        raise ScheduleError(
-            cannot(
-                f"schedule {text!r}",
-                why=f"the optimizer has no such number (it has {', '.join(keys)})",
-                instead=f"write {close!r}" if close else "write one of those",
-            )
+        raise ScheduleError.cannot(
+            f"schedule {text!r}",
+            why=f"the optimizer has no such number (it has {', '.join(keys)})",
+            instead=f"write {close!r}" if close else "write one of those",
         )
     check_index(text, name, settings[name.key])
     return name
@@ -92,12 +88,10 @@ def check_index(text: str, name: Name, value: object) -> None:
     several = len(value) if isinstance(value, (list, tuple)) else 0
     if name.index is not None and name.index >= several:
         count = f"{several} values" if several else "a single value"
-        raise ScheduleError(
-            cannot(
-                f"schedule {text!r}",
-                why=f"the optimizer has {count} of {name.key!r}",
-                instead=f"write '{name.key}.{several - 1}'" if several else f"write {name.key!r}",
-            )
+        raise ScheduleError.cannot(
+            f"schedule {text!r}",
+            why=f"the optimizer has {count} of {name.key!r}",
+            instead=f"write '{name.key}.{several - 1}'" if several else f"write {name.key!r}",
         )
 
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import TypeAlias, final
 
-from stretto.errors import ScheduleError, cannot, shown
+from stretto.errors import ScheduleError, shown
 from stretto.schedules.arguments import length
 from stretto.schedules.custom import as_schedule
 from stretto.schedules.schedule import BoundSchedule, Schedule, ScheduleLike, fill
@@ -194,4 +194,4 @@ def _durations(periods: Sequence[Period]) -> str:
 
 
 def _refused(what: str, why: str, instead: str) -> ScheduleError:
-    return ScheduleError(cannot(what, why=why, instead=instead))
+    return ScheduleError.cannot(what, why=why, instead=instead)

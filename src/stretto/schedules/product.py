@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from stretto.errors import ScheduleError, cannot
+from stretto.errors import ScheduleError
 from stretto.schedules.custom import as_schedule
 from stretto.schedules.schedule import BoundSchedule, Schedule, ScheduleLike, fill
 from stretto.schedules.scope import Scope
@@ -37,12 +37,10 @@ class Product(Schedule):
 
     def __init__(self, *schedules: ScheduleLike) -> None:
         if not schedules:
-            raise ScheduleError(
-                cannot(
-                    "multiply no schedules",
-                    why="a product has at least one factor",
-                    instead="write Product(Cosine(), StepDecay('1ep'))",
-                )
+            raise ScheduleError.cannot(
+                "multiply no schedules",
+                why="a product has at least one factor",
+                instead="write Product(Cosine(), StepDecay('1ep'))",
             )
         fill(self, schedules=tuple(as_schedule(schedule) for schedule in schedules))
 

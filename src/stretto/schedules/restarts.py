@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import final
 
-from stretto.errors import ScheduleError, cannot, shown
+from stretto.errors import ScheduleError, shown
 from stretto.schedules.arguments import factor, interval
 from stretto.schedules.glide import cosine_left
 from stretto.schedules.intervals import BEYOND
@@ -61,12 +61,10 @@ class CosineRestarts(WarmedUp):
         warmup_start: float = 0.0,
     ) -> None:
         if type(multiplier) is not int or multiplier < 1:
-            raise ScheduleError(
-                cannot(
-                    f"use multiplier={shown(multiplier)}",
-                    why="it is not an integer of at least 1",
-                    instead="write 1 for cycles of one length, 2 to double them",
-                )
+            raise ScheduleError.cannot(
+                f"use multiplier={shown(multiplier)}",
+                why="it is not an integer of at least 1",
+                instead="write 1 for cycles of one length, 2 to double them",
             )
         fill(self, t_0=interval(t_0, "t_0"), multiplier=multiplier)
         fill(self, start=factor(start, "start"), end=factor(end, "end"))

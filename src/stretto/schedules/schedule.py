@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Self, TypeAlias
 
-from stretto.errors import ScheduleError, cannot, shown
+from stretto.errors import ScheduleError, shown
 from stretto.schedules.scope import RunScope, Scope
 from stretto.timing import Horizon, Time, Timer, Timestamp, TimeUnit
 from stretto.timing.conversion import rounded
@@ -90,12 +90,10 @@ class Schedule(ABC):
         """
         factor = exact(ratio)
         if factor <= 0:
-            raise ScheduleError(
-                cannot(
-                    f"scale a schedule by {shown(ratio)}",
-                    why="a time can't be stretched to nothing",
-                    instead="write a ratio above 0 such as 0.5",
-                )
+            raise ScheduleError.cannot(
+                f"scale a schedule by {shown(ratio)}",
+                why="a time can't be stretched to nothing",
+                instead="write a ratio above 0 such as 0.5",
             )
         copy: Self = object.__new__(type(self))
         fill(copy, **{f.name: _stretched(getattr(self, f.name), factor) for f in fields(self)})

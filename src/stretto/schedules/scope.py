@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol, final
 
-from stretto.errors import ConversionError, cannot
+from stretto.errors import ConversionError
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.conversion import rounded
 from stretto.timing.timer import PeriodClock
@@ -181,13 +181,11 @@ class Span:
         if unit is not TimeUnit.DURATION:
             return rounded(ticks / own.axis.scale, unit)
         if own.end is None:
-            raise ConversionError(
-                cannot(
-                    "tell which part of the period has passed",
-                    why=f"where it ends is not known in '{own.axis.unit}'",
-                    instead="write the durations of the periods in the unit of max_duration, or as "
-                    "fractions of the run",
-                )
+            raise ConversionError.cannot(
+                "tell which part of the period has passed",
+                why=f"where it ends is not known in '{own.axis.unit}'",
+                instead="write the durations of the periods in the unit of max_duration, or as "
+                "fractions of the run",
             )
         length = own.end - own.start
         return Time(min(Fraction(1), ticks / length) if length else 1, unit)

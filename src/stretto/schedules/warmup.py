@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stretto.errors import ScheduleError, cannot
+from stretto.errors import ScheduleError
 from stretto.schedules.arguments import factor, optional_length
 from stretto.schedules.glide import line
 from stretto.schedules.schedule import BoundSchedule, Schedule, fill
@@ -85,13 +85,11 @@ def after_warmup(span: Span, rise: Rise, rest: Callable[[Span], BoundSchedule]) 
     """
     cut = span.after(rise.time)
     if span.end is not None and cut > span.end:
-        raise ScheduleError(
-            cannot(
-                f"warm up over '{rise.time}'",
-                why="the run or period to warm up in is only "
-                f"'{span.show(span.end - span.start)}' long",
-                instead="write a shorter warm-up, or a fraction such as '5%'",
-            )
+        raise ScheduleError.cannot(
+            f"warm up over '{rise.time}'",
+            why="the run or period to warm up in is only "
+            f"'{span.show(span.end - span.start)}' long",
+            instead="write a shorter warm-up, or a fraction such as '5%'",
         )
     main = rest(span.part(cut, span.end))
     if cut == span.start:

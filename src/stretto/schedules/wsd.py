@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final, get_args
 
-from stretto.errors import ScheduleError, cannot, shown
+from stretto.errors import ScheduleError, shown
 from stretto.schedules.arguments import factor, length
 from stretto.schedules.constant import Constant
 from stretto.schedules.curves import Cosine, Curve, Linear
@@ -73,12 +73,10 @@ class WSD(Schedule):
         warmup_start: float = 0.0,
     ) -> None:
         if shape not in get_args(DecayShape):
-            raise ScheduleError(
-                cannot(
-                    f"decay in the shape {shown(shape)}",
-                    why="there is no such shape",
-                    instead="write 'linear', 'cosine', '1-sqrt' or 'exponential'",
-                )
+            raise ScheduleError.cannot(
+                f"decay in the shape {shown(shape)}",
+                why="there is no such shape",
+                instead="write 'linear', 'cosine', '1-sqrt' or 'exponential'",
             )
         fill(self, decay=length(decay, "decay"), end=factor(end, "end"), shape=shape)
         set_warmup(self, warmup, warmup_start)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from statistics import NormalDist
 from typing import Any, NamedTuple, TypeGuard, final
 
-from stretto.errors import BatchSizeError, cannot, shown
+from stretto.errors import BatchSizeError, shown
 from stretto.timing.number import whole
 
 LARGEST = 1e100
@@ -226,12 +226,10 @@ def checked_window(window: object) -> int:
     """
     steps = whole(window)
     if steps is None or not 2 <= steps <= _LONGEST:
-        raise BatchSizeError(
-            cannot(
-                f"average over {shown(window)} steps",
-                why=f"it is not an integer from 2 to {_LONGEST:,}",
-                instead="write a number of steps such as window=100",
-            )
+        raise BatchSizeError.cannot(
+            f"average over {shown(window)} steps",
+            why=f"it is not an integer from 2 to {_LONGEST:,}",
+            instead="write a number of steps such as window=100",
         )
     return steps
 
@@ -268,10 +266,8 @@ def _is_plausible(value: float | None) -> TypeGuard[float]:
 
 
 def _no_confidence(confidence: object) -> BatchSizeError:
-    return BatchSizeError(
-        cannot(
-            f"be sure with a probability of {shown(confidence)}",
-            why=f"it is not a number from {_LEAST_CONFIDENCE} to {_MOST_CONFIDENCE}",
-            instead="write a number such as confidence=0.9",
-        )
+    return BatchSizeError.cannot(
+        f"be sure with a probability of {shown(confidence)}",
+        why=f"it is not a number from {_LEAST_CONFIDENCE} to {_MOST_CONFIDENCE}",
+        instead="write a number such as confidence=0.9",
     )

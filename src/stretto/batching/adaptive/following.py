@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast, final
 
 from stretto.batching.policy import BoundPolicy, checked_size
-from stretto.errors import Argument, BatchSizeError, TrainingError, cannot, shown
+from stretto.errors import Argument, BatchSizeError, TrainingError, shown
 from stretto.timing import TimeUnit
 
 LOSS, NOISE = "loss", "noise"
@@ -61,24 +61,20 @@ def checked_bounds(
     least = first if minimum is None else checked_size(minimum, "the least batch size")
     if not least <= first <= most:
         name, bound = ("maximum", most) if first > most else ("minimum", least)
-        raise BatchSizeError(
-            cannot(
-                f"start with a batch size of {first}",
-                why=f"it is {'above' if first > most else 'below'} {name}={bound}",
-                instead=f"write a {name} of {'at least' if first > most else 'at most'} {first}",
-            )
+        raise BatchSizeError.cannot(
+            f"start with a batch size of {first}",
+            why=f"it is {'above' if first > most else 'below'} {name}={bound}",
+            instead=f"write a {name} of {'at least' if first > most else 'at most'} {first}",
         )
     if follows_noise and least < 2:
-        raise BatchSizeError(
-            cannot(
-                f"follow the noise of the gradient from a batch size of {least}",
-                why="noise is what samples of a batch differ by, and there is one",
-                instead=(
-                    "write ",
-                    Argument("start" if minimum is None else "minimum", 2),
-                    " or more",
-                ),
-            )
+        raise BatchSizeError.cannot(
+            f"follow the noise of the gradient from a batch size of {least}",
+            why="noise is what samples of a batch differ by, and there is one",
+            instead=(
+                "write ",
+                Argument("start" if minimum is None else "minimum", 2),
+                " or more",
+            ),
         )
     return least, first, most
 
@@ -109,12 +105,10 @@ def checked_number(
         ends += "" if math.isinf(below) else f" and below {below:g}"
         ends += "" if math.isinf(at_most) else f" and at most {at_most:g}"
         why = f"it is not a number {ends}{', or 0' if or_zero else ''}"
-        raise BatchSizeError(
-            cannot(
-                f"use {shown(value)} as {what}",
-                why="it is too large" if number == below == math.inf else why,
-                instead=f"write a number such as {min(above + 0.5, below)}",
-            )
+        raise BatchSizeError.cannot(
+            f"use {shown(value)} as {what}",
+            why="it is too large" if number == below == math.inf else why,
+            instead=f"write a number such as {min(above + 0.5, below)}",
         )
     return number
 
@@ -161,12 +155,10 @@ def followed_metric(reads: frozenset[str], measured: Sequence[str]) -> str | Non
     """
     metrics = sorted(reads - {LOSS, NOISE})
     if len(metrics) > 1:
-        raise TrainingError(
-            cannot(
-                f"follow {' and '.join(map(repr, metrics))} with the batch size",
-                why="a policy reads one metric",
-                instead=f"follow {metrics[0]!r} alone",
-            )
+        raise TrainingError.cannot(
+            f"follow {' and '.join(map(repr, metrics))} with the batch size",
+            why="a policy reads one metric",
+            instead=f"follow {metrics[0]!r} alone",
         )
     for name in metrics:
         _check_measured(f"follow {name!r} with the batch size", name, measured)
@@ -207,10 +199,8 @@ def _check_measured(what: str, name: str, measured: Sequence[str]) -> None:
 
 def _unmeasured(what: str, measured: Sequence[str]) -> TrainingError:
     evaluate = ("set ", Argument("evaluate", "{every: 10%}", python="evaluate=..."))
-    return TrainingError(
-        cannot(
-            what,
-            why="no evaluation measures it",
-            instead=f"write one of {', '.join(map(repr, measured))}" if measured else evaluate,
-        )
+    return TrainingError.cannot(
+        what,
+        why="no evaluation measures it",
+        instead=f"write one of {', '.join(map(repr, measured))}" if measured else evaluate,
     )

@@ -19,7 +19,7 @@ from stretto.batching.policy import (
 from stretto.batching.signals import Signals
 from stretto.batching.wrappers import Wrapper, checked_policy
 from stretto.batching.written import WRAPPERS, written
-from stretto.errors import BatchSizeError, TimeError, cannot, shown
+from stretto.errors import BatchSizeError, TimeError, shown
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
 from stretto.timing.number import exact
 from stretto.timing.time import Number
@@ -56,12 +56,10 @@ class Hysteresis(Wrapper):
     ) -> None:
         pause = None if wait is None else Time(wait)
         if pause is not None and pause.amount <= 0:
-            raise BatchSizeError(
-                cannot(
-                    f"wait '{pause}' between changes of the batch size",
-                    why="it is not longer than 0",
-                    instead="write a time such as '1%', or leave out wait",
-                )
+            raise BatchSizeError.cannot(
+                f"wait '{pause}' between changes of the batch size",
+                why="it is not longer than 0",
+                instead="write a time such as '1%', or leave out wait",
             )
         object.__setattr__(self, "policy", checked_policy(policy))
         object.__setattr__(self, "ratio", _ratio(ratio))
@@ -166,11 +164,9 @@ def _ratio(ratio: object) -> Fraction:
     except TimeError:
         factor = Fraction(0)
     if factor <= 1:
-        raise BatchSizeError(
-            cannot(
-                f"move the batch size when it is {shown(ratio)} times as large",
-                why="it is not a finite number above 1",
-                instead="write a ratio such as 1.25",
-            )
+        raise BatchSizeError.cannot(
+            f"move the batch size when it is {shown(ratio)} times as large",
+            why="it is not a finite number above 1",
+            instead="write a ratio such as 1.25",
         )
     return factor

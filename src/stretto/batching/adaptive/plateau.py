@@ -15,7 +15,7 @@ from stretto.batching.adaptive.following import (
 from stretto.batching.policy import BatchSizePolicy, PolicyState, checked_size
 from stretto.batching.signals import Signals
 from stretto.batching.written import WAYS, written
-from stretto.errors import BatchSizeError, cannot, shown
+from stretto.errors import BatchSizeError, shown
 from stretto.timing import Horizon, Timestamp
 
 
@@ -81,12 +81,10 @@ class Plateau(BatchSizePolicy):
         for name, value in values.items():
             object.__setattr__(self, name, value)
         if self.mode not in ("min", "max"):
-            raise BatchSizeError(
-                cannot(
-                    f"improve a metric in mode {shown(self.mode)}",
-                    why="there is no such mode",
-                    instead="write 'min' or 'max'",
-                )
+            raise BatchSizeError.cannot(
+                f"improve a metric in mode {shown(self.mode)}",
+                why="there is no such mode",
+                instead="write 'min' or 'max'",
             )
 
     def bind(self, horizon: Horizon) -> BoundPlateau:
@@ -154,10 +152,8 @@ class BoundPlateau(FollowingPolicy):
 def _check_metric(metric: object) -> None:
     evaluation, slash, name = metric.partition("/") if isinstance(metric, str) else ("", "", "")
     if not (evaluation and slash and name):
-        raise BatchSizeError(
-            cannot(
-                f"follow {shown(metric)} with the batch size",
-                why="it is not the name of an evaluation and what that measures",
-                instead="write for example 'validation/loss'",
-            )
+        raise BatchSizeError.cannot(
+            f"follow {shown(metric)} with the batch size",
+            why="it is not the name of an evaluation and what that measures",
+            instead="write for example 'validation/loss'",
         )

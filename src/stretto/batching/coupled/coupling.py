@@ -15,7 +15,7 @@ from stretto.batching.coupled.decay import Decay, cannot_grow
 from stretto.batching.parse import PolicyLike
 from stretto.batching.policy import BatchSizePolicy, BoundPolicy, TimedPolicy, checked_size
 from stretto.batching.wrappers import checked_policy
-from stretto.errors import Argument, BatchSizeError, ScheduleError, TimeError, cannot, shown
+from stretto.errors import Argument, BatchSizeError, ScheduleError, TimeError, shown
 from stretto.schedules import (
     BoundSchedule,
     RunScope,
@@ -84,12 +84,10 @@ class Coupling(ABC):
         most = None if maximum is None else checked_size(maximum)
         multiple = checked_size(multiple_of)
         if most is not None and multiple > most:
-            raise BatchSizeError(
-                cannot(
-                    f"grow the batch to {most} by multiples of {multiple}",
-                    why="every multiple is beyond that",
-                    instead=f"write a maximum of at least {multiple}, or a smaller multiple_of",
-                )
+            raise BatchSizeError.cannot(
+                f"grow the batch to {most} by multiples of {multiple}",
+                why="every multiple is beyond that",
+                instead=f"write a maximum of at least {multiple}, or a smaller multiple_of",
             )
         values = {
             "decay": as_schedule(decay),
@@ -232,12 +230,10 @@ class CoupledSchedule(Schedule):
             ScheduleError: it is inside a period, where the batch size is not.
         """
         if scope != RunScope(scope.horizon):
-            raise ScheduleError(
-                cannot(
-                    f"follow {self!r} in a period",
-                    why="its batch sizes are those of the whole run",
-                    instead="write the periods inside it: Seesaw(Periods([...]), 16)",
-                )
+            raise ScheduleError.cannot(
+                f"follow {self!r} in a period",
+                why="its batch sizes are those of the whole run",
+                instead="write the periods inside it: Seesaw(Periods([...]), 16)",
             )
         bound = self.coupling.bind(scope.horizon)
         return bound.rate if self.follows_size else bound.base
@@ -297,12 +293,10 @@ class CoupledSizes(BatchSizePolicy):
 
 def _checked_flag(smooth: object) -> bool:
     if not isinstance(smooth, bool):
-        raise BatchSizeError(
-            cannot(
-                f"use smooth={shown(smooth)}",
-                why="it is neither true nor false",
-                instead="write smooth=True, or leave it out",
-            )
+        raise BatchSizeError.cannot(
+            f"use smooth={shown(smooth)}",
+            why="it is neither true nor false",
+            instead="write smooth=True, or leave it out",
         )
     return smooth
 
@@ -310,12 +304,10 @@ def _checked_flag(smooth: object) -> bool:
 def _checked_factor(factor: object, *, smooth: bool) -> float | Continuous:
     if factor == "continuous":
         if smooth:
-            raise BatchSizeError(
-                cannot(
-                    "use smooth=True with factor='continuous'",
-                    why="then both are smooth already",
-                    instead="leave out one of the two",
-                )
+            raise BatchSizeError.cannot(
+                "use smooth=True with factor='continuous'",
+                why="then both are smooth already",
+                instead="leave out one of the two",
             )
         return "continuous"
     try:
@@ -323,11 +315,9 @@ def _checked_factor(factor: object, *, smooth: bool) -> float | Continuous:
     except TimeError:
         ratio = Fraction(0)
     if not 1 < ratio <= _LARGEST_FACTOR or float(ratio) == 1:
-        raise BatchSizeError(
-            cannot(
-                f"grow the batch by a factor of {shown(factor)}",
-                why=f"it is not a number above 1 and up to {_LARGEST_FACTOR:,}",
-                instead="write 2, or 'continuous'",
-            )
+        raise BatchSizeError.cannot(
+            f"grow the batch by a factor of {shown(factor)}",
+            why=f"it is not a number above 1 and up to {_LARGEST_FACTOR:,}",
+            instead="write 2, or 'continuous'",
         )
     return float(ratio)

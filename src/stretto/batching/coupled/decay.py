@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import final
 
 from stretto.batching.scheduled.staircase import line
-from stretto.errors import BatchSizeError, ConversionError, Text, cannot
+from stretto.errors import BatchSizeError, ConversionError, Text
 from stretto.schedules import BoundSchedule, Schedule
 from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
 
@@ -237,4 +237,4 @@ def _first(holds: Callable[[int], bool], before: int, after: int) -> int:
 def cannot_grow(schedule: Schedule, why: str, instead: Text) -> BatchSizeError:
     """Return the error for a schedule whose decay a batch size cannot take over."""
     what = f"grow the batch with the decay of '{schedule}'"
-    return BatchSizeError(cannot(what, why=why, instead=instead))
+    return BatchSizeError.cannot(what, why=why, instead=instead)

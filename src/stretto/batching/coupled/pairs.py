@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from stretto.batching.coupled.coupling import CoupledSchedule, Coupling
 from stretto.batching.policy import BatchSizePolicy
 from stretto.batching.rules import LearningRateRule, NoRule, is_learning_rate
-from stretto.errors import BatchSizeError, cannot
+from stretto.errors import BatchSizeError
 from stretto.schedules import Product, Schedule
 
 
@@ -46,19 +46,15 @@ def check_pairs(
     for name, pair in pairs:
         is_rate = is_learning_rate(name)  # a rule leaves all else alone
         if is_rate and rule is not None and not isinstance(rule, NoRule):
-            raise BatchSizeError(
-                cannot(
-                    f"follow the batch size by {rule!r}",
-                    why=f"{pair!r} says itself how the learning rate goes with it",
-                    instead="leave the rule out",
-                )
+            raise BatchSizeError.cannot(
+                f"follow the batch size by {rule!r}",
+                why=f"{pair!r} says itself how the learning rate goes with it",
+                instead="leave the rule out",
             )
         if policy is not None and policy != pair.policy:
-            raise BatchSizeError(
-                cannot(
-                    f"use the schedule of {pair!r} with batch sizes of {policy!r}",
-                    why="its learning rate goes by the sizes of the same pair",
-                    instead="pass batch_size=pair.policy and schedules={'lr': pair.schedule} of "
-                    "one pair, or pair.base for constant batches",
-                )
+            raise BatchSizeError.cannot(
+                f"use the schedule of {pair!r} with batch sizes of {policy!r}",
+                why="its learning rate goes by the sizes of the same pair",
+                instead="pass batch_size=pair.policy and schedules={'lr': pair.schedule} of "
+                "one pair, or pair.base for constant batches",
             )

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, final
 
 from stretto.batching.policy import BoundPolicy, Hold, TimedPolicy
 from stretto.batching.scheduled.staircase import BoundAlignedStairs, BoundStairs, line
-from stretto.errors import BatchSizeError, cannot
+from stretto.errors import BatchSizeError
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
 
 Equal: TypeAlias = Literal["time", "batches"]
@@ -106,12 +106,10 @@ def _ticks(horizon: Horizon, over: Time, equal: Equal) -> tuple[Axis, Fraction]:
     """
     axis = line(horizon, horizon.axis(over.unit))
     if equal == "batches" and axis.unit is TimeUnit.SECOND:
-        raise BatchSizeError(
-            cannot(
-                f"hold each size for equally many batches over '{over}'",
-                why="how long a batch takes is not known",
-                instead="write the ramp's length in 'tok', 'sp', 'ep' or 'ba', or equal='time'",
-            )
+        raise BatchSizeError.cannot(
+            f"hold each size for equally many batches over '{over}'",
+            why="how long a batch takes is not known",
+            instead="write the ramp's length in 'tok', 'sp', 'ep' or 'ba', or equal='time'",
         )
     return axis, horizon.ticks(over, axis)
 

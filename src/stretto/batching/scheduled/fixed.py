@@ -11,7 +11,7 @@ from typing import NoReturn, TypeAlias, final
 from stretto.batching.policy import BatchSizePolicy, BoundPolicy, checked_size, stretched
 from stretto.batching.scheduled.staircase import BoundStairs
 from stretto.batching.written import WAYS, written
-from stretto.errors import BatchSizeError, cannot, shown
+from stretto.errors import BatchSizeError, shown
 from stretto.timing import Horizon, Time
 from stretto.timing.time import Number
 
@@ -172,6 +172,6 @@ def _sorted(pairs: list[tuple[Time, int]]) -> list[tuple[Time, int]]:
 
 
 def _refuse(steps: object, why: str, write: str) -> NoReturn:
-    raise BatchSizeError(
-        cannot(f"read {shown(steps)} as batch size steps", why=why, instead=f"write {write}")
+    raise BatchSizeError.cannot(
+        f"read {shown(steps)} as batch size steps", why=why, instead=f"write {write}"
     )

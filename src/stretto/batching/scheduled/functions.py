@@ -16,7 +16,7 @@ from stretto.batching.policy import (
     stretched,
 )
 from stretto.batching.signals import Signals
-from stretto.errors import Argument, BatchSizeError, cannot, shown
+from stretto.errors import Argument, BatchSizeError, shown
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
 from stretto.timing.known import KnownCounts, UnknownCountError, unknown_counters
 from stretto.timing.time import Number
@@ -71,12 +71,10 @@ class SizeFunction(BatchSizePolicy):
         _check_no_increments(function)
         interval = None if every is None else Time(every)
         if interval is not None and interval.amount <= 0:
-            raise BatchSizeError(
-                cannot(
-                    f"ask for a batch size every '{interval}'",
-                    why="it is not longer than 0",
-                    instead="write a time such as '1ep', or leave it out to ask for each batch",
-                )
+            raise BatchSizeError.cannot(
+                f"ask for a batch size every '{interval}'",
+                why="it is not longer than 0",
+                instead="write a time such as '1ep', or leave it out to ask for each batch",
             )
         object.__setattr__(self, "function", function)
         object.__setattr__(self, "start", None if start is None else checked_size(start))
@@ -211,12 +209,10 @@ def asked(
         size = function(known, cast("int | None", state["size"]))
     except UnknownCountError as error:
         unplanned = f"SizeFunction({name_of(function)}, planned=False)"
-        raise BatchSizeError(
-            cannot(
-                f"ask {name_of(function)} for a batch size before the run",
-                why=f"it reads {error.name!r}, which only the run knows",
-                instead=("write ", Argument("planned", value=False, python=unplanned)),
-            )
+        raise BatchSizeError.cannot(
+            f"ask {name_of(function)} for a batch size before the run",
+            why=f"it reads {error.name!r}, which only the run knows",
+            instead=("write ", Argument("planned", value=False, python=unplanned)),
         ) from None
     return checked_size(
         size,
@@ -235,13 +231,11 @@ def _check_no_increments(function: SizeCallable) -> None:
     except (TypeError, ValueError):  # a function in C need not say
         return
     if names[:1] == ["epoch"]:
-        raise BatchSizeError(
-            cannot(
-                f"ask {name_of(function)}({', '.join(names)}) for a batch size",
-                why="a function that begins with 'epoch' returns an increment; one that returns "
-                "a size takes (timestamp, current)",
-                instead=("write ", _increase(function)),
-            )
+        raise BatchSizeError.cannot(
+            f"ask {name_of(function)}({', '.join(names)}) for a batch size",
+            why="a function that begins with 'epoch' returns an increment; one that returns "
+            "a size takes (timestamp, current)",
+            instead=("write ", _increase(function)),
         )
 
 
@@ -256,12 +250,10 @@ def _increase(function: SizeCallable) -> Argument:
 def check_callable(function: object, form: str) -> None:
     """Refuse what cannot be called."""
     if not callable(function):
-        raise BatchSizeError(
-            cannot(
-                f"ask {shown(function)} for a batch size",
-                why="it is not a function",
-                instead=f"pass a function {form}",
-            )
+        raise BatchSizeError.cannot(
+            f"ask {shown(function)} for a batch size",
+            why="it is not a function",
+            instead=f"pass a function {form}",
         )
 
 

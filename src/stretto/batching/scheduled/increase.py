@@ -10,7 +10,7 @@ from stretto.batching.policy import BatchSizePolicy, BoundPolicy, Hold, PolicySt
 from stretto.batching.scheduled.functions import check_callable, name_of
 from stretto.batching.signals import Signals
 from stretto.batching.written import WAYS, written
-from stretto.errors import BatchSizeError, cannot, shown
+from stretto.errors import BatchSizeError, shown
 from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
 from stretto.timing.number import whole
 
@@ -59,12 +59,10 @@ class IncreaseFunction(BatchSizePolicy):
         largest = checked_size(self.max_batch_size, "max_batch_size")
         object.__setattr__(self, "max_batch_size", largest)
         if self.start > largest:
-            raise BatchSizeError(
-                cannot(
-                    f"start with a batch size of {self.start}",
-                    why=f"it is above max_batch_size={largest}",
-                    instead="write a smaller start or a larger max_batch_size",
-                )
+            raise BatchSizeError.cannot(
+                f"start with a batch size of {self.start}",
+                why=f"it is above max_batch_size={largest}",
+                instead="write a smaller start or a larger max_batch_size",
             )
 
     def bind(self, horizon: Horizon) -> BoundPolicy:
@@ -74,12 +72,10 @@ class IncreaseFunction(BatchSizePolicy):
             BatchSizeError: the largest size is still to be found.
         """
         if self.max_batch_size == "auto":
-            raise BatchSizeError(
-                cannot(
-                    "say the batch sizes of a run with max_batch_size='auto'",
-                    why="the largest one is found when a Trainer begins",
-                    instead="write a number, such as what 'stretto find-batch-size' answers",
-                )
+            raise BatchSizeError.cannot(
+                "say the batch sizes of a run with max_batch_size='auto'",
+                why="the largest one is found when a Trainer begins",
+                instead="write a number, such as what 'stretto find-batch-size' answers",
             )
         return BoundIncrease(self, self.max_batch_size, horizon.axis(TimeUnit.EPOCH))
 
@@ -138,13 +134,11 @@ class BoundIncrease(BoundPolicy):
             return size
         added = whole(increment)
         if added is None or added < 0:
-            raise BatchSizeError(
-                cannot(
-                    f"increase the batch size of {size} by {shown(increment)}",
-                    why="it is not an integer of at least 0",
-                    instead="return how many samples to add, 0 for none",
-                    where=f"{name_of(self.policy.function)}({epoch}, {size})",
-                )
+            raise BatchSizeError.cannot(
+                f"increase the batch size of {size} by {shown(increment)}",
+                why="it is not an integer of at least 0",
+                instead="return how many samples to add, 0 for none",
+                where=f"{name_of(self.policy.function)}({epoch}, {size})",
             )
         return size + added if size + added <= self.max_batch_size else size
 

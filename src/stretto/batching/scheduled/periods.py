@@ -12,7 +12,7 @@ from stretto.batching.scheduled.bound_periods import BoundPeriods, Period, sub_h
 from stretto.batching.scheduled.staircase import line
 from stretto.batching.wrappers import checked_policy
 from stretto.batching.written import WAYS, written
-from stretto.errors import BatchSizeError, cannot, shown
+from stretto.errors import BatchSizeError, shown
 from stretto.timing import Axis, Horizon, Time, TimeLike, TimeUnit
 from stretto.timing.conversion import rounded
 from stretto.timing.time import Number
@@ -151,6 +151,6 @@ def _pair(pair: object) -> tuple[Time | Rest, BatchSizePolicy]:
 
 
 def _refuse(periods: object, why: str, write: str) -> NoReturn:
-    raise BatchSizeError(
-        cannot(f"follow the periods {shown(periods)}", why=why, instead=f"write {write}")
+    raise BatchSizeError.cannot(
+        f"follow the periods {shown(periods)}", why=why, instead=f"write {write}"
     )

@@ -18,7 +18,7 @@ from stretto.batching.policy import (
 from stretto.batching.scheduled.bound_ramps import Equal, bound_line, bound_stairs
 from stretto.batching.scheduled.fixed import Fixed
 from stretto.batching.written import RAMPS, written
-from stretto.errors import Argument, BatchSizeError, cannot, shown
+from stretto.errors import Argument, BatchSizeError, shown
 from stretto.timing import Horizon, Time, TimeLike
 from stretto.timing.time import Number
 
@@ -71,12 +71,10 @@ class LinearRamp(BatchSizePolicy):
         _rising(start, end)
         if (end - start) % increment:
             nearest = end - (end - start) % increment
-            raise BatchSizeError(
-                cannot(
-                    f"ramp from {start} to {end} in increments of {increment}",
-                    why=f"they differ by {end - start}",
-                    instead=f"write an end such as {nearest} or {nearest + increment}",
-                )
+            raise BatchSizeError.cannot(
+                f"ramp from {start} to {end} in increments of {increment}",
+                why=f"they differ by {end - start}",
+                instead=f"write an end such as {nearest} or {nearest + increment}",
             )
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -200,13 +198,11 @@ class StagedRamp(BatchSizePolicy):
         checked = tuple(checked_size(size) for size in sizes)
         ascending = all(a < b for a, b in itertools.pairwise(checked))
         if len(checked) < 2 or not ascending:
-            raise BatchSizeError(
-                cannot(
-                    f"ramp through the sizes {shown(list(sizes))}",
-                    why="they are not in ascending order" if checked[1:] else "they are too few",
-                    instead="write two or more in ascending order such as [256, 512, 2048]; "
-                    "sizes that shrink are written as Steps",
-                )
+            raise BatchSizeError.cannot(
+                f"ramp through the sizes {shown(list(sizes))}",
+                why="they are not in ascending order" if checked[1:] else "they are too few",
+                instead="write two or more in ascending order such as [256, 512, 2048]; "
+                "sizes that shrink are written as Steps",
             )
         object.__setattr__(self, "sizes", checked)
         object.__setattr__(self, "over", _length(Time(over)))
@@ -260,24 +256,20 @@ def rampup(
     for name, size in (("the initial", initial), ("the final", final)):
         if checked_size(size) % unit:
             lower = max(unit, size - size % unit)
-            raise BatchSizeError(
-                cannot(
-                    f"use {size} as {name} batch size",
-                    why=f"it is not a multiple of world_size * micro_batch_size = {unit}",
-                    instead=f"write a multiple such as {lower} or {lower + unit}",
-                )
+            raise BatchSizeError.cannot(
+                f"use {size} as {name} batch size",
+                why=f"it is not a multiple of world_size * micro_batch_size = {unit}",
+                instead=f"write a multiple such as {lower} or {lower + unit}",
             )
     return DoublingRamp(initial, final, over)
 
 
 def _checked_equal(equal: object) -> str:
     if equal not in ("time", "batches"):
-        raise BatchSizeError(
-            cannot(
-                f"use {shown(equal)} as the 'equal' of a ramp",
-                why="there is no such choice",
-                instead=("write ", Argument("equal", "time"), " or ", Argument("equal", "batches")),
-            )
+        raise BatchSizeError.cannot(
+            f"use {shown(equal)} as the 'equal' of a ramp",
+            why="there is no such choice",
+            instead=("write ", Argument("equal", "time"), " or ", Argument("equal", "batches")),
         )
     return str(equal)
 
@@ -298,12 +290,10 @@ def _no_stages(start: int, end: int) -> tuple[str, ...]:
 
 def _length(over: Time) -> Time:
     if over.amount <= 0:
-        raise BatchSizeError(
-            cannot(
-                f"ramp the batch size over '{over}'",
-                why="it is not longer than 0",
-                instead="write a length such as '10%', or Fixed(size) for no ramp",
-            )
+        raise BatchSizeError.cannot(
+            f"ramp the batch size over '{over}'",
+            why="it is not longer than 0",
+            instead="write a length such as '10%', or Fixed(size) for no ramp",
         )
     return over
 
@@ -311,17 +301,15 @@ def _length(over: Time) -> Time:
 def _rising(start: int, end: int) -> None:
     steps = f"0ep:{start} 1ep:{end}"
     if end < start:
-        raise BatchSizeError(
-            cannot(
-                f"ramp the batch size from {start} to {end}",
-                why="a ramp does not shrink",
-                instead=(
-                    "write ",
-                    Argument("start", end),
-                    ", ",
-                    Argument("end", start),
-                    ", or ",
-                    Argument("steps", f"'{steps}'", python=f"Steps('{steps}')"),
-                ),
-            )
+        raise BatchSizeError.cannot(
+            f"ramp the batch size from {start} to {end}",
+            why="a ramp does not shrink",
+            instead=(
+                "write ",
+                Argument("start", end),
+                ", ",
+                Argument("end", start),
+                ", or ",
+                Argument("steps", f"'{steps}'", python=f"Steps('{steps}')"),
+            ),
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import final
 
 from stretto.batching.policy import BoundPolicy, Hold, TimedPolicy
-from stretto.errors import BatchSizeError, ConversionError, cannot
+from stretto.errors import BatchSizeError, ConversionError
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.epochs import equal_batches, next_epoch, outgrows_epoch
 
@@ -34,12 +34,10 @@ class BoundStairs(TimedPolicy):
         for number in range(1, len(marks)):
             if not _in_order(horizon, times, marks, sizes, number):
                 before, after = times[number - 1], times[number]
-                raise BatchSizeError(
-                    cannot(
-                        f"follow {what}",
-                        why=f"on this run '{after}' does not come after '{before}'",
-                        instead="write times that come in ascending order, or all in one unit",
-                    )
+                raise BatchSizeError.cannot(
+                    f"follow {what}",
+                    why=f"on this run '{after}' does not come after '{before}'",
+                    instead="write times that come in ascending order, or all in one unit",
                 )
         axes = {id(axis) for axis, _ in marks}
         if len(axes) == 1:

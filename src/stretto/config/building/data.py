@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from stretto.config.reading.source import NO_SOURCE, Source
 from stretto.config.run import RunConfig
 from stretto.config.values.targets import call_target
-from stretto.errors import ConfigError, cannot
+from stretto.errors import ConfigError
 
 if TYPE_CHECKING:
     from stretto.data import DataSpec
@@ -41,13 +41,11 @@ def make_spec(config: RunConfig, *, source: Source = NO_SOURCE) -> DataSpec:
             sharded=data.sharded,
         )
     if spec.last_batch != config.last_batch and "last_batch" not in config.model_fields_set:
-        raise ConfigError(
-            cannot(
-                "train on a DataLoader with drop_last=True",
-                why=f"last_batch is {config.last_batch!r} if the run file does not say it",
-                instead=f"write last_batch: {spec.last_batch}, or last_batch: {config.last_batch}",
-                where=source.where(("data",)),
-            )
+        raise ConfigError.cannot(
+            "train on a DataLoader with drop_last=True",
+            why=f"last_batch is {config.last_batch!r} if the run file does not say it",
+            instead=f"write last_batch: {spec.last_batch}, or last_batch: {config.last_batch}",
+            where=source.where(("data",)),
         )
     return spec
 

@@ -21,7 +21,7 @@ from stretto.config.reading.source import NO_SOURCE, Source
 from stretto.config.run import RunConfig
 from stretto.config.values.targets import import_target
 from stretto.data import DataSpec, StepLoader
-from stretto.errors import ConfigError, StrettoError, cannot
+from stretto.errors import ConfigError, StrettoError
 from stretto.memory.examples import example_batches, resizable
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.training.stepping.measuring import keeps_gradients_apart
@@ -102,13 +102,11 @@ def _examples(config: RunConfig, spec: DataSpec, source: Source) -> Any:
         return example_batches(loader)
     for batch in spec.data:
         return resizable(spec, batch)
-    raise ConfigError(
-        cannot(
-            "find a batch size",
-            why="the data have no batch to look at",
-            instead="write data that yield at least one",
-            where=source.where(("data",)),
-        )
+    raise ConfigError.cannot(
+        "find a batch size",
+        why="the data have no batch to look at",
+        instead="write data that yield at least one",
+        where=source.where(("data",)),
     )
 
 
@@ -118,12 +116,10 @@ def _device(config: RunConfig, source: Source) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            cannot(
-                f"use the device {name!r}",
-                why=str(error).splitlines()[0].lower().rstrip("."),
-                instead="write one that this machine has, or ask with --device-memory",
-                where=source.where(("stepping", "device")),
-            )
+        raise ConfigError.cannot(
+            f"use the device {name!r}",
+            why=str(error).splitlines()[0].lower().rstrip("."),
+            instead="write one that this machine has, or ask with --device-memory",
+            where=source.where(("stepping", "device")),
         ) from None
     return device

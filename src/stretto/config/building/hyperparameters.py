@@ -11,7 +11,7 @@ from stretto.config.reading.source import NO_SOURCE, Path, Source
 from stretto.config.run import RunConfig
 from stretto.config.values.settings import Optimizer
 from stretto.config.values.targets import import_target
-from stretto.errors import ConfigError, Place, cannot, shown
+from stretto.errors import ConfigError, Place, shown
 from stretto.schedules import Constant, Product, Schedule
 from stretto.schedules.names import Name, check_index, find_name, parse_name
 
@@ -107,13 +107,11 @@ def _check_group(optimizer: Optimizer, text: str, name: Name, where: Place) -> N
     known = [*optimizer.groups, "rest"] if optimizer.groups else ["0"]
     is_known = bool(optimizer.groups) or _is_torchs(optimizer)
     if is_known and name.group is not None and name.group not in known:
-        raise ConfigError(
-            cannot(
-                f"schedule {text!r}",
-                why=f"the optimizer has no such parameter group (it has {', '.join(known)})",
-                instead="write the name of one of them, or add it to optimizer.groups",
-                where=where,
-            )
+        raise ConfigError.cannot(
+            f"schedule {text!r}",
+            why=f"the optimizer has no such parameter group (it has {', '.join(known)})",
+            instead="write the name of one of them, or add it to optimizer.groups",
+            where=where,
         )
 
 
@@ -125,13 +123,11 @@ def _check_number(optimizer: Optimizer, path: Path, value: object, source: Sourc
         is_right = is_finite and (item >= 0 or not _is_torchs(optimizer))  # type: ignore[operator]
         # What another optimizer makes of a text or a mapping is its own affair.
         if not is_right and (is_number or _is_torchs(optimizer)):
-            raise ConfigError(
-                cannot(
-                    f"use {shown(value)} as {'.'.join(map(str, path))}",
-                    why="it is not a finite number of at least 0",
-                    instead="write a number such as 3.0e-4",
-                    where=source.where(path),
-                )
+            raise ConfigError.cannot(
+                f"use {shown(value)} as {'.'.join(map(str, path))}",
+                why="it is not a finite number of at least 0",
+                instead="write a number such as 3.0e-4",
+                where=source.where(path),
             )
 
 

@@ -17,7 +17,7 @@ from stretto.config.values.fields import Target
 from stretto.config.values.settings import Evaluate
 from stretto.config.values.targets import accepts, bound_target, call_target, import_target
 from stretto.data import DataSpec
-from stretto.errors import ConfigError, cannot
+from stretto.errors import ConfigError
 from stretto.runtime import TrainStep
 from stretto.timing import Every
 from stretto.training import (
@@ -58,14 +58,12 @@ def make_loss(config: RunConfig, model: nn.Module, source: Source) -> Any:
     loss = getattr(type(model), "loss", None)
     if callable(loss):
         return loss
-    raise ConfigError(
-        cannot(
-            "train",
-            why=f"there is no 'loss', and {type(model).__name__} has no static method of that name",
-            instead="write for example 'loss: {target: my.models:loss}', "
-            "a function (model, batch) -> loss",
-            where=source.name,
-        )
+    raise ConfigError.cannot(
+        "train",
+        why=f"there is no 'loss', and {type(model).__name__} has no static method of that name",
+        instead="write for example 'loss: {target: my.models:loss}', "
+        "a function (model, batch) -> loss",
+        where=source.name,
     )
 
 
@@ -78,13 +76,11 @@ def make_optimizer(config: RunConfig, model: nn.Module, source: Source) -> Optim
     for name, group in section.groups.items():
         taken = [key for key in rest if re.search(group.parameters, key)]
         if not taken:
-            raise ConfigError(
-                cannot(
-                    f"make the parameter group {name!r}",
-                    why=f"no parameter left has a name with {group.parameters!r} in it",
-                    instead=f"write a pattern of names such as {next(iter(rest), '')!r}",
-                    where=source.where(("optimizer", "groups", name, "parameters")),
-                )
+            raise ConfigError.cannot(
+                f"make the parameter group {name!r}",
+                why=f"no parameter left has a name with {group.parameters!r} in it",
+                instead=f"write a pattern of names such as {next(iter(rest), '')!r}",
+                where=source.where(("optimizer", "groups", name, "parameters")),
             )
         options = _tuples(group.options)
         groups.append({"params": [rest.pop(key) for key in taken], "name": name, **options})
@@ -116,13 +112,11 @@ def make_step(config: RunConfig, model: nn.Module, source: Source) -> TrainStep 
         given["loss"] = make_loss(config, model, source)
     for name in given:
         if name in section.arguments:
-            raise ConfigError(
-                cannot(
-                    f"give {section.target} a {name!r} of its own",
-                    why=f"it is called with the {name} of the run file",
-                    instead="leave it out",
-                    where=source.where(("step", name)),
-                )
+            raise ConfigError.cannot(
+                f"give {section.target} a {name!r} of its own",
+                why=f"it is called with the {name} of the run file",
+                instead="leave it out",
+                where=source.where(("step", name)),
             )
     step = call_target(section, source=source, path=("step",), **given)
     if not isinstance(step, TrainStep):
@@ -193,22 +187,18 @@ def _evaluation_data(config: RunConfig, section: Evaluate, path: Path, source: S
         return call_target(section.data, source=source, path=(*path, "data"))
     target = import_target(config.data.target, where=source.where(("data", "target")))
     if not accepts(target, "split"):
-        raise ConfigError(
-            cannot(
-                "evaluate",
-                why=f"there is no 'data' to evaluate on, and {config.data.target} takes no 'split'",
-                instead="write for example 'data: {target: my.data:make_validation}' in it",
-                where=source.where(path),
-            )
+        raise ConfigError.cannot(
+            "evaluate",
+            why=f"there is no 'data' to evaluate on, and {config.data.target} takes no 'split'",
+            instead="write for example 'data: {target: my.data:make_validation}' in it",
+            where=source.where(path),
         )
     if config.data.arguments.get("split") == VALIDATION:
-        raise ConfigError(
-            cannot(
-                "evaluate",
-                why="there is no 'data' to evaluate on, and the validation split is trained on",
-                instead="write 'data: {target: ...}' in it",
-                where=source.where(path),
-            )
+        raise ConfigError.cannot(
+            "evaluate",
+            why="there is no 'data' to evaluate on, and the validation split is trained on",
+            instead="write 'data: {target: ...}' in it",
+            where=source.where(path),
         )
     data = call_target(config.data, source=source, path=("data",), split=VALIDATION)
     return DataSpec.of(data, sharded=config.data.sharded)
@@ -262,11 +252,9 @@ def make_callbacks(config: RunConfig, source: Source) -> list[Callback]:
 
 def wrong_kind(what: str, target: str, found: object, kind: str, source: Source) -> ConfigError:
     """Return the error for a target that made something else than it should."""
-    return ConfigError(
-        cannot(
-            f"use what {target} returns as {what}",
-            why=f"it is a {type(found).__name__} and not {kind}",
-            instead=f"name something that makes {kind}",
-            where=source.where(tuple(what.split("."))),
-        )
+    return ConfigError.cannot(
+        f"use what {target} returns as {what}",
+        why=f"it is a {type(found).__name__} and not {kind}",
+        instead=f"name something that makes {kind}",
+        where=source.where(tuple(what.split("."))),
     )

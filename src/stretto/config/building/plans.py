@@ -17,7 +17,7 @@ from stretto.config.building.times_and_sizes import (
 from stretto.config.reading.source import NO_SOURCE, Source, as_key
 from stretto.config.run import RunConfig
 from stretto.config.values.fields import Target
-from stretto.errors import ConfigError, PlanError, cannot
+from stretto.errors import ConfigError, PlanError
 from stretto.planning import Plan, Prepared, prepare
 from stretto.planning.plan import plan_prepared
 
@@ -154,11 +154,9 @@ def check_rates(config: RunConfig, run: TimesAndSizes, source: Source) -> None:
     more = [one.target for one in config.callbacks[number + 1 :] if _is_ada_scale(one)]
     others = [*map(repr, pairs), *([] if run.rule is None else [repr(run.rule)]), *more]
     if others:
-        raise ConfigError(
-            cannot(
-                "follow the batch size by AdaScale",
-                why=f"{others[0]} does so already",
-                instead="leave one of the two out",
-                where=source.where(("callbacks", number)),
-            )
+        raise ConfigError.cannot(
+            "follow the batch size by AdaScale",
+            why=f"{others[0]} does so already",
+            instead="leave one of the two out",
+            where=source.where(("callbacks", number)),
         )

@@ -29,7 +29,7 @@ from stretto.config.building.plans import prepare_run
 from stretto.config.building.times_and_sizes import TimesAndSizes, build_run
 from stretto.config.reading.source import NO_SOURCE, Source
 from stretto.config.run import RunConfig
-from stretto.errors import ConfigError, cannot
+from stretto.errors import ConfigError
 from stretto.training import Callback, Trainer
 from stretto.training.distributed.sharding import shard_blocks
 from stretto.training.stepping.fitting import FoundMaximum
@@ -162,26 +162,22 @@ def check_complete(config: RunConfig, source: Source) -> None:
     for name, example in examples.items():
         is_made_by_step = name == "optimizer" and config.step is not None
         if getattr(config, name) is None and not is_made_by_step:
-            raise ConfigError(
-                cannot(
-                    "train",
-                    why=f"there is no '{name}'",
-                    instead=f"write for example '{example}'",
-                    where=source.name,
-                )
+            raise ConfigError.cannot(
+                "train",
+                why=f"there is no '{name}'",
+                instead=f"write for example '{example}'",
+                where=source.name,
             )
 
 
 def _world_size(config: RunConfig, source: Source) -> int:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if config.world_size not in (None, world_size):
-        raise ConfigError(
-            cannot(
-                f"train on {world_size} rank{'s' if world_size > 1 else ''}",
-                why=f"the run is said to have {config.world_size}",
-                instead=f"start it with torchrun --nproc-per-node {config.world_size}, "
-                "or set world_size=null",
-                where=source.where(("world_size",)),
-            )
+        raise ConfigError.cannot(
+            f"train on {world_size} rank{'s' if world_size > 1 else ''}",
+            why=f"the run is said to have {config.world_size}",
+            instead=f"start it with torchrun --nproc-per-node {config.world_size}, "
+            "or set world_size=null",
+            where=source.where(("world_size",)),
         )
     return world_size

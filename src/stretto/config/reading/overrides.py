@@ -9,7 +9,7 @@ from typing import Any
 
 from stretto.config.reading.source import Path, Source, show_path
 from stretto.config.reading.yaml_text import MAX_DEPTH, Value, describe, parse_yaml
-from stretto.errors import ConfigError, cannot
+from stretto.errors import ConfigError
 
 _INDEX = re.compile(r"[0-9]{1,9}")
 """A number that picks the item of a list; a longer one is a key like any other."""
@@ -112,7 +112,7 @@ def _index(items: list[Any], part: str | int, path: Path, text: str) -> Any:
 
 def _refused(text: str, why: str, instead: str) -> ConfigError:
     said = f"set {_short(text)!r}"
-    return ConfigError(cannot(said, why=why, instead=instead, where="command line"))
+    return ConfigError.cannot(said, why=why, instead=instead, where="command line")
 
 
 def _short(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import yaml
 
-from stretto.errors import ConfigError, cannot
+from stretto.errors import ConfigError
 
 _PROBLEMS = (
     (
@@ -74,12 +74,10 @@ def broken_yaml(error: yaml.MarkedYAMLError, name: str) -> ConfigError:
     where = f"line {mark.line + 1}, column {mark.column + 1} of {name}" if mark else name
     for said, why, instead in _PROBLEMS:
         if said in problem:
-            return ConfigError(cannot(f"read {name}", why=why, instead=instead, where=where))
-    return ConfigError(
-        cannot(
-            f"read {name}",
-            why=f"it is not YAML: {problem}",
-            instead="look at the quotes, colons and indentation there",
-            where=where,
-        )
+            return ConfigError.cannot(f"read {name}", why=why, instead=instead, where=where)
+    return ConfigError.cannot(
+        f"read {name}",
+        why=f"it is not YAML: {problem}",
+        instead="look at the quotes, colons and indentation there",
+        where=where,
     )

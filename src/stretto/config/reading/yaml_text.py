@@ -17,7 +17,7 @@ import yaml
 
 from stretto.config.reading.source import Path
 from stretto.config.reading.yaml_errors import broken_yaml
-from stretto.errors import ConfigError, cannot, shown
+from stretto.errors import ConfigError, shown
 
 Value: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
 """What a run file holds."""
@@ -207,19 +207,17 @@ def _check_bounds(name: str, mark: Any, depth: int, count: int) -> None:
 def _refused(name: str, mark: Any, why: str, instead: str) -> ConfigError:
     if mark is not None and not isinstance(mark, str):
         mark = f"line {mark.line + 1}, column {mark.column + 1} of {name}"
-    return ConfigError(cannot(f"read {name}", why=why, instead=instead, where=mark))
+    return ConfigError.cannot(f"read {name}", why=why, instead=instead, where=mark)
 
 
 def check_mapping(value: Value, name: str) -> dict[str, Any]:
     """Return `value` if it is a mapping, as a whole run file must be."""
     if isinstance(value, dict):
         return value
-    raise ConfigError(
-        cannot(
-            f"use {name} as a run file",
-            why=f"it holds {describe(value)} and not keys with values",
-            instead="write lines such as 'max_duration: 2ep'",
-        )
+    raise ConfigError.cannot(
+        f"use {name} as a run file",
+        why=f"it holds {describe(value)} and not keys with values",
+        instead="write lines such as 'max_duration: 2ep'",
     )
 
 

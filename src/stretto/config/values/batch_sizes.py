@@ -17,7 +17,7 @@ from stretto.batching.written import COUPLED, Way
 from stretto.config.reading.source import Path
 from stretto.config.values.context import CHECKING, Building
 from stretto.config.values.fields import Target
-from stretto.errors import BatchSizeError, StrettoError, cannot
+from stretto.errors import BatchSizeError, StrettoError
 from stretto.schedules import Cosine, Schedule
 from stretto.timing import TimeLike
 
@@ -112,13 +112,11 @@ class FileWords:
         building = self.building
         micro = building.micro_batch_size if building.imports else 1  # checking knows no ranks
         if micro is None:
-            raise BatchSizeError(
-                cannot(
-                    f"ramp up to {final_size} by gradient accumulation",
-                    why="the run file states no micro-batch size",
-                    instead="write micro_batch_size: 8, or another ramp such as "
-                    f"{{ramp: double, start: 8, end: {final_size}, over: {over}}}",
-                )
+            raise BatchSizeError.cannot(
+                f"ramp up to {final_size} by gradient accumulation",
+                why="the run file states no micro-batch size",
+                instead="write micro_batch_size: 8, or another ramp such as "
+                f"{{ramp: double, start: 8, end: {final_size}, over: {over}}}",
             )
         return rampup(
             final_size,

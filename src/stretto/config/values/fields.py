@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import core_schema
 
 from stretto.config.reading.source import show_path
-from stretto.errors import ConfigError, TimeError, cannot
+from stretto.errors import ConfigError, TimeError
 from stretto.timing import Time, TimeUnit, read_wall_clock
 
 TIME_PATTERN = (
@@ -84,19 +84,15 @@ def read_target(value: object) -> str:
             return value
         if re.fullmatch(r"\w+(\.\w+)+", value):
             module, _, attribute = value.rpartition(".")
-            raise ConfigError(
-                cannot(
-                    f"use {value!r} as a target",
-                    why="a colon must part the module from what is in it",
-                    instead=f"write '{module}:{attribute}'",
-                )
+            raise ConfigError.cannot(
+                f"use {value!r} as a target",
+                why="a colon must part the module from what is in it",
+                instead=f"write '{module}:{attribute}'",
             )
-    raise ConfigError(
-        cannot(
-            f"use {shown(value)} as a target",
-            why="it is not of the form 'package.module:attribute'",
-            instead="write for example 'torch.optim:AdamW'",
-        )
+    raise ConfigError.cannot(
+        f"use {shown(value)} as a target",
+        why="it is not of the form 'package.module:attribute'",
+        instead="write for example 'torch.optim:AdamW'",
     )
 
 
@@ -113,12 +109,10 @@ def read_time(value: object) -> Time:
         return value
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return Time(str(value))
-    raise TimeError(
-        cannot(
-            f"read {shown(value)} as a time",
-            why="it is not a text",
-            instead="write a number with a unit such as '90ep', '1_000sp', '10%' or '1h30m'",
-        )
+    raise TimeError.cannot(
+        f"read {shown(value)} as a time",
+        why="it is not a text",
+        instead="write a number with a unit such as '90ep', '1_000sp', '10%' or '1h30m'",
     )
 
 
@@ -130,12 +124,10 @@ def read_length(value: object) -> Time:
     """
     time = read_time(value)
     if time.amount <= 0:
-        raise TimeError(
-            cannot(
-                f"use '{time}' here",
-                why="it is not longer than 0",
-                instead="write a time such as '1ep'",
-            )
+        raise TimeError.cannot(
+            f"use '{time}' here",
+            why="it is not longer than 0",
+            instead="write a time such as '1ep'",
         )
     return time
 
@@ -153,12 +145,10 @@ def read_run_length(value: object) -> Time:
     """Return a time that is longer than nothing and not a fraction of the run itself."""
     time = read_length(value)
     if time.unit is TimeUnit.DURATION:
-        raise TimeError(
-            cannot(
-                f"use '{time}' as the length of the run",
-                why="it is a fraction of itself",
-                instead="write it in 'ep', 'ba', 'sp', 'tok' or as hours",
-            )
+        raise TimeError.cannot(
+            f"use '{time}' as the length of the run",
+            why="it is a fraction of itself",
+            instead="write it in 'ep', 'ba', 'sp', 'tok' or as hours",
         )
     return time
 
@@ -173,12 +163,10 @@ def read_duration(value: object) -> Time | Literal["rest"]:
     if value == "rest":
         return "rest"
     if value in (-1, "-1"):
-        raise ConfigError(
-            cannot(
-                f"use {shown(value)} as a duration",
-                why="it is not a time",
-                instead="write 'rest' for what is left of the run",
-            )
+        raise ConfigError.cannot(
+            f"use {shown(value)} as a duration",
+            why="it is not a time",
+            instead="write 'rest' for what is left of the run",
         )
     return read_length(value)
 
@@ -190,12 +178,10 @@ def check_duration(duration: Time | Literal["rest"] | None) -> Time | Literal["r
         ConfigError: it has none.
     """
     if duration is None:
-        raise ConfigError(
-            cannot(
-                "use a period",
-                why="it has no 'duration'",
-                instead="write how long it is, such as 'duration: 10%', or 'duration: rest'",
-            )
+        raise ConfigError.cannot(
+            "use a period",
+            why="it has no 'duration'",
+            instead="write how long it is, such as 'duration: 10%', or 'duration: rest'",
         )
     return duration
 
@@ -207,12 +193,10 @@ def check_no_duration(duration: object) -> None:
         ConfigError: there is one.
     """
     if duration is not None:
-        raise ConfigError(
-            cannot(
-                "use the key 'duration'",
-                why="this is not one of several periods",
-                instead="leave it out, or write 'periods:' with a list",
-            )
+        raise ConfigError.cannot(
+            "use the key 'duration'",
+            why="this is not one of several periods",
+            instead="leave it out, or write 'periods:' with a list",
         )
 
 

@@ -27,7 +27,7 @@ from stretto.config.values.fields import (
     check_no_duration,
     shape_of,
 )
-from stretto.errors import ScheduleError, cannot
+from stretto.errors import ScheduleError
 from stretto.schedules import (
     WSD,
     Constant,
@@ -123,14 +123,12 @@ class KnownCurve(Curve):
         names = [*KINDS, "periods"]
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ScheduleError(
-                cannot(
-                    f"follow {' and '.join(given)} at once" if given else "follow no schedule",
-                    why="a schedule is one of them" if given else "its kind is not said",
-                    instead="write one, or a list of several, which multiply"
-                    if given
-                    else "write for example cosine: {end: 0.1}, or constant: {}",
-                )
+            raise ScheduleError.cannot(
+                f"follow {' and '.join(given)} at once" if given else "follow no schedule",
+                why="a schedule is one of them" if given else "its kind is not said",
+                instead="write one, or a list of several, which multiply"
+                if given
+                else "write for example cosine: {end: 0.1}, or constant: {}",
             )
         if self.periods is None:
             arguments: Arguments = getattr(self, given[0])

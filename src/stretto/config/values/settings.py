@@ -34,7 +34,7 @@ from stretto.config.values.fields import (
     shape_of,
     shown,
 )
-from stretto.errors import ConfigError, cannot
+from stretto.errors import ConfigError
 from stretto.settings import Checkpointing, Loading, Stepping
 from stretto.timing import Time
 
@@ -43,12 +43,10 @@ def _pattern(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise ConfigError(
-            cannot(
-                f"use {shown(text)} as a pattern of parameter names",
-                why=f"it is not a regular expression ({error.msg})",
-                instead="write for example 'embedding'",
-            )
+        raise ConfigError.cannot(
+            f"use {shown(text)} as a pattern of parameter names",
+            why=f"it is not a regular expression ({error.msg})",
+            instead="write for example 'embedding'",
         ) from None
     return text
 

@@ -30,28 +30,24 @@ def import_target(target: str, *, where: Place | None = None) -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(_no_module(target, name, error, where)) from error
     except Exception as error:  # the user's own code runs here and may raise anything
-        raise ConfigError(
-            cannot(
-                f"import {target}",
-                why=f"its module raised {_said(error)}",
-                instead=f"mend {name}, or see where with --traceback",
-                where=where,
-            )
+        raise ConfigError.cannot(
+            f"import {target}",
+            why=f"its module raised {_said(error)}",
+            instead=f"mend {name}, or see where with --traceback",
+            where=where,
         ) from error
     for part in attribute.split("."):
         try:
             found = getattr(found, part)
         except AttributeError:
             close = nearest(part, dir(found))
-            raise ConfigError(
-                cannot(
-                    f"import {target}",
-                    why=f"{getattr(found, '__name__', found)} has no {part!r}",
-                    instead=f"did you mean '{target[: -len(part)]}{close}'?"
-                    if close and target.endswith(part)
-                    else f"write a name that {name} has",
-                    where=where,
-                )
+            raise ConfigError.cannot(
+                f"import {target}",
+                why=f"{getattr(found, '__name__', found)} has no {part!r}",
+                instead=f"did you mean '{target[: -len(part)]}{close}'?"
+                if close and target.endswith(part)
+                else f"write a name that {name} has",
+                where=where,
             ) from None
     return found
 
@@ -80,13 +76,11 @@ def call_target(
     except StrettoError as error:
         raise error.recast(ConfigError, where=where) from error
     except Exception as error:  # the user's own code runs here and may raise anything
-        raise ConfigError(
-            cannot(
-                f"build {section.target}",
-                why=f"it raised {_said(error)}",
-                instead="change its arguments, or see where with --traceback",
-                where=where,
-            )
+        raise ConfigError.cannot(
+            f"build {section.target}",
+            why=f"it raised {_said(error)}",
+            instead="change its arguments, or see where with --traceback",
+            where=where,
         ) from error
 
 
@@ -102,13 +96,11 @@ def bound_target(section: Target, *, source: Source = NO_SOURCE, path: Path = ()
     if inspect.isclass(function):
         return call_target(section, source=source, path=path)
     if not callable(function):
-        raise ConfigError(
-            cannot(
-                f"use {section.target} as a function",
-                why=f"it is a {type(function).__name__}",
-                instead="name a function or a class",
-                where=source.where((*path, "target")),
-            )
+        raise ConfigError.cannot(
+            f"use {section.target} as a function",
+            why=f"it is a {type(function).__name__}",
+            instead="name a function or a class",
+            where=source.where((*path, "target")),
         )
     arguments = section.arguments
     if not arguments:
@@ -144,13 +136,11 @@ def check_arguments(
     try:
         signature.bind(*positional, **arguments)
     except TypeError as error:
-        raise ConfigError(
-            cannot(
-                f"call {target}",
-                why=str(error),
-                instead=f"write its arguments beside 'target': {_listed(known or ())}",
-                where=where,
-            )
+        raise ConfigError.cannot(
+            f"call {target}",
+            why=str(error),
+            instead=f"write its arguments beside 'target': {_listed(known or ())}",
+            where=where,
         ) from None
 
 
@@ -183,13 +173,11 @@ def _parameters(function: Any) -> tuple[str, ...] | None:
 
 def _unknown_argument(target: str, name: str, known: Iterable[str], where: Place) -> ConfigError:
     close = nearest(name, known)
-    return ConfigError(
-        cannot(
-            f"call {target}",
-            why=f"it takes no {name!r}",
-            instead=f"did you mean '{close}'?" if close else f"it takes {_listed(known)}",
-            where=where,
-        )
+    return ConfigError.cannot(
+        f"call {target}",
+        why=f"it takes no {name!r}",
+        instead=f"did you mean '{close}'?" if close else f"it takes {_listed(known)}",
+        where=where,
     )
 
 
