@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.schedules.strategies import by_batch, values
 from torch.optim import lr_scheduler as theirs
 
 from stretto.schedules import (
@@ -21,7 +22,6 @@ from stretto.schedules import (
     StepDecay,
     as_schedule,
 )
-from stretto.testing.schedules import by_batch, values
 from stretto.timing import Horizon
 
 STEPS = 240

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import pytest
+from tests.schedules.strategies import by_batch, values
 
 from stretto.schedules import (
     WSD,
@@ -17,7 +18,6 @@ from stretto.schedules import (
     Polynomial,
     Schedule,
 )
-from stretto.testing.schedules import by_batch, values
 from stretto.timing import Horizon
 
 WARMUP, STEPS = 25, 200

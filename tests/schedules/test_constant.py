@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hypothesis import given
+from tests.schedules.strategies import RUN, factors, samples_of_run
 
 from stretto.schedules import Constant
-from stretto.testing.schedules import RUN, factors, samples_of_run
 from stretto.timing import Horizon, Timestamp
 
 

@@ -6,10 +6,10 @@ import math
 from fractions import Fraction
 
 import pytest
+from tests.schedules.strategies import by_batch, values
 
 from stretto.errors import ConversionError, ScheduleError, TimeError
 from stretto.schedules import Constant, Cosine, Custom, Periods, as_schedule
-from stretto.testing.schedules import by_batch, values
 from stretto.timing import Horizon, Time, Timer, Timestamp
 
 

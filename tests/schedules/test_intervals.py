@@ -7,10 +7,10 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.schedules.strategies import by_batch, values
 
 from stretto.errors import ConversionError, ScheduleError
 from stretto.schedules import Exponential, MultiStep, Periods, StepDecay
-from stretto.testing.schedules import by_batch, values
 from stretto.timing import Horizon, Time, Timestamp
 
 

@@ -9,6 +9,7 @@ from itertools import accumulate
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.schedules.strategies import by_batch, values
 
 from stretto.errors import ConversionError, ScheduleError, TimeError
 from stretto.schedules import (
@@ -22,7 +23,6 @@ from stretto.schedules import (
     Schedule,
     StepDecay,
 )
-from stretto.testing.schedules import by_batch, values
 from stretto.timing import Horizon, Time, Timestamp
 
 N = 24

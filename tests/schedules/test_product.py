@@ -7,10 +7,10 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.schedules.strategies import RUN, by_batch, leaves, samples_of_run, values
 
 from stretto.errors import ConversionError, ScheduleError
 from stretto.schedules import Cosine, Linear, MultiStep, Periods, Product, Schedule, StepDecay
-from stretto.testing.schedules import RUN, by_batch, leaves, samples_of_run, values
 from stretto.timing import Horizon, Timestamp
 
 

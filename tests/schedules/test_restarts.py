@@ -8,10 +8,10 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.schedules.strategies import by_batch, values
 
 from stretto.errors import ScheduleError
 from stretto.schedules import CosineRestarts
-from stretto.testing.schedules import by_batch, values
 from stretto.timing import Horizon, Time, Timestamp
 
 

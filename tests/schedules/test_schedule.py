@@ -12,6 +12,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.schedules.strategies import RUN, by_batch, leaves, samples_of_run, schedules, values
 
 from stretto import schedules as face
 from stretto.errors import ConversionError, ScheduleError, TimeError
@@ -34,7 +35,6 @@ from stretto.schedules import (
     StepDecay,
     as_schedule,
 )
-from stretto.testing.schedules import RUN, by_batch, leaves, samples_of_run, schedules, values
 from stretto.timing import Horizon, Time, Timer, Timestamp
 from stretto.timing.known import KnownCounts, unknown_counters
 

@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.schedules.strategies import RUN, by_batch, leaves, samples_of_run, values
 
 from stretto.errors import ConversionError, ScheduleError
 from stretto.schedules import (
@@ -23,7 +24,6 @@ from stretto.schedules import (
 )
 from stretto.schedules.schedule import fill
 from stretto.schedules.warmup import WarmedUp
-from stretto.testing.schedules import RUN, by_batch, leaves, samples_of_run, values
 from stretto.timing import Horizon, Timestamp
 
 

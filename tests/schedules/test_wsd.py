@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+from tests.schedules.strategies import by_batch, values
 
 from stretto.errors import ScheduleError
 from stretto.schedules import WSD, Constant, Cosine, Linear, Periods
-from stretto.testing.schedules import by_batch, values
 from stretto.timing import Horizon
 
 RUN = Horizon("100ba")

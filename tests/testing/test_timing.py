@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.timing.by_hand import count_by_hand
 
-from stretto.testing import count_by_hand, horizons, lengths, times, units
+from stretto.testing import horizons, lengths, times, units
 from stretto.timing import Horizon, LastBatch, Time, TimeUnit
 
 

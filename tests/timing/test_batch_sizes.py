@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.timing.by_hand import count_by_hand
 
 from stretto.errors import BatchSizeError
-from stretto.testing import count_by_hand, horizons
+from stretto.testing import horizons
 from stretto.timing import BatchSizes, Horizon, LastBatch
 from stretto.timing.batch_sizes import ConstantBatchSize
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tests.timing.by_hand import count_by_hand
 
 from stretto.errors import BatchSizeError, ConversionError, TimeError
-from stretto.testing import count_by_hand, horizons, times, units
+from stretto.testing import horizons, times, units
 from stretto.timing import Horizon, Time, TimeUnit, convert
 from stretto.timing.batch_sizes import ConstantBatchSize
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.timing.by_hand import count_by_hand
 
 from stretto.errors import BatchSizeError, ConversionError, TimeError
-from stretto.testing import count_by_hand, horizons, lengths, timestamps
+from stretto.testing import horizons, lengths, timestamps
 from stretto.timing import Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.batch_sizes import ConstantBatchSize
 

@@ -7,9 +7,9 @@ from datetime import timedelta
 from itertools import pairwise
 
 import pytest
+from tests.timing.by_hand import count_by_hand
 
 from stretto.errors import TimeError, UnitError
-from stretto.testing import count_by_hand
 from stretto.timing import Every, Horizon, Time, Timer, Timestamp
 
 

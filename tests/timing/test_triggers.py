@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tests.timing.by_hand import count_by_hand
 
 from stretto.errors import ConversionError, TimeError
-from stretto.testing import count_by_hand, horizons, lengths
+from stretto.testing import horizons, lengths
 from stretto.timing import (
     AnyOf,
     At,

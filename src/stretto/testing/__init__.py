@@ -1,15 +1,8 @@
-"""What helps to test code that uses stretto: hypothesis strategies and slow, plain models.
+"""Hypothesis strategies, for tests of code that uses stretto.
 
 Needs hypothesis: `pip install hypothesis`. Nothing else in stretto imports this package.
 """
 
-from stretto.testing.timing import (
-    count_by_hand,
-    horizons,
-    lengths,
-    times,
-    timestamps,
-    units,
-)
+from stretto.testing.timing import horizons, lengths, times, timestamps, units
 
-__all__ = ["count_by_hand", "horizons", "lengths", "times", "timestamps", "units"]
+__all__ = ["horizons", "lengths", "times", "timestamps", "units"]
