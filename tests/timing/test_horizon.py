@@ -295,7 +295,7 @@ class TestValue:
             assert again.elapsed(Timestamp()) == 0.0
 
     def test_it_cannot_change(self) -> None:
-        with pytest.raises(AttributeError, match="a Horizon cannot be changed"):
+        with pytest.raises(AttributeError, match="max_duration"):
             Horizon("1ep").max_duration = Time("2ep")  # type: ignore[misc]
 
     def test_horizons_differ_by_any_fact(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from functools import partial
-from typing import Any, NoReturn, cast, final
+from typing import Any, final
 
 from stretto.errors import Argument, ConversionError, shown
 from stretto.timing.axis import Axis, axes
@@ -19,6 +19,7 @@ from stretto.timing.unit import TimeUnit, parse_unit
 
 
 @final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Horizon:
     """The static facts of a run: its length, its data and its batch sizes. Frozen.
 
@@ -46,14 +47,29 @@ class Horizon:
         TimeError: `max_duration` is not a time.
     """
 
-    __slots__ = ("_axes", "_end", "_end_sample", "_end_tick", "_facts", "_last_batch", "_passed")
-    _axes: dict[TimeUnit, Axis]
-    _end: Fraction
-    _end_sample: int | None
-    _end_tick: int
-    _facts: Facts
-    _last_batch: LastBatch
-    _passed: Callable[[Timestamp], int]
+    max_duration: Time
+    """The length of the run, as given."""
+    dataset_num_samples: int | None
+    """Samples in an epoch, or None."""
+    dataset_num_tokens: int | None
+    """Tokens in an epoch, or None."""
+    tokens_per_sample: int | None
+    """Tokens in each sample if all have equally many, else None."""
+    batch_sizes: BatchSizes | None
+    """Where batches begin; None if that is decided during the run."""
+    last_batch: LastBatch
+    """What happens if an epoch ends inside a batch."""
+    end_sample: int | None = field(compare=False)
+    """The position at which the run ends; None if its length is no number of samples.
+
+    >>> Horizon("1.5ep", dataset_num_samples=25).end_sample
+    38
+    """
+    _facts: Facts = field(compare=False)
+    _axes: dict[TimeUnit, Axis] = field(compare=False)
+    _passed: Callable[[Timestamp], int] = field(compare=False)
+    _end: Fraction = field(compare=False)
+    _end_tick: int = field(compare=False)
 
     def __init__(
         self,
@@ -71,58 +87,24 @@ class Horizon:
         each = checked_count("tokens_per_sample", tokens_per_sample)
         check_last_batch(last_batch)
         facts = Facts(run, samples, _tokens(samples, tokens, each), each)
-        found = axes(samples, run.unit)
-        for name, value in (
-            ("_axes", found),
-            ("_end_sample", facts.end_sample),
-            ("_facts", facts.with_batch_sizes(batch_sizes, last_batch)),
-            ("_last_batch", last_batch),
-            ("_passed", found[run.unit].read),
-        ):
+        sized, found = facts.with_batch_sizes(batch_sizes, last_batch), axes(samples, run.unit)
+        for name, value in {
+            "max_duration": run,
+            "dataset_num_samples": samples,
+            "dataset_num_tokens": facts.num_tokens,
+            "tokens_per_sample": each,
+            "batch_sizes": sized.batch_sizes,
+            "last_batch": last_batch,
+            "end_sample": facts.end_sample,
+            "_facts": sized,
+            "_axes": found,
+            "_passed": found[run.unit].read,
+        }.items():
             object.__setattr__(self, name, value)
         end = self.ticks(run, found[run.unit])
         object.__setattr__(self, "_end", end)
         # Counters are whole numbers, so they reach the end at the next whole tick.
         object.__setattr__(self, "_end_tick", math.ceil(end))
-
-    @property
-    def max_duration(self) -> Time:
-        """The length of the run, as given."""
-        return cast(Time, self._facts.max_duration)
-
-    @property
-    def dataset_num_samples(self) -> int | None:
-        """Samples in an epoch, or None."""
-        return self._facts.num_samples
-
-    @property
-    def dataset_num_tokens(self) -> int | None:
-        """Tokens in an epoch, or None."""
-        return self._facts.num_tokens
-
-    @property
-    def tokens_per_sample(self) -> int | None:
-        """Tokens in each sample if all have equally many, else None."""
-        return self._facts.tokens_per_sample
-
-    @property
-    def batch_sizes(self) -> BatchSizes | None:
-        """Where batches begin; None if that is decided during the run."""
-        return self._facts.batch_sizes
-
-    @property
-    def last_batch(self) -> LastBatch:
-        """What happens if an epoch ends inside a batch."""
-        return self._last_batch
-
-    @property
-    def end_sample(self) -> int | None:
-        """The position at which the run ends; None if its length is no number of samples.
-
-        >>> Horizon("1.5ep", dataset_num_samples=25).end_sample
-        38
-        """
-        return self._end_sample
 
     def elapsed(self, timestamp: Timestamp) -> float:
         """Return the fraction of the run that has passed, in [0, 1].
@@ -258,28 +240,10 @@ class Horizon:
     def _given(self) -> dict[str, Any]:
         """The arguments after the first, as they were given."""
         sizes = self.batch_sizes
-        return {
-            "dataset_num_samples": self.dataset_num_samples,
-            "dataset_num_tokens": self.dataset_num_tokens,
-            "tokens_per_sample": self.tokens_per_sample,
-            "batch_sizes": sizes.size if isinstance(sizes, ConstantBatchSize) else sizes,
-            "last_batch": self.last_batch,
+        given = sizes.size if isinstance(sizes, ConstantBatchSize) else sizes
+        return {one.name: getattr(self, one.name) for one in fields(self)[1:6]} | {
+            "batch_sizes": given
         }
-
-    def _key(self) -> tuple[Facts, LastBatch]:
-        return self._facts, self._last_batch
-
-    def __eq__(self, other: object) -> bool:
-        return self._key() == other._key() if isinstance(other, Horizon) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def __reduce__(self) -> tuple[Callable[[], Horizon], tuple[()]]:
-        return partial(Horizon, self.max_duration, **self._given()), ()
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a Horizon cannot be changed: tried to set {name!r}")
 
     def __repr__(self) -> str:
         known = {name: fact for name, fact in self._given().items() if fact not in (None, "keep")}
