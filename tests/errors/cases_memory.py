@@ -10,7 +10,7 @@ from torch import nn
 
 from stretto.memory import CandidateSizes, find_batch_size, sandbox, search
 from stretto.memory.amounts import Margin, parse_bytes
-from stretto.memory.finding.ranks import Together
+from stretto.memory.finding.request import Together
 from stretto.memory.limits import free_memory
 from stretto.runtime import SupervisedStep
 
@@ -23,7 +23,7 @@ def find(device: str = "cpu", **options: Any) -> object:
 
 
 def enter(model: nn.Module, *also: object) -> None:
-    with sandbox(model, also=also):
+    with sandbox(model, *also):
         pass
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import FitError
-from stretto.memory.finding.ranks import Together
+from stretto.memory.finding.request import Together
 
 
 def test_one_rank() -> None:

@@ -305,7 +305,7 @@ class TestValue:
             Horizon("1ep", tokens_per_sample=2), Horizon("1ep", dataset_num_tokens=2),
         }  # fmt: skip
         assert len(several) == 7
-        assert Horizon("1ep") != "1ep"
+        assert Horizon("1ep") != "1ep"  # type: ignore[comparison-overlap]
 
     def test_other_batch_sizes(self) -> None:
         horizon = Horizon("50sp", batch_sizes=32)

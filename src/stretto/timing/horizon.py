@@ -239,11 +239,10 @@ class Horizon:
 
     def _given(self) -> dict[str, Any]:
         """The arguments after the first, as they were given."""
-        sizes = self.batch_sizes
-        given = sizes.size if isinstance(sizes, ConstantBatchSize) else sizes
-        return {one.name: getattr(self, one.name) for one in fields(self)[1:6]} | {
-            "batch_sizes": given
-        }
+        given = {one.name: getattr(self, one.name) for one in fields(self)[1:6]}
+        if isinstance(self.batch_sizes, ConstantBatchSize):
+            given["batch_sizes"] = self.batch_sizes.size
+        return given
 
     def __repr__(self) -> str:
         known = {name: fact for name, fact in self._given().items() if fact not in (None, "keep")}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import FitError
-from stretto.memory.finding.candidates import CandidateSizes, Found, TriedSize, search
+from stretto.memory.finding.candidates import CandidateSizes, Found, search
 
 COUNTS = st.integers(1, 3_000)
 
@@ -44,14 +44,25 @@ def test_sizes(sizes: CandidateSizes, size: int) -> None:
     assert middle < every[-1] or len(every) == 1
 
 
-def checked(found: Found, sizes: CandidateSizes, limit: int) -> Found:
-    assert TriedSize(found.size, fits=True) in found.trials
-    assert len({trial.size for trial in found.trials}) == len(found.trials)
-    assert all(trial.fits == (trial.size <= limit) for trial in found.trials)
-    assert {trial.size for trial in found.trials} <= set(brute(sizes))
-    failed = [trial.size for trial in found.trials if not trial.fits]
+class Trials:
+    """Remembers what was tried."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.sizes: list[int] = []
+
+    def __call__(self, size: int) -> bool:
+        self.sizes.append(size)
+        return size <= self.limit
+
+
+def checked(found: Found, sizes: CandidateSizes, tried: Trials) -> Found:
+    assert found.size in tried.sizes
+    assert found.size <= tried.limit
+    assert len(set(tried.sizes)) == len(tried.sizes)
+    assert set(tried.sizes) <= set(brute(sizes))
+    failed = [size for size in tried.sizes if size > tried.limit]
     assert found.too_large == min(failed, default=None)
-    assert found.num_failures == len(failed)
     return found
 
 
@@ -62,10 +73,11 @@ def test_bisection_finds_the_largest(sizes: CandidateSizes, limit: int, guess: i
         with pytest.raises(FitError, match=f"{sizes.smallest} does not fit"):
             search(lambda size: size <= limit, sizes, guess=guess)
         return
-    found = checked(search(lambda size: size <= limit, sizes, guess=guess), sizes, limit)
+    tried = Trials(limit)
+    found = checked(search(tried, sizes, guess=guess), sizes, tried)
     assert found.size == truth
     assert found.too_large == sizes.above(truth)
-    assert len(found.trials) <= 2 * len(brute(sizes)).bit_length() + 8
+    assert len(tried.sizes) <= 2 * len(brute(sizes)).bit_length() + 8
 
 
 @given(wanted(), COUNTS, st.none() | COUNTS)
@@ -74,32 +86,34 @@ def test_halving_finds_one_that_fits(sizes: CandidateSizes, limit: int, guess: i
         with pytest.raises(FitError, match="does not fit"):
             search(lambda size: size <= limit, sizes, guess=guess, method="halve")
         return
-    result = search(lambda size: size <= limit, sizes, guess=guess, method="halve")
-    found = checked(result, sizes, limit)
+    tried = Trials(limit)
+    found = checked(search(tried, sizes, guess=guess, method="halve"), sizes, tried)
     truth = max(size for size in brute(sizes) if size <= limit)
     begin = (sizes.at_most(guess) if guess else None) or sizes.largest
     # At most half is lost, and what rounding down to a wanted size costs.
     assert found.size >= min(truth, begin) // 2 - sizes.multiple_of or sizes.power_of_two
-    assert sum(trial.fits for trial in found.trials) == 1
+    assert sum(size <= limit for size in tried.sizes) == 1
 
 
 @given(COUNTS, st.floats(0.01, 0.5))
 def test_near_enough(limit: int, within: float) -> None:
     sizes = CandidateSizes(maximum=100_000)
-    found = checked(search(lambda size: size <= limit, sizes, within=within), sizes, limit)
+    tried = Trials(limit)
+    found = checked(search(tried, sizes, within=within), sizes, tried)
     assert found.size >= limit / (1 + within) - 1
 
 
 def test_a_right_guess_takes_two_trials() -> None:
-    found = search(lambda size: size <= 1_000, CandidateSizes(), guess=1_000)
-    assert found.trials == (TriedSize(1_000, fits=True), TriedSize(1_001, fits=False))
+    tried = Trials(1_000)
+    assert search(tried, CandidateSizes(), guess=1_000) == Found(1_000, 1_001)
+    assert tried.sizes == [1_000, 1_001]
 
 
 @pytest.mark.parametrize("guess", [990, 1_010])
 def test_a_near_guess_takes_few(guess: int) -> None:
-    found = search(lambda size: size <= 1_000, CandidateSizes(), guess=guess)
-    assert found.size == 1_000
-    assert len(found.trials) <= 10
+    tried = Trials(1_000)
+    assert search(tried, CandidateSizes(), guess=guess).size == 1_000
+    assert len(tried.sizes) <= 10
 
 
 def test_what_does_not_end_is_bounded() -> None:

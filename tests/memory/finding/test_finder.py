@@ -14,8 +14,7 @@ from stretto.errors import ConfigError, FitError, cannot
 from stretto.memory.finding.candidates import CandidateSizes
 from stretto.memory.finding.finder import find_batch_size
 from stretto.memory.finding.methods import Finder
-from stretto.memory.finding.ranks import Together
-from stretto.memory.finding.request import Request
+from stretto.memory.finding.request import Request, Together
 from stretto.memory.finding.result import Answer
 from stretto.memory.limits import MemoryLimit
 from stretto.memory.step import WholeStep

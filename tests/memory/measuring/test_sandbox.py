@@ -213,14 +213,14 @@ def test_a_scaler() -> None:
         scaler.update()
 
     before = scaler.state_dict()
-    with sandbox(model, optimizer, scaler=scaler):
+    with sandbox(model, optimizer, scaler):
         step()
         assert scaler.get_scale() == 16
     assert scaler.state_dict() == before
     assert scaler._scale is None  # made in the first step, as in a run without trials
     step()
     scale = scaler._scale
-    with sandbox(model, optimizer, scaler=scaler):
+    with sandbox(model, optimizer, scaler):
         step()
     assert scaler.get_scale() == 16
     assert scaler._scale is scale
@@ -280,7 +280,7 @@ def test_other_things_that_are_named() -> None:
     loader = torch.utils.data.DataLoader(data, shuffle=True, generator=generator)
     drawn: Any = np.random.RandomState(5)
     before = (generator.get_state().tolist(), drawn.get_state()[2])
-    with sandbox(model, optimizer, also=[scheduler, position, loader, drawn]):
+    with sandbox(model, optimizer, scheduler, position, loader, drawn):
         list(loader)
         drawn.rand()
         position.sample, position.history = 9, [1, 2]
@@ -293,7 +293,7 @@ def test_other_things_that_are_named() -> None:
 
 def test_what_cannot_be_put_back_is_refused() -> None:
     model = nn.Linear(1, 1)
-    with pytest.raises(FitError, match="state_dict"), sandbox(model, also=[object()]):
+    with pytest.raises(FitError, match="state_dict"), sandbox(model, object()):
         pass
     with pytest.raises(FitError, match="lazy"), sandbox(nn.LazyLinear(3)):
         pass

@@ -12,33 +12,13 @@ from stretto.timing.number import whole
 Method = Literal["bisect", "halve"]
 
 
-class TriedSize(NamedTuple):
-    """A size and whether it fits."""
-
-    size: int
-    fits: bool
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The result of a search.
-
-    >>> Found(12, 13, (TriedSize(12, True), TriedSize(13, False))).size
-    12
-    """
+class Found(NamedTuple):
+    """The result of a search."""
 
     size: int
     """The largest size that was tried and fits."""
     too_large: int | None
     """The smallest size that was tried and does not fit; None if all tried sizes fit."""
-    trials: tuple[TriedSize, ...]
-    """All sizes that were tried, in order."""
-
-    @property
-    def num_failures(self) -> int:
-        """How many tried sizes did not fit."""
-        return sum(not trial.fits for trial in self.trials)
 
 
 @final
@@ -153,14 +133,21 @@ def search(
         within: stop when the interval is at most this fraction of the answer.
 
     >>> search(lambda size: size <= 100, CandidateSizes(multiple_of=8))
-    Found(size=96, too_large=104, trials=(TriedSize(size=8, fits=True), ...))
+    Found(size=96, too_large=104)
     >>> search(lambda size: size <= 100, CandidateSizes(maximum=1000), method="halve").size
     62
 
     Raises:
         FitError: the smallest size does not fit.
     """
-    tried = _Tried(fits)
+    failed: list[int] = []
+
+    def tried(size: int) -> bool:
+        is_small_enough = fits(size)
+        if not is_small_enough:
+            failed.append(size)
+        return is_small_enough
+
     begin = None if guess is None else sizes.at_most(guess)
     if method == "halve":
         low = _halve(tried, sizes, sizes.largest if begin is None else begin)
@@ -172,28 +159,17 @@ def search(
             why=f"{sizes.smallest} does not fit",
             instead="make the model or its samples smaller, or give it more memory",
         )
-    return Found(low, tried.too_large, tuple(tried.trials))
+    return Found(low, min(failed, default=None))
 
 
-@final
-class _Tried:
-    """Records every size that is tried."""
-
-    def __init__(self, fits: Callable[[int], bool]) -> None:
-        self._fits = fits
-        self.trials: list[TriedSize] = []
-
-    def __call__(self, size: int) -> bool:
-        fits = self._fits(size)
-        self.trials.append(TriedSize(size, fits))
-        return fits
-
-    @property
-    def too_large(self) -> int | None:
-        return min((trial.size for trial in self.trials if not trial.fits), default=None)
+def largest(fits: Callable[[int], bool], *, maximum: int, guess: int | None = None) -> int | None:
+    """Return the largest size, up to `maximum`, that fits; None if a single sample does not."""
+    if not fits(1):
+        return None
+    return search(fits, CandidateSizes(maximum=maximum), guess=guess).size
 
 
-def _halve(fits: _Tried, sizes: CandidateSizes, begin: int) -> int | None:
+def _halve(fits: Callable[[int], bool], sizes: CandidateSizes, begin: int) -> int | None:
     size = begin
     while not fits(size):
         if size == sizes.smallest:
@@ -202,7 +178,9 @@ def _halve(fits: _Tried, sizes: CandidateSizes, begin: int) -> int | None:
     return size
 
 
-def _bisect(fits: _Tried, sizes: CandidateSizes, begin: int | None, within: float) -> int | None:
+def _bisect(
+    fits: Callable[[int], bool], sizes: CandidateSizes, begin: int | None, within: float
+) -> int | None:
     low, high = _enclose(fits, sizes, begin)
     while low is not None and high is not None and high - low > within * low:
         middle = sizes.halfway(low, high)
@@ -216,7 +194,7 @@ def _bisect(fits: _Tried, sizes: CandidateSizes, begin: int | None, within: floa
 
 
 def _enclose(
-    fits: _Tried, sizes: CandidateSizes, begin: int | None
+    fits: Callable[[int], bool], sizes: CandidateSizes, begin: int | None
 ) -> tuple[int | None, int | None]:
     """Return a size that fits and one that does not; None if there is none."""
     # Start at two samples if possible: batch normalisation refuses a single one.

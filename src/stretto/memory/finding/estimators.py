@@ -8,7 +8,7 @@ from typing import Any, final
 from stretto.errors import FitError
 from stretto.memory.amounts import show_bytes
 from stretto.memory.finding.candidates import CandidateSizes, Found, search
-from stretto.memory.finding.ranks import Together
+from stretto.memory.finding.request import Together
 from stretto.memory.finding.result import MemoryEstimator, RealStepEstimator
 from stretto.memory.limits import MemoryLimit
 from stretto.memory.measuring.calibration import Overhead
@@ -63,15 +63,14 @@ class EstimatorRunner:
         Raises:
             NoEstimateError: it cannot be made, here or on another rank.
         """
-        made: list[MemoryEstimator] = []
 
         def work() -> int:
-            made.append(make())
+            self.made.append(make())
             return _YES
 
         self._agreed(work, self.tolerated if is_real else FitError)
-        self.made.append(made[0])
-        return made[0]
+        made: MemoryEstimator = self.made[-1]
+        return made
 
     def largest(
         self,
@@ -103,7 +102,7 @@ class EstimatorRunner:
 
         for _ in range(MOST_MENDS):
             size = self._agreed(find, tolerated)
-            found = own[0] if size == own[0].size else Found(size, self._sizes.above(size), ())
+            found = own[0] if size == own[0].size else Found(size, self._sizes.above(size))
             # With a correction, the answer is not where the curve reaches the limit.
             is_end = overhead is None and found.too_large is not None
             ends = [size, found.too_large] if is_end else [size]
@@ -148,9 +147,8 @@ class EstimatorRunner:
         """Return whether steps of these sizes confirm the estimate; if not, it is updated."""
 
         def work() -> int:
-            verified = [
-                estimator.verify(size) for size in sizes
-            ]  # verify all, so that it learns from all
+            # Verify all, so that it learns from all.
+            verified = [estimator.verify(size) for size in sizes]
             return _YES if all(verified) else _NO
 
         return self._agreed(work, tolerated) == _YES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,8 +15,7 @@ from stretto.memory.amounts import Margin, parse_bytes
 from stretto.memory.batches import resize_batch
 from stretto.memory.finding.candidates import CandidateSizes
 from stretto.memory.finding.methods import Finder
-from stretto.memory.finding.ranks import Together
-from stretto.memory.finding.request import Request
+from stretto.memory.finding.request import Request, Together
 from stretto.memory.finding.result import Answer
 from stretto.memory.limits import MemoryLimit, allocated_bytes, free_memory
 from stretto.memory.prediction.trace import step_tensors
@@ -51,7 +50,6 @@ def find_batch_size(
     power_of_two: bool = False,
     check: bool = False,
     agree_minimum: Callable[[int], int] | None = None,
-    also: Iterable[object] = (),
 ) -> Answer:
     """Return the largest micro-batch whose training step fits into memory.
 
@@ -89,7 +87,6 @@ def find_batch_size(
         check: whether to verify the answer with a real step in any case.
         agree_minimum: returns the minimum of a number over all ranks. Each rank calls
             `find_batch_size`, and all get the same answer.
-        also: further objects to restore after real steps; see `sandbox`.
 
     >>> import torch
     >>> from stretto.runtime import SupervisedStep
@@ -121,7 +118,6 @@ def find_batch_size(
         reserve=reserve,
         reserve_of_probes=Margin.parse(MARGIN_OF_PROBES).of(limit.bytes),
         is_here=is_here,
-        also=tuple(also),
         device=device,
         is_checked=check,
     )

@@ -19,8 +19,7 @@ from stretto.errors import FitError
 from stretto.memory.amounts import show_bytes
 from stretto.memory.finding.candidates import Found, Method, search
 from stretto.memory.finding.estimators import EstimatorRunner, NoEstimateError, needs, no_estimate
-from stretto.memory.finding.ranks import Together
-from stretto.memory.finding.request import Request
+from stretto.memory.finding.request import Request, Together
 from stretto.memory.finding.result import (
     Answer,
     Cost,
@@ -105,7 +104,7 @@ class Finder:
                 why="real steps need real tensors",
                 instead="predict, or build the model on a device",
             )
-        return self._probe(request.step, request.make_batch, also=request.also)
+        return self._probe(request.step, request.make_batch)
 
     def _predicted(self) -> Answer:
         """Return the answer of a prediction, unless a real step would be more certain.
@@ -148,7 +147,6 @@ class Finder:
             request.step,
             request.make_batch,
             reserve=request.reserve,
-            also=request.also,
             smallest=request.sizes.at_most(WARM_UP_SIZE) or request.sizes.smallest,
         ) as tried:
             self._trials.append(tried)
@@ -229,7 +227,7 @@ class Finder:
             size = self._request.sizes.at_most(int(part * found.size))
             if size is not None and self._fits(tried, size):
                 return self._answer(
-                    Found(size, self._request.sizes.above(size), ()), "tried", estimator, overhead
+                    Found(size, self._request.sizes.above(size)), "tried", estimator, overhead
                 )
         return self._tried("bisect", guess=found.size // 2, tried=tried)
 

@@ -35,12 +35,9 @@ NOISE = Fraction(1, 10)
 class Probe:
     """Estimated memory of a step, extrapolated from small steps; made by `probe`."""
 
-    def __init__(
-        self, step: WholeStep, make_batch: Callable[[int], Any], also: Iterable[object]
-    ) -> None:
+    def __init__(self, step: WholeStep, make_batch: Callable[[int], Any]) -> None:
         self._step = step
         self._make_batch = make_batch
-        self._also = [vars(step.step), *also]
         self._largest_seen = max(SIZES)
         self.num_steps = 0
         """Number of real steps."""
@@ -138,10 +135,7 @@ class Probe:
     def _record(self, sizes: Iterable[int]) -> list[Any]:
         """Run and record steps in a sandbox; the first creates the optimizer state."""
         recordings = []
-        with (
-            self._bounds(),
-            sandbox(self._step.model, also=self._also),
-        ):
+        with self._bounds(), sandbox(self._step.model, vars(self._step.step)):
             self._take(SIZES[0])
             for size in sizes:
                 # GPU kernels may allocate extra memory for a size that they see first.
@@ -176,7 +170,6 @@ def probe(
     *,
     accumulation: int = 1,
     measures_noise: bool = False,
-    also: Iterable[object] = (),
 ) -> Probe:
     """Estimate the memory of a training step for any batch size from real steps of 2 and 3 samples.
 
@@ -199,10 +192,9 @@ def probe(
             forward pass.
         measures_noise: whether the gradient of each micro-batch is kept apart before it is
             accumulated.
-        also: further objects to restore after the steps; see `sandbox`.
 
     Raises:
         FitError: the steps do not have the same allocations.
     """
     whole = WholeStep.of(step, accumulation=accumulation, measures_noise=measures_noise)
-    return Probe(whole, make_batch, also)
+    return Probe(whole, make_batch)

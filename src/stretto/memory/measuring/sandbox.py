@@ -7,6 +7,7 @@ import copy
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from operator import is_
 from typing import Any, final
 
 import numpy as np
@@ -22,14 +23,7 @@ from stretto.runtime.random_state import RandomState
 
 
 @contextlib.contextmanager
-def sandbox(
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    scaler: GradScaler | None = None,
-    also: Iterable[object] = (),
-    on_disk: bool = False,
-) -> Iterator[Callable[[], None]]:
+def sandbox(*objects: object, on_disk: bool = False) -> Iterator[Callable[[], None]]:
     """Restore every bit of the training state when the block ends.
 
     The state includes parameters, buffers and other attributes of all modules; gradients, which are
@@ -38,11 +32,9 @@ def sandbox(
     Other objects that modules refer to are not restored.
 
     Args:
-        model: the model.
-        optimizer: its optimizer.
-        scaler: its gradient scaler.
-        also: further objects to restore: modules, optimizers, generators, a `DataLoader` (its
-            generator), and any object with `state_dict` and `load_state_dict`.
+        *objects: what to restore: modules, optimizers, gradient scalers, generators, a `DataLoader`
+            (its generator), dicts and lists of these, and any object with `state_dict` and
+            `load_state_dict`.
         on_disk: whether to store CPU tensors on disk, so that steps have as much memory as without
             a sandbox.
 
@@ -64,7 +56,7 @@ def sandbox(
     copies = Copies(on_disk=on_disk)
     try:
         kept = _Snapshot(copies)
-        for one in (model, optimizer, scaler, *also):
+        for one in objects:
             kept.add_root(one)
         state = RandomState.now()
 
@@ -102,7 +94,7 @@ class _Snapshot:
 
     def add_root(self, root: Any) -> None:
         """Add an object that the user named."""
-        if root is None or self._add_known(root):
+        if self._add(root):
             return
         if isinstance(root, torch.utils.data.DataLoader):
             self._add(root.generator)
@@ -113,14 +105,11 @@ class _Snapshot:
             raise FitError.cannot(
                 f"restore an object of type {type(root).__name__} after a trial",
                 why="it has no state_dict and load_state_dict",
-                instead="leave it out of 'also', or restore it yourself",
+                instead="leave it out, or restore it yourself",
             )
 
-    def _add(self, value: Any) -> None:
-        """Add an object that was found; unknown types are ignored."""
-        self._add_known(value)
-
-    def _add_known(self, value: Any) -> bool:
+    def _add(self, value: Any) -> bool:
+        """Add an object; return False if its type is not known."""
         # The most frequent types come first: every module has hundreds of these.
         if value is None or isinstance(value, (str, int, float, type)):
             return True
@@ -133,13 +122,11 @@ class _Snapshot:
         add(value)
         return True
 
-    def _kind(self, value: Any) -> Callable[[Any], None] | None:
-        table: tuple[tuple[Any, Callable[[Any], None]], ...] = (
+    def _kind(self, value: Any) -> Callable[[Any], object] | None:
+        table: tuple[tuple[Any, Callable[[Any], object]], ...] = (
             (Tensor, self._add_tensor),
             ((nn.Module, Optimizer, GradScaler), lambda one: self._add(vars(one))),
-            (dict, self._add_dict),
-            ((list, deque), self._add_sequence),
-            (set, self._add_set),
+            ((dict, list, deque, set), self._add_container),
             ((tuple, frozenset), self._add_items),
             (np.ndarray, self._add_array),
             (torch.Generator, lambda one: self._set(one.set_state, one.get_state())),
@@ -174,40 +161,19 @@ class _Snapshot:
 
         self._undo.append(undo)
 
-    def _add_dict(self, value: dict[Any, Any]) -> None:
-        items = list(value.items())
+    def _add_container(self, value: Any) -> None:
+        keys, inner = list(value), list(_values(value))
 
         def undo() -> None:
-            if not _is_same(list(value.items()), items):
+            if not (_is_same(value, keys) and _is_same(_values(value), inner)):
                 value.clear()
-                value.update(items)
+                if isinstance(value, (list, deque)):
+                    value.extend(inner)
+                else:
+                    value.update(zip(keys, inner, strict=True) if isinstance(value, dict) else keys)
 
         self._undo.append(undo)
-        for _, item in items:
-            self._add(item)
-
-    def _add_sequence(self, value: list[Any] | deque[Any]) -> None:
-        items = list(value)
-
-        def undo() -> None:
-            if len(value) != len(items) or any(
-                a is not b for a, b in zip(value, items, strict=True)
-            ):
-                value.clear()
-                value.extend(items)
-
-        self._undo.append(undo)
-        self._add_items(items)
-
-    def _add_set(self, value: set[Any]) -> None:
-        items = set(value)
-
-        def undo() -> None:
-            if value != items:
-                value.clear()
-                value.update(items)
-
-        self._undo.append(undo)
+        self._add_items(inner)
 
     def _add_items(self, value: Iterable[Any]) -> None:
         for item in value:
@@ -237,7 +203,11 @@ def _is_same_memory(tensor: Tensor, memory: Tensor) -> bool:
     )
 
 
-def _is_same(items: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> bool:
-    if len(items) != len(others):
-        return False
-    return all(a is c and b is d for (a, b), (c, d) in zip(items, others, strict=True))
+def _values(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _is_same(items: Iterable[Any], others: list[Any]) -> bool:
+    """Return whether the same objects are still there."""
+    now = list(items)
+    return len(now) == len(others) and all(map(is_, now, others))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import torch
@@ -27,7 +27,6 @@ def trials(
     make_batch: Callable[[int], Any],
     *,
     reserve: int = 0,
-    also: Iterable[object] = (),
     smallest: int = WARM_UP_SIZE,
 ) -> Iterator[Trials]:
     """Run real steps of any size and restore everything afterwards, to the last bit.
@@ -36,7 +35,6 @@ def trials(
         step: the step.
         make_batch: makes a batch of a given size on the model's device.
         reserve: bytes that a step must leave free.
-        also: further objects to restore; see `sandbox`.
         smallest: samples of the step that creates the optimizer state.
 
     >>> from stretto.runtime import SupervisedStep
@@ -53,7 +51,7 @@ def trials(
     whole = WholeStep.of(step)
     _check(whole.model)
     on_disk = whole.device.type == "cpu"
-    with sandbox(whole.model, also=[vars(whole.step), *also], on_disk=on_disk) as undo:
+    with sandbox(whole.model, vars(whole.step), on_disk=on_disk) as undo:
         try:
             yield Trials(whole, make_batch, undo=undo, reserve=reserve, smallest=smallest)
         finally:
@@ -99,7 +97,7 @@ class Trials:
         The optimizer state exists before, as in every step of a run but the first. If memory runs
         out, everything is restored, because the optimizer may have stopped halfway.
         """
-        return self.warm_up(size) and self._run(size) is not None
+        return self.warm_up(size) and self._run(size)
 
     def footprint(self, size: int) -> int | None:
         """Run a step and return its memory beyond static memory; None if unknown.
@@ -120,13 +118,13 @@ class Trials:
     def warm_up(self, size: int) -> bool:
         """Run one small step that creates the optimizer state; return whether it fits."""
         if not self._is_warm:
-            self._is_warm = self._run(min(size, self._smallest)) is not None
+            self._is_warm = self._run(min(size, self._smallest))
         return self._is_warm
 
     def _run(
         self, size: int, around: Callable[[Callable[[], object]], object] | None = None
-    ) -> bool | None:
-        """Run a step; return None if memory runs out."""
+    ) -> bool:
+        """Run a step; return whether it fits into memory."""
         release_memory(scratch=False)  # in a run, steps of other sizes leave scratch memory, too
         self.num_steps += 1
         self.num_samples += size * self._step.accumulation
@@ -143,7 +141,7 @@ class Trials:
         self.last_error = done.out_of_memory
         self._undo()
         self._is_warm = False
-        return None
+        return False
 
     @contextlib.contextmanager
     def _bounds(self) -> Iterator[None]:

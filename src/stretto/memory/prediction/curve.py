@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple, final
 
+from stretto.memory.finding.candidates import largest
 from stretto.memory.prediction.recording import Category, Event, Place
 
 MAXIMUM = 1 << 24
@@ -99,27 +100,6 @@ class MemoryCurve:
             else:
                 live.add(event.allocation)
         return live
-
-
-def largest(fits: Callable[[int], bool], *, maximum: int) -> int | None:
-    """Return the largest size up to `maximum` that fits; smaller sizes are assumed to fit.
-
-    >>> largest(lambda size: size <= 37, maximum=1000), largest(lambda size: False, maximum=8)
-    (37, None)
-    """
-    if not fits(1):
-        return None
-    low, high = 1, 2
-    while high <= maximum and fits(high):
-        low, high = high, 2 * high
-    high = min(high, maximum + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def newton(sizes: Sequence[int], values: Sequence[int | Fraction]) -> tuple[Fraction, ...]:

@@ -8,9 +8,9 @@ from typing import Any, Literal, final
 from torch import nn
 
 from stretto.errors import FitError
-from stretto.memory.finding.candidates import CandidateSizes, search
+from stretto.memory.finding.candidates import largest
 from stretto.memory.prediction.caching_allocator import fits, reserved
-from stretto.memory.prediction.curve import MAXIMUM, MemoryCurve, Peak, largest
+from stretto.memory.prediction.curve import MAXIMUM, MemoryCurve, Peak
 from stretto.memory.prediction.fit import fit, settled
 from stretto.memory.prediction.modules import compiled_modules
 from stretto.memory.prediction.recording import Place, Recording
@@ -92,7 +92,8 @@ class Prediction:
             FitError: the step fails with that many samples.
         """
         while True:
-            size = self._search(limit, maximum)
+            guess = self.guess(limit)
+            size = largest(lambda size: self._fits(size, limit), maximum=maximum, guess=guess)
             if size is None or (self.verify(size) and self.verify(size + 1)):
                 return size
 
@@ -103,15 +104,6 @@ class Prediction:
         """
         guesses = [run.guess(limit) for run in self._runs]
         return min((one for one in guesses if one is not None), default=None)
-
-    def _search(self, limit: int, maximum: int) -> int | None:
-        guess = self.guess(limit)
-        if guess is None:
-            return largest(lambda size: self._fits(size, limit), maximum=maximum)
-        if not self._fits(1, limit):
-            return None
-        sizes = CandidateSizes(maximum=maximum)
-        return search(lambda size: self._fits(size, limit), sizes, guess=guess).size
 
     def _fits(self, size: int, limit: int) -> bool:
         curves = [run.curve_at(size) for run in self._runs]

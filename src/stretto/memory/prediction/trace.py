@@ -39,10 +39,7 @@ class StorageTrace(TorchDispatchMode):
         self._watch = watch
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._phase = "before"
-        self._bytes: list[int] = []
-        self._places: list[Place] = []
-        self._sources: list[str] = []
-        self._categories: dict[int, Category] = {}
+        self._allocations: list[Allocation] = []
         self._before: list[Event] = []
         self._events: list[Event] = []
 
@@ -77,8 +74,9 @@ class StorageTrace(TorchDispatchMode):
         if phase == "backward":
             # Memory of the forward pass that is still live is saved for the backward pass.
             for index, _ in self._live.values():
-                if self._places[index].phase == "forward":
-                    self._categories.setdefault(index, "activations")
+                one = self._allocations[index]
+                if one.place.phase == "forward" and one.category == "temporaries":
+                    self._allocations[index] = one._replace(category="activations")
         self._phase = phase
 
     def find(self, tensors: Iterable[Tensor], category: Category) -> None:
@@ -91,54 +89,49 @@ class StorageTrace(TorchDispatchMode):
         for tensor in tensors:
             known = self._live.get(tensor.untyped_storage()._cdata)
             if known is not None:
-                self._categories[known[0]] = category
+                one = self._allocations[known[0]]
+                self._allocations[known[0]] = one._replace(category=category)
 
     def recording(self, size: int) -> Recording:
         """Stop recording and return the recording."""
         self._live.clear()
-        allocations = [
-            Allocation(size, place, self._categories.get(index, "temporaries"), source)
-            for index, (size, place, source) in enumerate(
-                zip(self._bytes, self._places, self._sources, strict=True)
-            )
-        ]
-        return Recording(size, allocations, in_order([*self._before, *self._events]))
+        return Recording(size, self._allocations, in_order([*self._before, *self._events]))
 
     def _find(self, tensor: Tensor, category: Category) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._live:
-            index = self._add(storage, BEFORE, "")
+            index = self._add(storage, BEFORE, "", category)
             self._before.append(Event(index, is_free=False, place=BEFORE))
-            self._categories[index] = category
 
     def _see(self, tensor: Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
         known = self._live.get(storage._cdata)
         if known is not None:
-            if self._bytes[known[0]] == storage.nbytes():
+            if self._allocations[known[0]].bytes == storage.nbytes():
                 return
             self._free(storage._cdata)  # its memory was replaced, by resize_ or set_
         place = self._place
         index = self._add(storage, place, str(func))
         self._events.append(Event(index, is_free=False, place=place))
 
-    def _add(self, storage: torch.UntypedStorage, place: Place, source: str) -> int:
-        key = storage._cdata
-        index = self._note(storage.nbytes(), place, source)
+    def _add(
+        self,
+        storage: torch.UntypedStorage,
+        place: Place,
+        source: str,
+        category: Category = "temporaries",
+    ) -> int:
+        key, index = storage._cdata, len(self._allocations)
+        self._allocations.append(Allocation(storage.nbytes(), place, category, source))
         self._live[key] = index, weakref.ref(storage, lambda _: self._free(key))
         return index
 
     def _pass(self, scratch: int, func: Any) -> None:
         """Record the scratch memory of an operation."""
         place = self._place
-        index = self._note(scratch, place, f"{func}, scratch")
+        index = len(self._allocations)
+        self._allocations.append(Allocation(scratch, place, "temporaries", f"{func}, scratch"))
         self._events += [Event(index, is_free, place) for is_free in (False, True)]
-
-    def _note(self, size: int, place: Place, source: str) -> int:
-        self._bytes.append(size)
-        self._places.append(place)
-        self._sources.append(source)
-        return len(self._bytes) - 1
 
     def _free(self, key: int) -> None:
         known = self._live.pop(key, None)
