@@ -149,7 +149,7 @@ def periods(inner: st.SearchStrategy[Schedule]) -> st.SearchStrategy[Schedule]:
     def with_rest(drawn: tuple[list[tuple[Time, Schedule]], Schedule | None, int]) -> Schedule:
         pairs: list[tuple[Time | Rest, Schedule]] = [*drawn[0]]
         if drawn[1] is not None:
-            pairs.insert(drawn[2], (Rest(), drawn[1]))
+            pairs.insert(drawn[2], ("rest", drawn[1]))
         return Periods(pairs)
 
     return st.tuples(fixed, st.none() | inner, st.integers(0, 2)).map(with_rest)

@@ -101,7 +101,7 @@ def test_any_periods_against_a_model_in_fractions(
             schedule *= MultiStep([Time(part, "dur") for part in milestones], 0.5)
         periods.append((Time(length, "ep"), schedule))
     if in_rest:
-        periods[-1] = Rest(), periods[-1][1]
+        periods[-1] = "rest", periods[-1][1]
     found = Periods(periods).bind(RUN)(Timestamp(sample=sample))
     assert found == pytest.approx(float(expected), rel=1e-12, abs=1e-15)
 
@@ -195,11 +195,11 @@ def test_only_units_that_are_used_need_their_facts() -> None:
 
 
 def test_durations_are_read_at_the_edge() -> None:
-    read = Periods([("5%", 0.5), (Rest(), lambda timer: 1.0), [Time("1ep"), Cosine()]])  # type: ignore[list-item]
+    read = Periods([("5%", 0.5), ("rest", lambda timer: 1.0), [Time("1ep"), Cosine()]])  # type: ignore[list-item]
     durations = [duration for duration, _ in read.periods]
-    assert durations == [Time("0.05dur"), Rest(), Time("1ep")]
+    assert durations == [Time("0.05dur"), "rest", Time("1ep")]
     assert read.periods[0][1] == Constant(0.5)
-    assert repr(Periods([("rest", Cosine())])) == "Periods([(Rest(), Cosine())])"
+    assert repr(Periods([("rest", Cosine())])) == "Periods([('rest', Cosine())])"
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from stretto.schedules import (
     Schedule,
     StepDecay,
 )
-from stretto.schedules.schedule import fill
-from stretto.schedules.warmup import WarmedUp
+from stretto.schedules.fields import fill
+from stretto.schedules.schedule import WarmedUp
 from stretto.timing import Horizon, Timestamp
 
 

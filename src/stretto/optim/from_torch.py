@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from stretto.errors import ScheduleError, shown
 from stretto.schedules import BoundSchedule, Schedule
-from stretto.schedules.schedule import fill
+from stretto.schedules.fields import fill
 from stretto.schedules.scope import Scope, integers
 from stretto.timing import Time, TimeLike, Timestamp
 

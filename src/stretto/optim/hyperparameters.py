@@ -16,7 +16,7 @@ from stretto.optim.joined import each_of
 from stretto.optim.reading import group_name, read_schedules
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
 from stretto.schedules.names import parse_name
-from stretto.schedules.product import product_of
+from stretto.schedules.schedule import product_of
 from stretto.timing import Horizon, Timestamp
 
 

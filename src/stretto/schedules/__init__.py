@@ -1,15 +1,19 @@
 """Schedules: factors as pure functions of time, bound to a run once."""
 
-from stretto.schedules.constant import Constant
 from stretto.schedules.curves import Cosine, Curve, Linear, Polynomial
-from stretto.schedules.custom import Custom, as_schedule
 from stretto.schedules.intervals import Exponential, MultiStep, StepDecay
 from stretto.schedules.inverse_sqrt import InverseSqrt
 from stretto.schedules.periods import Periods, Rest
-from stretto.schedules.product import Product
 from stretto.schedules.restarts import CosineRestarts
-from stretto.schedules.schedule import BoundSchedule, Schedule, ScheduleLike
-from stretto.schedules.scope import RunScope, Scope, Span
+from stretto.schedules.schedule import (
+    Constant,
+    Custom,
+    Product,
+    Schedule,
+    ScheduleLike,
+    as_schedule,
+)
+from stretto.schedules.scope import BoundSchedule, RunScope, Scope, Span
 from stretto.schedules.wsd import WSD, DecayShape
 
 __all__ = [

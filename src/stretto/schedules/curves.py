@@ -5,45 +5,28 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 from stretto.errors import ScheduleError, shown
-from stretto.schedules.arguments import checked_factor, factor, length, positive
+from stretto.schedules.fields import Factor, Length, Positive, check_fields, checked_factor
 from stretto.schedules.glide import cosine_left, glide, way
-from stretto.schedules.schedule import BoundSchedule, fill
-from stretto.schedules.scope import END, Span
-from stretto.schedules.warmup import WarmedUp, set_warmup, warmup_text
-from stretto.timing import Time, TimeLike, Timestamp
+from stretto.schedules.schedule import WarmedUp
+from stretto.schedules.scope import END, BoundSchedule, Span
+from stretto.timing import Time, Timestamp
 
 
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class _Glide(WarmedUp):
     """A curve from `start` to `end` whose shape is `at`."""
 
-    start: float
-    end: float
-    over: Time
-
-    def __init__(
-        self,
-        start: float = 1.0,
-        end: float = 0.0,
-        *,
-        over: TimeLike = END,
-        warmup: TimeLike | None = None,
-        warmup_start: float = 0.0,
-    ) -> None:
-        fill(self, start=factor(start, "start"), end=factor(end, "end"), over=length(over, "over"))
-        set_warmup(self, warmup, warmup_start)
+    start: Factor = 1.0
+    end: Factor = 0.0
+    over: Length = field(default=END, kw_only=True)
 
     @abstractmethod
     def at(self, passed: float) -> float:
         """Return the factor at a fraction of the curve, from 0 to 1."""
-
-    def own_times(self) -> tuple[Time, ...]:
-        """Return the duration of the curve."""
-        return (self.over,)
 
     def first_factor(self) -> float:
         """Return the factor at the start."""
@@ -51,16 +34,19 @@ class _Glide(WarmedUp):
 
     def over_rest(self, span: Span) -> BoundSchedule:
         """Return the curve from the start of `span` on."""
-        return glide(span, span.after(self.over), self.start, self.end, self.at)
+        return glide(span, span.after(Time(self.over)), self.start, self.end, self.at)
 
-    def _text(self, shape: str) -> str:
+    def shape(self) -> str:
+        """Return the curve in words."""
         over = "" if self.over == END else f" over {self.over}"
-        warmup = warmup_text(self.warmup, self.warmup_start)
-        return f"{shape} from {self.start:g} to {self.end:g}{over}{warmup}"
+        return f"{self._name()} from {self.start:g} to {self.end:g}{over}"
+
+    def _name(self) -> str:
+        return type(self).__name__.lower()
 
 
 @final
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Linear(_Glide):
     """A straight line from `start` to `end`.
 
@@ -89,12 +75,9 @@ class Linear(_Glide):
         """Return the factor on the line."""
         return self.start + (self.end - self.start) * passed
 
-    def __str__(self) -> str:
-        return self._text("linear")
-
 
 @final
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Cosine(_Glide):
     """Half a cosine wave from `start` to `end`.
 
@@ -123,12 +106,9 @@ class Cosine(_Glide):
         """Return the factor on the wave."""
         return self.end + (self.start - self.end) * cosine_left(passed)
 
-    def __str__(self) -> str:
-        return self._text("cosine")
-
 
 @final
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Polynomial(_Glide):
     """A power of the time that is left, from `start` to `end`.
 
@@ -155,31 +135,18 @@ class Polynomial(_Glide):
         TimeError: a text is not a time.
     """
 
-    power: float
-
-    def __init__(
-        self,
-        start: float = 1.0,
-        end: float = 0.0,
-        *,
-        power: float = 1.0,
-        over: TimeLike = END,
-        warmup: TimeLike | None = None,
-        warmup_start: float = 0.0,
-    ) -> None:
-        _Glide.__init__(self, start, end, over=over, warmup=warmup, warmup_start=warmup_start)
-        fill(self, power=positive(power, "power"))
+    power: Positive = field(default=1.0, kw_only=True)
 
     def at(self, passed: float) -> float:
         """Return the factor on the curve."""
         return self.end + (self.start - self.end) * math.pow(1.0 - passed, self.power)
 
-    def __str__(self) -> str:
-        return self._text(f"polynomial of power {self.power:g}")
+    def _name(self) -> str:
+        return f"polynomial of power {self.power:g}"
 
 
 @final
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Curve(WarmedUp):
     """Your own function of the elapsed fraction of a run or period, from 0 to 1.
 
@@ -207,28 +174,16 @@ class Curve(WarmedUp):
     """
 
     function: Callable[[float], float]
-    over: Time
+    over: Length = field(default=END, kw_only=True)
 
-    def __init__(
-        self,
-        function: Callable[[float], float],
-        *,
-        over: TimeLike = END,
-        warmup: TimeLike | None = None,
-        warmup_start: float = 0.0,
-    ) -> None:
-        if not callable(function):
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not callable(self.function):
             raise ScheduleError.cannot(
-                f"use {shown(function)} as a curve",
+                f"use {shown(self.function)} as a curve",
                 why="it can't be called",
                 instead="write a function of the part that has passed, such as lambda x: 1 - x",
             )
-        fill(self, function=function, over=length(over, "over"))
-        set_warmup(self, warmup, warmup_start)
-
-    def own_times(self) -> tuple[Time, ...]:
-        """Return the duration of the curve."""
-        return (self.over,)
 
     def first_factor(self) -> float:
         """Return the factor at the start."""
@@ -237,7 +192,7 @@ class Curve(WarmedUp):
     def over_rest(self, span: Span) -> BoundSchedule:
         """Return the curve from the start of `span` on."""
         function, read = self.function, span.smooth().axis.read
-        scale, first, total, stop = way(span, span.after(self.over))
+        scale, first, total, stop = way(span, span.after(Time(self.over)))
         last = checked_factor(function(stop / total if total else 1.0), function)
         start = self.first_factor() if total else last
 
@@ -251,7 +206,7 @@ class Curve(WarmedUp):
 
         return value
 
-    def __str__(self) -> str:
+    def shape(self) -> str:
+        """Return the schedule in words."""
         name = getattr(self.function, "__name__", type(self.function).__name__)
-        over = "" if self.over == END else f" over {self.over}"
-        return f"curve {name}{over}{warmup_text(self.warmup, self.warmup_start)}"
+        return f"curve {name}" + ("" if self.over == END else f" over {self.over}")

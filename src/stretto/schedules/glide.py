@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 
-from stretto.schedules.schedule import BoundSchedule
-from stretto.schedules.scope import Span, integers
-from stretto.timing import Timestamp
+from stretto.errors import ScheduleError
+from stretto.schedules.scope import BoundSchedule, Span, integers
+from stretto.timing import Time, Timestamp
 
 
 def line(span: Span, to: Fraction, start: float, end: float) -> BoundSchedule:
@@ -66,3 +67,38 @@ def cosine_left(passed: float) -> float:
     (1.0, 0.0)
     """
     return (1.0 + math.cos(math.pi * passed)) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Rise:
+    """A linear rise over `time`, from one factor to another."""
+
+    time: Time
+    start: float
+    end: float
+
+
+def after_warmup(span: Span, rise: Rise, rest: Callable[[Span], BoundSchedule]) -> BoundSchedule:
+    """Return the factor: `rise` first, then `rest` over the rest of `span`.
+
+    Raises:
+        ScheduleError: the rise is longer than the span.
+    """
+    cut = span.after(rise.time)
+    if span.end is not None and cut > span.end:
+        raise ScheduleError.cannot(
+            f"warm up over '{rise.time}'",
+            why="the run or period to warm up in is only "
+            f"'{span.show(span.end - span.start)}' long",
+            instead="write a shorter warm-up, or a fraction such as '5%'",
+        )
+    main = rest(span.part(cut, span.end))
+    if cut == span.start:
+        return main
+    ramp = line(span, cut, rise.start, rise.end)
+    read, turn = span.axis.read, math.ceil(cut)
+
+    def value(timestamp: Timestamp) -> float:
+        return main(timestamp) if read(timestamp) >= turn else ramp(timestamp)
+
+    return value

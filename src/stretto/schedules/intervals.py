@@ -14,40 +14,33 @@ from itertools import pairwise
 from typing import final
 
 from stretto.errors import ScheduleError, shown
-from stretto.schedules.arguments import factor, interval
-from stretto.schedules.schedule import BoundSchedule, fill
-from stretto.schedules.scope import END, Span, integers
-from stretto.schedules.warmup import WarmedUp, set_warmup, warmup_text
+from stretto.schedules.fields import Factor, Interval, check_fields, fill, interval
+from stretto.schedules.schedule import WarmedUp
+from stretto.schedules.scope import END, BoundSchedule, Span, integers
 from stretto.timing import Time, TimeLike, Timestamp
 
 BEYOND = 2**128
 """More ticks than any counter reaches: nanoseconds since the Big Bang are 2^88."""
 
 
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class _ByInterval(WarmedUp):
     """A factor that starts at 1 and is multiplied by `gamma` over each interval."""
 
-    every: Time
-    gamma: float
+    every: Interval
+    gamma: Factor
 
-    def own_times(self) -> tuple[Time, ...]:
-        """Return the interval, and the end of the run if it must bound growth."""
-        return (self.every, END) if self.gamma > 1 else (self.every,)
+    def times(self) -> tuple[Time, ...]:
+        """Return its times, and the end if it grows up to there."""
+        return (*WarmedUp.times(self), END) if self.gamma > 1 else WarmedUp.times(self)
 
     def first_factor(self) -> float:
         """Return 1."""
         return 1.0
 
-    def _set(
-        self, every: TimeLike, gamma: float, warmup: TimeLike | None, warmup_start: float
-    ) -> None:
-        fill(self, every=interval(every, "every"), gamma=factor(gamma, "gamma"))
-        set_warmup(self, warmup, warmup_start)
-
 
 @final
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Exponential(_ByInterval):
     """Smooth exponential decay or growth, by `gamma` over each interval.
 
@@ -73,19 +66,9 @@ class Exponential(_ByInterval):
         TimeError: a text is not a time.
     """
 
-    def __init__(
-        self,
-        every: TimeLike,
-        gamma: float,
-        *,
-        warmup: TimeLike | None = None,
-        warmup_start: float = 0.0,
-    ) -> None:
-        self._set(every, gamma, warmup, warmup_start)
-
     def over_rest(self, span: Span) -> BoundSchedule:
         """Return the decay from the start of `span` on."""
-        span.along(self.every.unit).smooth()
+        span.along(Time(self.every).unit).smooth()
         gamma, (read, scale, first, step, last) = self.gamma, _intervals(span, self.every)
 
         def value(timestamp: Timestamp) -> float:
@@ -98,13 +81,13 @@ class Exponential(_ByInterval):
             _check_growth(gamma, last / step, self.every)
         return value
 
-    def __str__(self) -> str:
-        warmup = warmup_text(self.warmup, self.warmup_start)
-        return f"exponential by {self.gamma:g} over every {self.every}{warmup}"
+    def shape(self) -> str:
+        """Return the schedule in words."""
+        return f"exponential by {self.gamma:g} over every {self.every}"
 
 
 @final
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class StepDecay(_ByInterval):
     """Step decay: multiply by `gamma` after each interval.
 
@@ -128,15 +111,7 @@ class StepDecay(_ByInterval):
         TimeError: a text is not a time.
     """
 
-    def __init__(
-        self,
-        every: TimeLike,
-        gamma: float = 0.1,
-        *,
-        warmup: TimeLike | None = None,
-        warmup_start: float = 0.0,
-    ) -> None:
-        self._set(every, gamma, warmup, warmup_start)
+    gamma: Factor = 0.1
 
     def over_rest(self, span: Span) -> BoundSchedule:
         """Return the steps from the start of `span` on."""
@@ -154,13 +129,13 @@ class StepDecay(_ByInterval):
             _check_growth(gamma, last // step, self.every)
         return value
 
-    def __str__(self) -> str:
-        warmup = warmup_text(self.warmup, self.warmup_start)
-        return f"times {self.gamma:g} every {self.every}{warmup}"
+    def shape(self) -> str:
+        """Return the schedule in words."""
+        return f"times {self.gamma:g} every {self.every}"
 
 
 @final
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class MultiStep(WarmedUp):
     """Step decay at given times: multiply by `gamma` at each milestone.
 
@@ -186,24 +161,13 @@ class MultiStep(WarmedUp):
         TimeError: a text is not a time.
     """
 
-    milestones: tuple[Time, ...]
-    gamma: float
+    milestones: Sequence[TimeLike]
+    gamma: Factor = 0.1
 
-    def __init__(
-        self,
-        milestones: Sequence[TimeLike],
-        gamma: float = 0.1,
-        *,
-        warmup: TimeLike | None = None,
-        warmup_start: float = 0.0,
-    ) -> None:
-        fill(self, milestones=_milestones(milestones), gamma=factor(gamma, "gamma"))
-        set_warmup(self, warmup, warmup_start)
+    def __post_init__(self) -> None:
+        check_fields(self)
+        fill(self, milestones=_milestones(self.milestones))
         _check_growth(self.gamma, len(self.milestones), None)
-
-    def own_times(self) -> tuple[Time, ...]:
-        """Return the milestones."""
-        return self.milestones
 
     def first_factor(self) -> float:
         """Return 1."""
@@ -211,7 +175,7 @@ class MultiStep(WarmedUp):
 
     def over_rest(self, span: Span) -> BoundSchedule:
         """Return the steps from the start of `span` on."""
-        cuts = [span.after(time) for time in self.milestones]
+        cuts = [span.after(Time(time)) for time in self.milestones]
         for (before, a), (after, b) in pairwise(zip(self.milestones, cuts, strict=True)):
             if b < a or after == before:
                 raise ScheduleError.cannot(
@@ -229,9 +193,9 @@ class MultiStep(WarmedUp):
 
         return value
 
-    def __str__(self) -> str:
-        warmup = warmup_text(self.warmup, self.warmup_start)
-        return f"times {self.gamma:g} at {', '.join(map(str, self.milestones))}{warmup}"
+    def shape(self) -> str:
+        """Return the schedule in words."""
+        return f"times {self.gamma:g} at {', '.join(map(str, self.milestones))}"
 
 
 def _milestones(milestones: Sequence[TimeLike]) -> tuple[Time, ...]:
@@ -244,8 +208,11 @@ def _milestones(milestones: Sequence[TimeLike]) -> tuple[Time, ...]:
     return tuple(interval(milestone, "milestone") for milestone in milestones)
 
 
-def _intervals(span: Span, every: Time) -> tuple[Callable[[Timestamp], int], int, int, int, int]:
+def _intervals(
+    span: Span, every: TimeLike
+) -> tuple[Callable[[Timestamp], int], int, int, int, int]:
     """Return the counter of `every`, a denominator, and over it start, interval and length."""
+    every = Time(every)
     own = span.along(every.unit)
     end = own.start + BEYOND if own.end is None else own.end
     scale, first, step, last = integers(own.start, own.length(every), end)
@@ -253,7 +220,7 @@ def _intervals(span: Span, every: Time) -> tuple[Callable[[Timestamp], int], int
     return own.axis.read, scale, first, max(step, 1), last - first
 
 
-def _check_growth(gamma: float, times: float, every: Time | None) -> None:
+def _check_growth(gamma: float, times: float, every: TimeLike | None) -> None:
     try:
         math.pow(gamma, times)
     except OverflowError:

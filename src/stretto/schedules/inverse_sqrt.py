@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 from stretto.errors import ScheduleError
-from stretto.schedules.arguments import factor, interval
+from stretto.schedules.fields import Factor, Interval, Length, check_fields
+from stretto.schedules.glide import Rise, after_warmup
 from stretto.schedules.intervals import BEYOND
-from stretto.schedules.schedule import BoundSchedule, Schedule, fill
-from stretto.schedules.scope import Scope, Span, integers
-from stretto.schedules.warmup import Rise, after_warmup, set_warmup, warmup_text
-from stretto.timing import Time, TimeLike, Timestamp
+from stretto.schedules.schedule import Schedule, warmup_text
+from stretto.schedules.scope import BoundSchedule, Scope, Span, integers
+from stretto.timing import Time, Timestamp
 
 
 @final
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class InverseSqrt(Schedule):
     """Decay with the square root of time; needs no end of the run.
 
@@ -44,24 +44,14 @@ class InverseSqrt(Schedule):
         TimeError: a text is not a time.
     """
 
-    timescale: Time | None
-    end: float
-    floor: float
-    warmup: Time | None
-    warmup_start: float
+    timescale: Interval | None = None
+    end: Factor = field(default=0.0, kw_only=True)
+    floor: Factor = field(default=0.0, kw_only=True)
+    warmup: Length | None = field(default=None, kw_only=True)
+    warmup_start: Factor = field(default=0.0, kw_only=True)
 
-    def __init__(
-        self,
-        timescale: TimeLike | None = None,
-        *,
-        end: float = 0.0,
-        floor: float = 0.0,
-        warmup: TimeLike | None = None,
-        warmup_start: float = 0.0,
-    ) -> None:
-        set_warmup(self, warmup, warmup_start)
-        fill(self, end=factor(end, "end"), floor=factor(floor, "floor"))
-        fill(self, timescale=None if timescale is None else interval(timescale, "timescale"))
+    def __post_init__(self) -> None:
+        check_fields(self)
         if self.floor > 1:
             raise ScheduleError.cannot(
                 f"use floor={self.floor:g}",
@@ -75,10 +65,6 @@ class InverseSqrt(Schedule):
                 instead="write InverseSqrt(warmup='1000ba') or InverseSqrt('1000ba')",
             )
 
-    def times(self) -> tuple[Time, ...]:
-        """Return the times that must be placed on one axis."""
-        return tuple(time for time in (self.timescale, self.warmup) if time is not None)
-
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the factor over `scope` as a function of the timestamp."""
         span = scope.span(self.times())
@@ -87,7 +73,7 @@ class InverseSqrt(Schedule):
             # Without a time scale, the length of the warm-up counts: all before `rest`.
             timescale = rest.start - span.start
             if self.timescale is not None:
-                timescale = rest.length(self.timescale)
+                timescale = rest.length(Time(self.timescale))
             stop = rest.start + BEYOND if rest.end is None else rest.end
             scale, first, unit, last = integers(rest.start, timescale, stop)
             # A fraction of a period of length 0 is 0. Any unit will do, since no time passes.
@@ -105,7 +91,7 @@ class InverseSqrt(Schedule):
 
         if self.warmup is None:
             return decay(span)
-        return after_warmup(span, Rise(self.warmup, self.warmup_start, 1.0), decay)
+        return after_warmup(span, Rise(Time(self.warmup), self.warmup_start, 1.0), decay)
 
     def __str__(self) -> str:
         scale = "" if self.timescale is None else f" on the scale of {self.timescale}"

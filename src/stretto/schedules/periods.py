@@ -8,29 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import TypeAlias, final
+from typing import Literal, TypeAlias, final
 
 from stretto.errors import ScheduleError, shown
-from stretto.schedules.arguments import length
-from stretto.schedules.custom import as_schedule
-from stretto.schedules.schedule import BoundSchedule, Schedule, ScheduleLike, fill
-from stretto.schedules.scope import END, Scope, Span
+from stretto.schedules.fields import fill, length
+from stretto.schedules.schedule import Schedule, ScheduleLike, as_schedule
+from stretto.schedules.scope import END, BoundSchedule, Scope, Span
 from stretto.timing import Horizon, Time, TimeLike, Timestamp, TimeUnit
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """The duration of the period that fills the remaining time; written `"rest"`.
-
-    >>> Rest()
-    Rest()
-    """
-
-    def __str__(self) -> str:
-        return "rest"
-
-
+Rest: TypeAlias = Literal["rest"]
+"""The duration of the period that takes what the others leave of the run."""
 Period: TypeAlias = tuple[Time | Rest, Schedule]
 """A duration and the schedule of that period."""
 
@@ -72,7 +59,7 @@ class Periods(Schedule):
         parsed = tuple(_period(period) for period in periods)
         if not parsed:
             raise _refused("use no periods", "a schedule has at least one", "write one period")
-        if sum(isinstance(duration, Rest) for duration, _ in parsed) > 1:
+        if sum(duration == "rest" for duration, _ in parsed) > 1:
             raise _refused(
                 f"use the periods {_durations(parsed)}",
                 "only one of them can take the rest",
@@ -85,7 +72,7 @@ class Periods(Schedule):
         times: list[Time] = []
         for duration, schedule in self.periods:
             inner = schedule.times()
-            if isinstance(duration, Rest):
+            if duration == "rest":
                 times += inner
             else:
                 # A fraction inside is one of this period, whose length is already placed.
@@ -140,7 +127,7 @@ class Periods(Schedule):
         head: list[Time] = []
         tail: list[Time] | None = None
         for duration, _ in self.periods:
-            if isinstance(duration, Rest):
+            if duration == "rest":
                 tail = []
             else:
                 (head if tail is None else tail).append(duration)
@@ -178,8 +165,8 @@ def _period(period: object) -> Period:
             "write a pair such as ('5%', Linear(0, 1))",
         )
     duration, schedule = period
-    if isinstance(duration, Rest) or duration == "rest":
-        return Rest(), as_schedule(schedule)
+    if duration == "rest":
+        return "rest", as_schedule(schedule)
     if isinstance(duration, (int, str)) and duration in (-1, "-1"):  # common in other libraries
         raise _refused(
             f"use {shown(duration)} as the duration of a period",

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 from stretto.errors import ScheduleError, shown
-from stretto.schedules.arguments import factor, interval
+from stretto.schedules.fields import Factor, Interval, check_fields
 from stretto.schedules.glide import cosine_left
 from stretto.schedules.intervals import BEYOND
-from stretto.schedules.schedule import BoundSchedule, fill
-from stretto.schedules.scope import Span, integers
-from stretto.schedules.warmup import WarmedUp, set_warmup, warmup_text
-from stretto.timing import Time, TimeLike, Timestamp
+from stretto.schedules.schedule import WarmedUp
+from stretto.schedules.scope import BoundSchedule, Span, integers
+from stretto.timing import Time, Timestamp
 
 
 @final
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class CosineRestarts(WarmedUp):
     """Cosine decay from `start` to `end` that starts anew, each cycle `multiplier` times as long.
 
@@ -45,34 +44,19 @@ class CosineRestarts(WarmedUp):
         TimeError: a text is not a time.
     """
 
-    t_0: Time
-    multiplier: int
-    start: float
-    end: float
+    t_0: Interval
+    multiplier: int = 1
+    start: Factor = field(default=1.0, kw_only=True)
+    end: Factor = field(default=0.0, kw_only=True)
 
-    def __init__(
-        self,
-        t_0: TimeLike,
-        multiplier: int = 1,
-        *,
-        start: float = 1.0,
-        end: float = 0.0,
-        warmup: TimeLike | None = None,
-        warmup_start: float = 0.0,
-    ) -> None:
-        if type(multiplier) is not int or multiplier < 1:
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if type(self.multiplier) is not int or self.multiplier < 1:
             raise ScheduleError.cannot(
-                f"use multiplier={shown(multiplier)}",
+                f"use multiplier={shown(self.multiplier)}",
                 why="it is not an integer of at least 1",
                 instead="write 1 for cycles of one length, 2 to double them",
             )
-        fill(self, t_0=interval(t_0, "t_0"), multiplier=multiplier)
-        fill(self, start=factor(start, "start"), end=factor(end, "end"))
-        set_warmup(self, warmup, warmup_start)
-
-    def own_times(self) -> tuple[Time, ...]:
-        """Return the length of the first cycle."""
-        return (self.t_0,)
 
     def first_factor(self) -> float:
         """Return the factor at each restart."""
@@ -80,9 +64,10 @@ class CosineRestarts(WarmedUp):
 
     def over_rest(self, span: Span) -> BoundSchedule:
         """Return the cycles from the start of `span` on."""
-        own = span.along(self.t_0.unit).smooth()
+        t_0 = Time(self.t_0)
+        own = span.along(t_0.unit).smooth()
         end = own.start + BEYOND if own.end is None else own.end
-        scale, first, cycle, last = integers(own.start, own.length(self.t_0), end)
+        scale, first, cycle, last = integers(own.start, own.length(t_0), end)
         # A fraction of a period of length 0 is 0. Any cycle will do, since none ever starts.
         read, cycle, last = own.axis.read, max(cycle, 1), last - first
         is_even, starts, lengths = self.multiplier == 1, *_cycles(cycle, self.multiplier, last)
@@ -113,11 +98,11 @@ class CosineRestarts(WarmedUp):
 
         return value
 
-    def __str__(self) -> str:
+    def shape(self) -> str:
+        """Return the schedule in words."""
         growth = f", each {self.multiplier} times as long" if self.multiplier > 1 else ""
-        warmup = warmup_text(self.warmup, self.warmup_start)
         way = f"from {self.start:g} to {self.end:g}"
-        return f"cosine {way} with restarts after {self.t_0}{growth}{warmup}"
+        return f"cosine {way} with restarts after {self.t_0}{growth}"
 
 
 def _cycles(cycle: int, multiplier: int, last: int) -> tuple[list[int], list[int]]:

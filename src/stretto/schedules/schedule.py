@@ -1,27 +1,33 @@
-"""`Schedule`: a factor as a pure function of time."""
+"""`Schedule`: a factor as a pure function of time; constants, products and your own functions."""
 
 from __future__ import annotations
 
-import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
-from fractions import Fraction
-from typing import Self, TypeAlias
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, final
 
 from stretto.errors import ScheduleError, shown
-from stretto.schedules.scope import RunScope, Scope
-from stretto.timing import Horizon, Time, Timer, Timestamp, TimeUnit
-from stretto.timing.conversion import rounded
-from stretto.timing.number import exact
-from stretto.timing.time import Number
+from stretto.schedules.fields import (
+    Factor,
+    Length,
+    Timed,
+    check_fields,
+    checked_factor,
+    fill,
+)
+from stretto.schedules.glide import Rise, after_warmup
+from stretto.schedules.scope import BoundSchedule, RunScope, Scope, Span
+from stretto.timing import Horizon, Time, TimeLike, Timer, Timestamp, TimeUnit
+from stretto.timing.number import is_number
+from stretto.timing.unit import parse_unit
 
-BoundSchedule: TypeAlias = Callable[[Timestamp], float]
-"""A schedule on one run: the factor at a timestamp."""
+READS = "ep ba sp dur"
+"""The units that a callable reads by default."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Schedule(ABC):
+class Schedule(Timed):
     """A factor as a pure function of time; multiplies the optimizer's initial value.
 
     A schedule is a frozen value without state and without `.step()`. `bind` resolves its times on
@@ -37,8 +43,14 @@ class Schedule(ABC):
     >>> [factor(Timestamp(batch=batch)) for batch in (0, 5, 10, 11)]
     [1.0, 0.5, 0.0, 0.0]
 
-    A subclass is a frozen dataclass that defines `times` and `within`.
+    A subclass is a frozen dataclass that defines `within`; fields that
+    are annotated `Factor`, `Positive`, `Length` or `Interval` are checked.
     """
+
+    error = ScheduleError
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def bind(self, horizon: Horizon) -> BoundSchedule:
         """Return the factor on one run as a function of the timestamp.
@@ -50,13 +62,6 @@ class Schedule(ABC):
             ScheduleError: the times contradict each other or do not fit into the run.
         """
         return self.within(RunScope(horizon))
-
-    @abstractmethod
-    def times(self) -> tuple[Time, ...]:
-        """Return the times that must be placed on one axis.
-
-        A time in `dur` means that the end of the scope must be placed there, too.
-        """
 
     @abstractmethod
     def within(self, scope: Scope) -> BoundSchedule:
@@ -74,70 +79,243 @@ class Schedule(ABC):
         """
         return frozenset(horizon.axis(time.unit).unit for time in self.times())
 
-    def scaled(self, ratio: Number) -> Self:
-        """Return the schedule with all times multiplied by `ratio`; scale the horizon, too.
-
-        Fractions (`dur`, `%`) are unchanged, since they scale with the run. Batches, samples and
-        tokens are rounded up to whole numbers, as in `Horizon.scaled`.
-
-        >>> from stretto.schedules import MultiStep
-        >>> MultiStep(["30ep", "75%"]).scaled(0.5).milestones
-        (Time('15ep'), Time('0.75dur'))
-
-        Raises:
-            ScheduleError: the ratio is not positive.
-            TimeError: the ratio is not a finite number.
-        """
-        factor = exact(ratio)
-        if factor <= 0:
-            raise ScheduleError.cannot(
-                f"scale a schedule by {shown(ratio)}",
-                why="a time can't be stretched to nothing",
-                instead="write a ratio above 0 such as 0.5",
-            )
-        copy: Self = object.__new__(type(self))
-        fill(copy, **{f.name: _stretched(getattr(self, f.name), factor) for f in fields(self)})
-        return copy
-
     def __mul__(self, other: ScheduleLike) -> Schedule:
-        from stretto.schedules.product import Product  # a product is itself a schedule
-
         return Product(self, other)
 
     def __rmul__(self, other: ScheduleLike) -> Schedule:
-        from stretto.schedules.product import Product
-
         return Product(other, self)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(_arguments(self))})"
 
 
 ScheduleLike: TypeAlias = Schedule | float | Callable[[Timer], float]
 """Anything that `as_schedule` reads as a schedule."""
 
 
-def fill(schedule: Schedule, **values: object) -> None:
-    """Set the fields of a frozen schedule while it is built."""
-    for name, value in values.items():
-        object.__setattr__(schedule, name, value)
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Product(Schedule):
+    """Several schedules multiplied, each with its own counter; written `a * b`.
+
+    Formula: the product of the factors.
+
+    >>> from stretto.schedules import Linear, StepDecay
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = (Linear(0, 1, over="4ba") * StepDecay("1ep", 0.5)).bind(Horizon("4ep"))
+    >>> [factor(Timestamp(batch=batch, epoch=batch // 6)) for batch in (0, 2, 4, 6, 12)]
+    [0.0, 0.5, 1.0, 0.5, 0.25]
+
+    Args:
+        schedules: the schedules, or numbers or callables.
+
+    Raises:
+        ScheduleError: there is none, or one is not a schedule.
+    """
+
+    schedules: tuple[Schedule, ...]
+
+    def __init__(self, *schedules: ScheduleLike) -> None:
+        if not schedules:
+            raise ScheduleError.cannot(
+                "multiply no schedules",
+                why="a product has at least one factor",
+                instead="write Product(Cosine(), StepDecay('1ep'))",
+            )
+        fill(self, schedules=tuple(as_schedule(schedule) for schedule in schedules))
+
+    def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
+        """Return what any of the schedules reads."""
+        return frozenset[TimeUnit]().union(*(one.reads(horizon) for one in self.schedules))
+
+    def within(self, scope: Scope) -> BoundSchedule:
+        """Return the product over `scope` as a function of the timestamp."""
+        return product_of([schedule.within(scope) for schedule in self.schedules])
+
+    def __str__(self) -> str:
+        return " times ".join(f"({schedule})" for schedule in self.schedules)
 
 
-def _stretched(value: object, ratio: Fraction) -> object:
-    if isinstance(value, Time) and value.unit is not TimeUnit.DURATION:
-        return rounded(value.amount * ratio, value.unit)
+@final
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Custom(Schedule):
+    """A factor from your own callable, which reads the clock.
+
+    The callable gets a `Timer` set to the timestamp: `timer.epoch`, `timer.get("tok")`,
+    `timer.get_elapsed_duration()`. It must depend on nothing else, since a plan calls it out of
+    order and a resumed run calls it again. `scaled` leaves the callable as it is.
+
+    A plan must know what the callable reads: by default, epochs, batches, samples and the fraction
+    of the run. If it reads tokens or wall time, write `Custom(function, reads="tok")`.
+
+    The counters are those of the whole run. Inside `Periods`, `timer.get_current_period_time(unit)`
+    and `timer.get_current_period_frac_elapsed()` are those of the period.
+
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> def halve_each_epoch(timer: Timer) -> float:
+    ...     return 0.5**timer.epoch
+    >>> factor = Custom(halve_each_epoch).bind(Horizon("3ep"))
+    >>> [factor(Timestamp(epoch=epoch)) for epoch in (0, 1, 2)]
+    [1.0, 0.5, 0.25]
+
+    Args:
+        function: returns the factor at the time of a timer.
+        reads: the units that it reads from the timer, separated by spaces.
+
+    Raises:
+        TimeError: `reads` has an unknown unit.
+        ScheduleError: the function can't be called; when it is, it does not return a finite number
+            of at least 0.
+    """
+
+    function: Callable[[Timer], float]
+    units: str
+
+    def __init__(self, function: Callable[[Timer], float], reads: str = READS) -> None:
+        if not callable(function):
+            raise ScheduleError.cannot(
+                f"use {shown(function)} as a custom schedule",
+                why="it can't be called",
+                instead="write a function of the timer, such as lambda timer: 0.5**timer.epoch",
+            )
+        fill(self, function=function, units=" ".join(map(parse_unit, reads.split())))
+
+    def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
+        """Return the units that were given."""
+        return frozenset(horizon.axis(unit).unit for unit in self.units.split())
+
+    def within(self, scope: Scope) -> BoundSchedule:
+        """Return the factor as a function of the timestamp."""
+        function, horizon, clock = self.function, scope.horizon, scope.clock
+
+        def value(timestamp: Timestamp) -> float:
+            return checked_factor(function(Timer.at(timestamp, horizon, period=clock)), function)
+
+        return value
+
+    def __repr__(self) -> str:
+        reads = "" if self.units == READS else f", reads={self.units!r}"
+        return f"Custom(function={self.function!r}{reads})"
+
+    def __str__(self) -> str:
+        return f"custom {getattr(self.function, '__name__', type(self.function).__name__)}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class WarmedUp(Schedule):
+    """A schedule with an optional warm-up period."""
+
+    warmup: Length | None = field(default=None, kw_only=True)
+    """The duration of the warm-up, or None."""
+    warmup_start: Factor = field(default=0.0, kw_only=True)
+    """The factor at the start of the warm-up."""
+
+    @abstractmethod
+    def shape(self) -> str:
+        """Return the schedule without the warm-up in words."""
+
+    @abstractmethod
+    def first_factor(self) -> float:
+        """Return the factor right after the warm-up."""
+
+    @abstractmethod
+    def over_rest(self, span: Span) -> BoundSchedule:
+        """Return the schedule after the warm-up, over the rest of the scope."""
+
+    def within(self, scope: Scope) -> BoundSchedule:
+        """Return the factor over `scope` as a function of the timestamp.
+
+        Raises:
+            ConversionError: a time needs a fact that is not known; the message names it.
+            ScheduleError: the warm-up is longer than the scope, or the schedule does not fit.
+        """
+        span = scope.span(self.times())
+        if self.warmup is None:
+            return self.over_rest(span)
+        rise = Rise(Time(self.warmup), self.warmup_start, self.first_factor())
+        return after_warmup(span, rise, self.over_rest)
+
+    @final
+    def __str__(self) -> str:
+        return self.shape() + warmup_text(self.warmup, self.warmup_start)
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Constant(WarmedUp):
+    """A constant factor, after an optional warm-up.
+
+    Formula: `value`. Source: `torch.optim.lr_scheduler.ConstantLR`; with a warm-up, transformers'
+    `get_constant_schedule_with_warmup`.
+
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = Constant(warmup="4ba").bind(Horizon("10ba"))
+    >>> [factor(Timestamp(batch=batch)) for batch in (0, 1, 4, 9)]
+    [0.0, 0.25, 1.0, 1.0]
+
+    Args:
+        value: the factor.
+        warmup: rise from `warmup_start` to the value over this time first.
+        warmup_start: the factor of the first batch of a warm-up.
+
+    Raises:
+        ScheduleError: a factor is not finite or is negative, or a time is negative.
+        TimeError: a text is not a time.
+    """
+
+    value: Factor = 1.0
+
+    def first_factor(self) -> float:
+        """Return the factor."""
+        return self.value
+
+    def over_rest(self, span: Span) -> BoundSchedule:  # noqa: ARG002 (the same everywhere)
+        """Return the factor as a function of the timestamp."""
+        constant = self.value
+
+        def value(timestamp: Timestamp) -> float:  # noqa: ARG001
+            return constant
+
+        return value
+
+    def shape(self) -> str:
+        """Return the factor in words."""
+        return f"constant {self.value:g}"
+
+
+def as_schedule(value: object) -> Schedule:
+    """Return `value` as a schedule: numbers become `Constant`, callables `Custom`.
+
+    >>> as_schedule(0.5)
+    Constant(value=0.5)
+
+    Raises:
+        ScheduleError: it is none of these, or the number is not a factor.
+    """
     if isinstance(value, Schedule):
-        return value.scaled(ratio)
-    if isinstance(value, tuple):
-        return tuple(_stretched(item, ratio) for item in value)
+        return value
+    if is_number(value):
+        return Constant(value)  # type: ignore[arg-type]
+    is_class = isinstance(value, type)  # probably Cosine instead of Cosine()
+    if callable(value) and not is_class:
+        return Custom(value)
+    raise ScheduleError.cannot(
+        f"use {shown(value)} as a schedule",
+        why="it is a class" if is_class else "it is not a schedule, a number or a callable",
+        instead="write a schedule such as Cosine(warmup='5%'), a number, or a function of the "
+        "timer",
+    )
+
+
+def warmup_text(warmup: TimeLike | None, warmup_start: float) -> str:
+    """Return the warm-up part of a schedule's description."""
+    return "" if warmup is None else f", after a warm-up from {warmup_start:g} over {warmup}"
+
+
+def product_of(bound: Sequence[BoundSchedule]) -> BoundSchedule:
+    """Return the product of schedules that are bound to one run."""
+
+    def value(timestamp: Timestamp) -> float:
+        product = 1.0
+        for factor in bound:
+            product *= factor(timestamp)
+        return product
+
     return value
-
-
-def _arguments(schedule: Schedule) -> Iterator[str]:
-    """Return the constructor's arguments that differ from the defaults, as source."""
-    for name, parameter in inspect.signature(type(schedule)).parameters.items():
-        value = getattr(schedule, name)
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            yield from map(repr, value)
-        elif value != parameter.default:
-            yield f"{name}={value!r}"

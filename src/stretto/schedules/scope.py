@@ -8,16 +8,18 @@ parts. All positions are exact, in ticks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol, final
+from typing import Protocol, TypeAlias, final
 
 from stretto.errors import ConversionError
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.conversion import rounded
 from stretto.timing.timer import PeriodClock
 
+BoundSchedule: TypeAlias = Callable[[Timestamp], float]
+"""A schedule on one run: the factor at a timestamp."""
 END = Time(1, TimeUnit.DURATION)
 """The whole of a scope."""
 

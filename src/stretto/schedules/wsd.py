@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, final, get_args
 
 from stretto.errors import ScheduleError, shown
-from stretto.schedules.arguments import factor, length
-from stretto.schedules.constant import Constant
 from stretto.schedules.curves import Cosine, Curve, Linear
+from stretto.schedules.fields import Factor, Length, check_fields
 from stretto.schedules.periods import Periods
-from stretto.schedules.schedule import BoundSchedule, Schedule, fill
-from stretto.schedules.scope import Scope
-from stretto.schedules.warmup import set_warmup, warmup_text
-from stretto.timing import Time, TimeLike
+from stretto.schedules.schedule import Constant, Schedule, warmup_text
+from stretto.schedules.scope import BoundSchedule, Scope
+from stretto.timing import Time
 
 DecayShape: TypeAlias = Literal["linear", "cosine", "1-sqrt", "exponential"]
 """The decays of `WSD`: `1 - x`, `(1 + cos(pi * x)) / 2`, `1 - sqrt(x)` or `2 ** (1 - x) - 1`."""
@@ -27,7 +25,7 @@ _LEFT: Mapping[str, Callable[[float], float]] = {
 
 
 @final
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class WSD(Schedule):
     """Warm-up, stable at 1, then decay at the end of the run.
 
@@ -57,29 +55,20 @@ class WSD(Schedule):
         TimeError: a text is not a time.
     """
 
-    decay: Time
-    end: float
-    shape: DecayShape
-    warmup: Time | None
-    warmup_start: float
+    decay: Length
+    end: Factor = 0.0
+    shape: DecayShape = field(default="linear", kw_only=True)
+    warmup: Length | None = field(default=None, kw_only=True)
+    warmup_start: Factor = field(default=0.0, kw_only=True)
 
-    def __init__(
-        self,
-        decay: TimeLike,
-        end: float = 0.0,
-        *,
-        shape: DecayShape = "linear",
-        warmup: TimeLike | None = None,
-        warmup_start: float = 0.0,
-    ) -> None:
-        if shape not in get_args(DecayShape):
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.shape not in get_args(DecayShape):
             raise ScheduleError.cannot(
-                f"decay in the shape {shown(shape)}",
+                f"decay in the shape {shown(self.shape)}",
                 why="there is no such shape",
                 instead="write 'linear', 'cosine', '1-sqrt' or 'exponential'",
             )
-        fill(self, decay=length(decay, "decay"), end=factor(end, "end"), shape=shape)
-        set_warmup(self, warmup, warmup_start)
 
     def times(self) -> tuple[Time, ...]:
         """Return the times that must be placed on one axis."""

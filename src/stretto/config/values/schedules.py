@@ -61,10 +61,13 @@ KINDS: Mapping[str, type[Schedule]] = {
 """The schedules that a run file can name, each by the key that stands for it."""
 
 _TYPES: Mapping[str, Any] = {
-    "float": Number,
+    "Factor": Number,
+    "Positive": Number,
     "int": Count,
-    "TimeLike": TimeText,
-    "TimeLike | None": TimeText | None,
+    "Length": TimeText,
+    "Interval": TimeText,
+    "Length | None": TimeText | None,
+    "Interval | None": TimeText | None,
     "Sequence[TimeLike]": list[TimeText],
     "DecayShape": DecayShape,
 }

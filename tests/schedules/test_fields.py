@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from stretto.errors import ScheduleError, TimeError
-from stretto.schedules.arguments import (
+from stretto.schedules.fields import (
     checked_factor,
     factor,
     interval,
     length,
-    optional_length,
     positive,
 )
 from stretto.timing import Time
@@ -62,11 +61,7 @@ def test_what_else_a_function_returns_is_refused(value: object) -> None:
 
 @pytest.mark.parametrize("value", ["0ba", "5%", Time("5ep"), timedelta(hours=1)], ids=str)
 def test_a_length_may_be_nothing(value: str | Time | timedelta) -> None:
-    assert length(value, "over") == optional_length(value, "over") == Time(value)
-
-
-def test_a_length_left_out_stays_out() -> None:
-    assert optional_length(None, "warmup") is None
+    assert length(value, "over") == Time(value)
 
 
 def test_lengths_are_not_negative() -> None:

@@ -1,0 +1,225 @@
+"""`Timed`: the base of schedules and batch size policies, and the checks of their fields."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from abc import ABC
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from fractions import Fraction
+from typing import Any, ClassVar, Self, SupportsFloat, TypeAlias
+
+from stretto.errors import ScheduleError, StrettoError, shown
+from stretto.timing import Time, TimeLike, TimeUnit
+from stretto.timing.conversion import rounded
+from stretto.timing.number import exact, is_number
+from stretto.timing.time import Number
+
+Factor: TypeAlias = float
+"""A field that is a finite number of at least 0."""
+Positive: TypeAlias = float
+"""A field that is a finite number above 0."""
+Length: TypeAlias = TimeLike
+"""A field that is a time of at least 0; held as a `Time`."""
+Interval: TypeAlias = TimeLike
+"""A field that is a time above 0; held as a `Time`."""
+
+
+class Timed(ABC):
+    """A frozen value with times. In a dataclass, they are found among the fields."""
+
+    __slots__ = ()
+    error: ClassVar[type[StrettoError]]
+    """What is raised for a ratio that times cannot be stretched by."""
+
+    def times(self) -> tuple[Time, ...]:
+        """Return the times that have to be placed on one run."""
+        return tuple(time for value in _values(self).values() for time in _times(value))
+
+    def scaled(self, ratio: Number) -> Self:
+        """Return the same with all times multiplied by `ratio`; scale the horizon, too.
+
+        Fractions (`dur`, `%`) are unchanged, since they scale with the run. Batches, samples and
+        tokens are rounded up to whole numbers, as in `Horizon.scaled`.
+
+        >>> from stretto.schedules import MultiStep
+        >>> MultiStep(["30ep", "75%"]).scaled(0.5).milestones
+        (Time('15ep'), Time('0.75dur'))
+
+        Raises:
+            StrettoError: the ratio is not positive, or a class with times of its own does not say
+                what becomes of them.
+            TimeError: the ratio is not a finite number.
+        """
+        factor = exact(ratio)
+        if factor <= 0:
+            raise self.error.cannot(
+                f"stretch the times of {self!r} by {shown(ratio)}",
+                why="it is not positive",
+                instead="write a ratio such as 0.5",
+            )
+        if self.times() and not is_dataclass(self):
+            raise self.error.cannot(
+                f"stretch {self!r} by {ratio}",
+                why="it has times, and does not say what becomes of them",
+                instead=f"define scaled(self, ratio) in {type(self).__name__}",
+            )
+        found = copy.copy(self)
+        fill(found, **{name: _stretched(value, factor) for name, value in _values(self).items()})
+        return found
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(_arguments(self))})"
+
+
+def fill(value: object, /, **fields: object) -> None:
+    """Set the fields of a frozen value while it is built."""
+    for name, field in fields.items():
+        object.__setattr__(value, name, field)
+
+
+def check_fields(value: object) -> None:
+    """Check and convert the fields of a frozen dataclass that are annotated as one of `CHECKS`."""
+    for one in fields(value):  # type: ignore[arg-type]
+        check, given = CHECKS.get(str(one.type).removesuffix(" | None")), getattr(value, one.name)
+        if check and not (given is None and str(one.type).endswith(" | None")):
+            fill(value, **{one.name: check(given, one.name)})
+
+
+def _values(value: object) -> dict[str, Any]:
+    names = (one.name for one in fields(value)) if is_dataclass(value) else ()
+    return {name: getattr(value, name) for name in names}
+
+
+def _times(value: object) -> Iterator[Time]:
+    if isinstance(value, Time):
+        yield value
+    elif isinstance(value, Timed):
+        yield from value.times()
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _times(item)
+
+
+def _stretched(value: object, ratio: Fraction) -> object:
+    if isinstance(value, Time) and value.unit is not TimeUnit.DURATION:
+        return rounded(value.amount * ratio, value.unit)
+    if isinstance(value, Timed):
+        return value.scaled(ratio)
+    if isinstance(value, tuple):
+        return tuple(_stretched(item, ratio) for item in value)
+    return value
+
+
+def _arguments(value: object) -> Iterator[str]:
+    """Return the constructor's arguments that differ from the defaults, as source."""
+    for name, parameter in inspect.signature(type(value)).parameters.items():
+        given = getattr(value, name)
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            yield from map(repr, given)
+        elif given != parameter.default:
+            yield f"{name}={given!r}"
+
+
+def factor(value: object, name: str) -> float:
+    """Return `value` as a factor: a finite number of at least 0.
+
+    Raises:
+        ScheduleError: it is not.
+    """
+    number = _as_float(value) if is_number(value) else math.nan
+    if not 0.0 <= number < math.inf:
+        raise ScheduleError.cannot(
+            f"use {name}={shown(value)}",
+            why="it is not a finite number of at least 0",
+            instead="write a number such as 0.1",
+        )
+    return abs(number)  # a negative zero becomes a plain one
+
+
+def positive(value: object, name: str) -> float:
+    """Return `value` as a finite number above 0.
+
+    Raises:
+        ScheduleError: it is not.
+    """
+    number = factor(value, name)
+    if number == 0:
+        raise ScheduleError.cannot(
+            f"use {name}={shown(value)}",
+            why="it is not above 0",
+            instead="write a number such as 1.0",
+        )
+    return number
+
+
+def checked_factor(value: object, source: object) -> float:
+    """Return the result of a user's function, if it is a factor.
+
+    Raises:
+        ScheduleError: it is not.
+    """
+    # The fast path for nearly all results; nan fails the comparison.
+    if type(value) is float and 0.0 <= value < math.inf:
+        return value
+    # Another kind of number, such as a scalar of NumPy or torch.
+    number = _as_float(value)
+    if 0.0 <= number < math.inf:
+        return number
+    name = getattr(source, "__qualname__", shown(source))
+    raise ScheduleError.cannot(
+        f"use {shown(value)} as a factor",
+        why=f"the schedule {name} returned it, and a factor is a finite number of at least 0",
+        instead="return a number such as 0.1",
+    )
+
+
+def length(value: TimeLike, name: str) -> Time:
+    """Return `value` as a length of time, which may be zero.
+
+    Raises:
+        ScheduleError: it is negative.
+        TimeError: it is not a time.
+    """
+    time = Time(value)
+    if time.amount < 0:
+        raise ScheduleError.cannot(
+            f"use {name}='{time}'", why="it is negative", instead=f"write '{-time}'"
+        )
+    return time
+
+
+def interval(value: TimeLike, name: str) -> Time:
+    """Return `value` as a positive interval of time.
+
+    Raises:
+        ScheduleError: it is not positive.
+        TimeError: it is not a time.
+    """
+    time = Time(value)
+    if time.amount <= 0:
+        raise ScheduleError.cannot(
+            f"use {name}='{time}'",
+            why="it is not longer than nothing",
+            instead=f"write a time such as '1{time.unit}'",
+        )
+    return time
+
+
+def _as_float(value: object) -> float:
+    """Return the float nearest to a number; nan, which no range contains, if there is none."""
+    try:
+        return float(value) if isinstance(value, SupportsFloat) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+CHECKS: Mapping[str, Callable[[Any, str], object]] = {
+    "Factor": factor,
+    "Positive": positive,
+    "Length": length,
+    "Interval": interval,
+}
+"""How a field is checked and converted, by its annotation."""
