@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stretto.checkpoint.optimizer_values import check_groups, check_value, has_shape_of
 from stretto.checkpoint.sharding import LazyTensor, is_dtensor, replicate_like, shard_like
-from stretto.errors import CheckpointError
+from stretto.errors import CheckpointError, shown
 from stretto.runtime.packing import packed, unpack
+
+_IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
+"""How torch computes a step on the present device; taken from the present run."""
+_MOST = 2**63
+"""Larger integers do not fit into tensors."""
 
 
 def pack_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -73,7 +78,7 @@ def unpack_optimizer(
             raise _other(optimizer, f"it was saved from {str(record['type'])[:80]}")
         groups = unpack(record["param_groups"])
         state = _states(optimizer, groups, tensors, unpack(record["values"]))
-        check_groups(optimizer, groups)
+        _check_groups(optimizer, groups)
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise _other(optimizer, f"{type(error).__name__}: {error}") from error
@@ -89,7 +94,7 @@ def _states(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for key, value in values.items():
-        check_value(optimizer, key, value)
+        _check_value(optimizer, key, value)
     for key, value in (*tensors.items(), *values.items()):
         head, name = key.split(".", 1)
         if head == "group":
@@ -99,7 +104,7 @@ def _states(
             raise _other(optimizer, f"it has more than {len(parameters)} parameters")
         else:
             parameter = parameters[int(head)]
-            if not has_shape_of(optimizer, parameter, value):
+            if not _has_shape_of(optimizer, parameter, value):
                 shapes = f"shape {tuple(value.shape)}, and its parameter {tuple(parameter.shape)}"
                 raise _other(optimizer, f"{key[:80]} has {shapes}")
             state.setdefault(int(head), {})[name] = _laid_out(parameter, value)
@@ -127,3 +132,80 @@ def _other(optimizer: Optimizer, why: str) -> CheckpointError:
         why=why,
         instead="resume with the same optimizer and parameters as in the checkpoint",
     )
+
+
+def _check_groups(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """Check that an optimizer can compute with saved groups, which torch checks only in a step.
+
+    Flags that an older torch did not save keep their present values.
+
+    Raises:
+        CheckpointError: a value is missing, or has another type than the present one.
+    """
+    numbers = [number for group in groups for number in group["params"]]
+    if numbers != list(range(len(numbers))) or any(type(number) is not int for number in numbers):
+        raise _other(optimizer, f"param_groups.params is {shown(numbers)}")
+    for number, (own, saved) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
+        for name in optimizer.defaults.keys() & own.keys():
+            where = f"param_groups.{number}.{name}"
+            if name in _IMPLEMENTATION_FLAGS:
+                saved[name] = own[name]
+            if name in saved and not (
+                _is_compatible(saved[name], own[name]) and _are_below_one(name, saved[name])
+            ):
+                raise _other(optimizer, f"{where} is {shown(saved[name])}")
+            if name not in saved and not (own[name] is None or isinstance(own[name], bool)):
+                raise _other(optimizer, f"{where} is missing")
+            saved.setdefault(name, own[name])
+
+
+def _check_value(optimizer: Optimizer, key: str, value: object) -> None:
+    """Check a plain value of a parameter's state, for optimizers of torch only.
+
+    Raises:
+        CheckpointError: it is neither a finite number nor None.
+    """
+    is_known = type(optimizer).__module__.startswith("torch.optim.")
+    if is_known and not (value is None or isinstance(value, bool) or _is_compatible(value, 0)):
+        raise _other(optimizer, f"values.{key} is {shown(value)}")
+
+
+def _has_shape_of(optimizer: Optimizer, parameter: Tensor, value: Any) -> bool:
+    """Return whether a value has the shape of its parameter, or is a single number.
+
+    It is checked for optimizers of torch only. Some of these have state of other shapes.
+    """
+    shape = getattr(value, "shape", ())
+    is_known = type(optimizer).__module__.startswith("torch.optim.")
+    is_free = not is_known or type(optimizer).__name__ in ("Adafactor", "LBFGS")
+    return is_free or math.prod(shape) == 1 or tuple(shape) == tuple(parameter.shape)
+
+
+def _is_compatible(saved: Any, own: Any) -> bool:
+    """Return whether a saved value has the type of the present one."""
+    if isinstance(own, Tensor) or isinstance(saved, Tensor):
+        sizes = [one.numel() if isinstance(one, Tensor) else 1 for one in (own, saved)]
+        plain = saved if isinstance(own, Tensor) else own
+        is_plain = isinstance(plain, Tensor) or _is_compatible(plain, 0.0)
+        return sizes[0] == sizes[1] and is_plain
+    if own is None:
+        return saved is None or isinstance(saved, (bool, int, float, str))
+    if isinstance(own, bool):
+        return saved is None or isinstance(saved, bool)
+    if isinstance(own, (int, float)):
+        if isinstance(saved, bool) or not isinstance(saved, (int, float)):
+            return False
+        is_signed = saved >= 0 or own < 0  # a negative momentum can divide by zero
+        return is_signed and (abs(saved) < _MOST or (math.isinf(own) and isinstance(saved, float)))
+    if isinstance(own, (tuple, list)):
+        return (
+            isinstance(saved, (tuple, list))
+            and len(saved) == len(own)
+            and all(map(_is_compatible, saved, own))
+        )
+    return isinstance(saved, type(own)) or not isinstance(own, (str, Mapping))
+
+
+def _are_below_one(name: str, value: Any) -> bool:
+    """Return whether betas are below 1; otherwise a step divides by zero."""
+    return name != "betas" or all(float(one) < 1 for one in value)

@@ -13,7 +13,7 @@ from stretto.errors import CheckpointError
 class ShardEntry(NamedTuple):
     """One rank's shard of a tensor, and its file."""
 
-    shape: tuple[int, ...]
+    shape: Sequence[int]
     """Shape of the whole tensor."""
     dim: int
     offset: int
@@ -27,6 +27,7 @@ class RankPart(NamedTuple):
     files: dict[str, Written]
     aliases: Mapping[str, Mapping[str, str]]
     entries: dict[str, dict[str, ShardEntry]]
+    """By group and name."""
 
     def to_text(self) -> str:
         """Return it as JSON, for the first rank."""
@@ -36,16 +37,9 @@ class RankPart(NamedTuple):
     def from_text(text: str) -> RankPart:
         """Read the text of `to_text`."""
         files, aliases, entries = json.loads(text)
-        return RankPart(
-            {name: Written(*written) for name, written in files.items()},
-            aliases,
-            {
-                group: {
-                    name: ShardEntry(tuple(shape), *rest) for name, (shape, *rest) in named.items()
-                }
-                for group, named in entries.items()
-            },
-        )
+        for named in entries.values():
+            named.update((name, ShardEntry(*entry)) for name, entry in named.items())
+        return RankPart({name: Written(*one) for name, one in files.items()}, aliases, entries)
 
 
 def merge(parts: Sequence[RankPart]) -> tuple[str, str]:
@@ -73,7 +67,7 @@ def merge(parts: Sequence[RankPart]) -> tuple[str, str]:
             ):
                 raise CheckpointError.cannot(
                     f"save {name!r} of {group}",
-                    why=f"the shards of the ranks do not form a tensor of shape {shape}",
+                    why=f"the shards of the ranks do not form a tensor of shape {tuple(shape)}",
                     instead="save from every rank that has a shard, all at the same step",
                 )
             pieces = [[entry.file, entry.offset] for entry in entries]

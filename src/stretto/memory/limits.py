@@ -72,48 +72,9 @@ def allocated_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     return sum(pieces.values())
 
 
-class _Limit:
-    """The limit on the data of this process, which the guards of all its threads share."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._before = (0, 0)
-        self._standing: list[tuple[int, int]] = []
-
-    def lower(self, more: int) -> tuple[int, int]:
-        """Limit this process to `more` bytes beyond its present use, or to a lower earlier limit.
-
-        Returns:
-            The limit, for `lift`.
-        """
-        import resource
-
-        with self._lock:
-            used = process_status().get("VmData")
-            soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            if not self._standing:
-                self._before = soft, hard
-            bounds = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
-            wanted = min([used + more, *bounds]) if used is not None else soft
-            limit = wanted, hard
-            resource.setrlimit(resource.RLIMIT_DATA, limit)
-            self._standing.append(limit)
-        return limit
-
-    def lift(self, limit: tuple[int, int]) -> None:
-        """Restore the lowest limit that is still active, or the original one.
-
-        It allocates nothing, because memory may have run out.
-        """
-        import resource
-
-        with self._lock:
-            self._standing.remove(limit)
-            left = min(self._standing) if self._standing else self._before
-            resource.setrlimit(resource.RLIMIT_DATA, left)
-
-
-_LIMIT = _Limit()
+_LOCK = threading.Lock()
+_LIMITS: list[tuple[int, int]] = []
+"""The limit of this process before its first guard, and those of the guards that are active."""
 
 
 @contextlib.contextmanager
@@ -131,11 +92,26 @@ def guard(limit: int) -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    own = _LIMIT.lower(limit)
+    import resource
+
+    with _LOCK:
+        used = process_status().get("VmData")
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if not _LIMITS:
+            _LIMITS.append((soft, hard))
+        bounds = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
+        own = (soft if used is None else min([used + limit, *bounds])), hard
+        resource.setrlimit(resource.RLIMIT_DATA, own)
+        _LIMITS.append(own)
     try:
         yield
     finally:
-        _LIMIT.lift(own)
+        with _LOCK:
+            _LIMITS.remove(own)
+            original, *others = _LIMITS
+            resource.setrlimit(resource.RLIMIT_DATA, min(others, default=original))
+            if not others:
+                _LIMITS.clear()
 
 
 def process_status(root: Path = ROOT) -> dict[str, int]:

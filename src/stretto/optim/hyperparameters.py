@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from stretto.batching import LearningRateRule, NoRule, RuleLike, as_rule, check_pairs
 from stretto.errors import ScheduleError
-from stretto.optim.base_values import BaseValue, GroupKey, plain, restore_base_values, write
+from stretto.optim.base_values import BaseValue, plain, restore_base_values, write
 from stretto.optim.joined import each_of
 from stretto.optim.reading import group_name, read_schedules
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
@@ -41,19 +41,6 @@ class _Setting:
         return value * factor * rule if self.follows_rule else value * factor
 
 
-class _Record(NamedTuple):
-    """The initial values of one parameter group."""
-
-    number: int
-    """Of the group, in its own optimizer."""
-    bases: dict[GroupKey, BaseValue]
-
-
-def _records(optimizer: Optimizer) -> list[_Record]:
-    bases = restore_base_values(optimizer)
-    return [_Record(number, bases) for number in range(len(optimizer.param_groups))]
-
-
 class _Factor(NamedTuple):
     """A schedule, and the same bound to the run."""
 
@@ -69,8 +56,7 @@ class _Column:
     number: int
     key: str
     index: int | None
-    schedule: Schedule
-    bound: BoundSchedule
+    factor: _Factor
 
     def read(self, optimizer: Optimizer) -> float:
         """Return the value in force."""
@@ -120,7 +106,7 @@ class Hyperparameters:
         ConversionError: a time needs a fact that is not known.
     """
 
-    __slots__ = ("_base", "_columns", "_only", "_rule", "_settings", "_varies", "optimizer")
+    __slots__ = ("_columns", "_only", "_settings", "_varies", "base", "optimizer", "rule")
 
     def __init__(
         self,
@@ -132,49 +118,56 @@ class Hyperparameters:
         bound: Mapping[str, BoundSchedule] | None = None,
     ) -> None:
         factors = read_schedules(optimizer, schedules)
-        self._rule = NoRule() if rule is None else as_rule(rule)
+        self.rule: LearningRateRule = NoRule() if rule is None else as_rule(rule)
+        """How learning rates follow the batch size."""
         # Its groups are looked up each time: loading a state puts new ones in their place.
         self.optimizer = optimizer
         """What is written to."""
         groups = optimizer.param_groups
         _part_tensors(groups)
-        self._varies = not isinstance(self._rule, NoRule) or any(
+        self._varies = not isinstance(self.rule, NoRule) or any(
             factor != as_schedule(1.0) for factor in factors.values()
         )
-        check_pairs(factors, rule=self._rule)
+        check_pairs(factors, rule=self.rule)
         if bound is None:
             bound = {name: factor.bind(horizon) for name, factor in factors.items()}
         each = {name: _Factor(factor, bound[name]) for name, factor in factors.items()}
-        records = [record for one in each_of(optimizer) for record in _records(one)]
-        self._settings = [
-            setting
-            for number, (group, record) in enumerate(zip(groups, records, strict=True))
-            for setting in _settings(each, number, group, record)
+        followed = [_of_group(each, number, group) for number, group in enumerate(groups)]
+        # The initial values of each group, and its number in its own optimizer.
+        bases = [
+            (number, record)
+            for one in each_of(optimizer)
+            for record in [restore_base_values(one)]
+            for number in range(len(one.param_groups))
         ]
-        self._columns = {name: _column(name, each, groups) for name in each}
-        self._base = {name: column.read(optimizer) for name, column in self._columns.items()}
-        alone = self._settings[0] if len(self._settings) == 1 else None
-        self._only = alone if alone is not None and _is_plain(alone, groups, self._rule) else None
+        self._settings = [
+            _Setting(
+                number,
+                key,
+                record.setdefault((own, key), BaseValue(plain(group[key]))),
+                tuple(_product(factors).bound for factors in by_index.values()),
+                follows_rule=key == "lr",
+            )
+            for number, (group, (own, record)) in enumerate(zip(groups, bases, strict=True))
+            for key, by_index in followed[number].items()
+        ]
+        self._columns = {name: _column(name, followed, groups) for name in each}
+        self.base = {name: column.read(optimizer) for name, column in self._columns.items()}
+        """The initial values of the optimizer, by name."""
+        # Setting it is one multiplication: the common case, twice as fast by itself.
+        first = self._settings[0] if len(self._settings) == 1 else None
+        is_plain = first is not None and isinstance(groups[first.number][first.key], (int, float))
+        self._only = first if is_plain and isinstance(self.rule, NoRule) else None
 
     @property
     def schedules(self) -> dict[str, Schedule]:
         """What the learning rate and all that is scheduled follow, multiplied: for a plan."""
-        return {name: column.schedule for name, column in self._columns.items()}
+        return {name: column.factor.schedule for name, column in self._columns.items()}
 
     @property
-    def bound(self) -> dict[str, tuple[Schedule, BoundSchedule]]:
+    def bound(self) -> Mapping[str, tuple[Schedule, BoundSchedule]]:
         """The same, each with what it is when bound to the run."""
-        return {name: (one.schedule, one.bound) for name, one in self._columns.items()}
-
-    @property
-    def base(self) -> dict[str, float]:
-        """The initial values of the optimizer, by name."""
-        return dict(self._base)
-
-    @property
-    def rule(self) -> LearningRateRule:
-        """How learning rates follow the batch size."""
-        return self._rule
+        return {name: column.factor for name, column in self._columns.items()}
 
     def apply(self, timestamp: Timestamp, batch_size: int | None = None) -> None:
         """Set every scheduled value for the batch that starts at `timestamp`.
@@ -192,8 +185,14 @@ class Hyperparameters:
             self.optimizer.param_groups[only.number][only.key] = only.base.written = value
             return
         rule = 1.0
-        if not isinstance(self._rule, NoRule):
-            rule = self._rule(_given(batch_size))
+        if not isinstance(self.rule, NoRule):
+            if batch_size is None:
+                raise ScheduleError.cannot(
+                    "apply a learning rate rule",
+                    why="the batch size was not given",
+                    instead="write apply(step.timestamp, step.batch_size)",
+                )
+            rule = self.rule(batch_size)
         for setting in self._settings:
             setting.base.written = value = setting.at(timestamp, rule)
             write(self.optimizer.param_groups[setting.number], setting.key, value)
@@ -271,44 +270,16 @@ def _product(factors: Sequence[_Factor]) -> _Factor:
     )
 
 
-def _settings(
-    factors: Mapping[str, _Factor],
-    number: int,
-    group: Mapping[str, Any],
-    record: _Record,
-) -> Iterator[_Setting]:
-    for key, followed in _of_group(factors, number, group).items():
-        bound = tuple(_product(each).bound for each in followed.values())
-        base = record.bases.setdefault((record.number, key), BaseValue(plain(group[key])))
-        yield _Setting(number, key, base, bound, key == "lr")
-
-
-def _is_plain(
-    setting: _Setting, groups: Sequence[Mapping[str, Any]], rule: LearningRateRule
-) -> bool:
-    """Whether setting it is one multiplication: the common case, twice as fast by itself."""
-    current = groups[setting.number][setting.key]
-    return isinstance(current, (int, float)) and isinstance(rule, NoRule)
-
-
 def _column(
-    text: str, factors: Mapping[str, _Factor], groups: Sequence[Mapping[str, Any]]
+    text: str,
+    followed: Sequence[Mapping[str, Mapping[int | None, list[_Factor]]]],
+    groups: Sequence[Mapping[str, Any]],
 ) -> _Column:
     numbers = {group_name(number, group): number for number, group in enumerate(groups)}
     wanted = parse_name(text).group
     number = 0 if wanted is None else numbers[wanted]
     name = parse_name(text).of(groups[number])
-    followed = _of_group(factors, number, groups[number])[name.key]
+    factors = followed[number][name.key]
     # The first of several values represents them all.
-    index = next(iter(followed)) if name.index is None else name.index
-    return _Column(number, name.key, index, *_product(followed[index]))
-
-
-def _given(batch_size: int | None) -> int:
-    if batch_size is None:
-        raise ScheduleError.cannot(
-            "apply a learning rate rule",
-            why="the batch size was not given",
-            instead="write apply(step.timestamp, step.batch_size)",
-        )
-    return batch_size
+    index = next(iter(factors)) if name.index is None else name.index
+    return _Column(number, name.key, index, _product(factors[index]))

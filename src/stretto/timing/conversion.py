@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import cast, final
+from typing import TypeVar, cast, final
 
 from stretto.errors import Argument, ConversionError, Text, shown
 from stretto.timing.batch_sizes import BatchSizes, ConstantBatchSize, LastBatch
@@ -16,6 +16,9 @@ from stretto.timing.unit import NAMES, WHOLE, TimeUnit, parse_unit
 
 _EP, _BA, _SP, _TOK = TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN
 _DUR, _SEC = TimeUnit.DURATION, TimeUnit.SECOND
+
+
+_Fact = TypeVar("_Fact")
 
 
 @final
@@ -130,7 +133,7 @@ class Facts:
     def _rate(self, unit: TimeUnit, target: TimeUnit) -> Fraction:
         """Return how many `target` one `unit` is; both are epochs, samples or tokens."""
         if (unit, target) == (_EP, _SP):
-            return Fraction(self._known_samples())
+            return Fraction(self._samples)
         if (unit, target) == (_EP, _TOK):
             return Fraction(self._tokens_per_epoch)
         if (unit, target) == (_SP, _TOK):
@@ -139,9 +142,7 @@ class Facts:
 
     @property
     def _run(self) -> Time:
-        if self.max_duration is None:
-            raise _MissingFactError("the length of the run is not known", "max_training_duration")
-        return self.max_duration
+        return _known(self.max_duration, "the length of the run", "max_training_duration")
 
     @property
     def _batches(self) -> BatchSizes:
@@ -149,28 +150,23 @@ class Facts:
             raise _MissingFactError("the batch size is not known in advance", "batch_size")
         return self.batch_sizes
 
-    def _known_samples(self) -> int:
-        if self.num_samples is None:
-            raise _MissingFactError(
-                "the number of samples in the data set is not known", "dataset_num_samples"
-            )
-        return self.num_samples
+    @property
+    def _samples(self) -> int:
+        what = "the number of samples in the data set"
+        return _known(self.num_samples, what, "dataset_num_samples")
 
     @property
     def _tokens_per_epoch(self) -> int:
         if self.num_tokens is not None:
             return self.num_tokens
-        if self.tokens_per_sample is None:
-            raise _MissingFactError(
-                "the number of tokens in the data set is not known", "dataset_num_tokens"
-            )
-        return self.tokens_per_sample * self._known_samples()
+        what = "the number of tokens in the data set"
+        return _known(self.tokens_per_sample, what, "dataset_num_tokens") * self._samples
 
     @property
     def _tokens_of_a_sample(self) -> Fraction:
         if self.tokens_per_sample is not None:
             return Fraction(self.tokens_per_sample)
-        return Fraction(self._tokens_per_epoch, self._known_samples())
+        return Fraction(self._tokens_per_epoch, self._samples)
 
 
 class _MissingFactError(Exception):
@@ -180,6 +176,12 @@ class _MissingFactError(Exception):
         super().__init__(why)
         self.why = why
         self.fact = fact
+
+
+def _known(fact: _Fact | None, what: str, name: str) -> _Fact:
+    if fact is None:
+        raise _MissingFactError(f"{what} is not known", name)
+    return fact
 
 
 def rounded(amount: Fraction, unit: TimeUnit) -> Time:

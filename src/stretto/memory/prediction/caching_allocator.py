@@ -10,7 +10,6 @@ import bisect
 from typing import final
 
 from stretto.memory.prediction.curve import MemoryCurve
-from stretto.memory.prediction.recording import Event
 
 _MIB = 1 << 20
 _ROUND = 512
@@ -45,7 +44,7 @@ class CachingAllocator:
         self.peak = 0
         self._next_address = 0
         # Blocks by address: (size, segment, is small). A segment begins where a block of it does.
-        self._used: dict[int, tuple[int, int]] = {}
+        self._used: dict[int, tuple[int, bool]] = {}
         self._addresses: dict[int, int] = {}
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._starts: dict[int, int] = {}
@@ -85,12 +84,12 @@ class CachingAllocator:
         segment = self._segment_of[address]
         before = self._ends.get(address)
         if before is not None and self._segment_of[before] == segment:
-            size += self._drop_free(before, is_small=bool(is_small))
+            size += self._drop_free(before, is_small=is_small)
             address = before
         after = address + size
         if after in self._starts and self._segment_of.get(after) == segment:
-            size += self._drop_free(after, is_small=bool(is_small))
-        self._add_free(address, size, segment, is_small=bool(is_small))
+            size += self._drop_free(after, is_small=is_small)
+        self._add_free(address, size, segment, is_small=is_small)
 
     def _take(self, size: int, *, is_small: bool) -> tuple[int, int] | None:
         """Take the smallest free block that is large enough; of equals, the first."""
@@ -164,49 +163,32 @@ def _replay(allocator: CachingAllocator, curve: MemoryCurve, size: int) -> bool:
         if one.place.phase == "before" and one.category != "batch"
     }
     late = {index for index in kept if curve.allocations[index].category == "optimizer"}
-    if not all(allocator.allocate(index, counts[index]) for index in sorted(kept - late)):
+
+    def allocate_all(indices: set[int]) -> bool:
+        return all(allocator.allocate(index, counts[index]) for index in sorted(indices))
+
+    if not allocate_all(kept - late):
         return False
     for _ in range(STEPS):
-        if not _step(allocator, curve, counts, kept, late):
-            return False
-        late = set()
-    return True
-
-
-def _step(
-    allocator: CachingAllocator,
-    curve: MemoryCurve,
-    counts: list[int],
-    kept: set[int],
-    late: set[int],
-) -> bool:
-    """Replay a step whose optimizer creates the state `late`; return whether it fits."""
-    live: set[int] = set()
-    waiting = sorted(late)
-    for event in curve.events:
-        if waiting and event.place.phase == "optimizer":
-            if not all(allocator.allocate(index, counts[index]) for index in waiting):
+        live: set[int] = set()
+        for event in curve.events:
+            if late and event.place.phase == "optimizer":
+                if not allocate_all(late):
+                    return False
+                late = set()
+            index = event.allocation
+            if index in kept:
+                continue
+            if event.is_free:
+                live.discard(index)
+                allocator.free(index)
+            elif not allocator.allocate(index, counts[index]):
                 return False
-            waiting = []
-        if not _take(allocator, event, counts, kept, live):
-            return False
-    for index in live:
-        allocator.free(index)
+            else:
+                live.add(index)
+        for index in live:
+            allocator.free(index)
     return True
-
-
-def _take(
-    allocator: CachingAllocator, event: Event, counts: list[int], kept: set[int], live: set[int]
-) -> bool:
-    index = event.allocation
-    if index in kept:
-        return True
-    if event.is_free:
-        live.discard(index)
-        allocator.free(index)
-        return True
-    live.add(index)
-    return allocator.allocate(index, counts[index])
 
 
 def _segment_size(size: int) -> int:
