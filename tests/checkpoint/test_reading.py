@@ -60,7 +60,7 @@ def test_any_part_of_a_tensor_that_was_cut_is_that_part(
     write_cut(path, whole, dim, lengths)
     reader = open_checkpoint(path)
     assert reader.shape("model", "weight") == tuple(shape)
-    assert reader.dtype("model", "weight") == torch.int64
+    assert reader.entries("model")[0].dtype == torch.int64
     assert torch.equal(reader.tensor("model", "weight"), whole)
     along = data.draw(st.integers(0, 1), label="along")
     offset = data.draw(st.integers(0, shape[along]), label="offset")

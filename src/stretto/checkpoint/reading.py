@@ -92,10 +92,6 @@ class CheckpointReader:
         """Return the shape of a whole tensor."""
         return self._entry(group, name).shape
 
-    def dtype(self, group: str, name: str) -> torch.dtype:
-        """Return the type of a tensor."""
-        return self._entry(group, name).dtype
-
     def entries(self, group: str) -> tuple[TensorEntry, ...]:
         """Return the stored tensors of a group; shared memory is stored once."""
         return tuple(self._entries.get(group, {}).values())

@@ -10,16 +10,8 @@ from stretto.timing import Horizon, Timestamp
 if TYPE_CHECKING:
     from stretto.planning.plan import Plan
 
-COUNTS = (
-    "epoch",
-    "batch",
-    "sample",
-    "token",
-    "batch_in_epoch",
-    "sample_in_epoch",
-    "token_in_epoch",
-)
-"""The counters that a plan knows: all but wall time."""
+COUNTS = Timestamp._fields[:7]
+"""The counts of the clock, without its times."""
 
 
 def to_record(plan: Plan) -> dict[str, object]:

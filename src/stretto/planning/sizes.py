@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NoReturn, final
 
 from stretto.batching import BatchSizePolicy, BoundPolicy, Hold, PolicyLike, as_policy
@@ -15,6 +14,9 @@ from stretto.timing.batch_sizes import EqualBatches
 from stretto.timing.epochs import cut, end_tick, equal_batches
 
 _MOST_DECISIONS = 4096  # 0.1 s; the limit for a run of unknown length whose sizes never settle
+
+
+ENDLESS = "they may change for ever, and only the run itself can tell when it ends"
 
 
 @final
@@ -31,8 +33,10 @@ class Segment:
     """The clock after the last batch; None if only the run can tell."""
 
 
-def segments(horizon: Horizon, policy: BoundPolicy) -> Generator[Segment, None, Timestamp | None]:
-    """Yield the segments of the run; return the clock at its end, if that is known.
+def find_segments(
+    horizon: Horizon, policy: BoundPolicy, most_stages: int | None
+) -> tuple[list[Segment], Timestamp | None]:
+    """Return the segments of the run, and the clock at its end, if that is known.
 
     It makes the same decisions as `walk`, but one per possible change of size instead of one per
     batch.
@@ -40,36 +44,42 @@ def segments(horizon: Horizon, policy: BoundPolicy) -> Generator[Segment, None, 
     Raises:
         PlanError: the sizes are not known before the run, or they keep changing and the end of
             the run is not known.
-        BatchSizeError: under `drop`, a batch is larger than an epoch.
+        BatchSizeError: under `drop`, a batch is larger than an epoch; or there are more than
+            `most_stages` segments.
     """
     check_plannable(horizon, policy)
-    now, state, current, decisions = Timestamp(), policy.start(), None, 0
+    found: list[Segment] = []
+    now, state, decisions = Timestamp(), policy.start(), 0
     run_axis, run_end = end_tick(horizon)
     while True:
         now, step = next_step(horizon, policy, now, state)
         if step is None:
-            if current is not None:
-                yield current
-            return now
+            return found, now
         state = step.state
         batches = equal_batches(horizon, now, step.decided)
         until_end, decisions = batches.count_until(run_axis, run_end), decisions + 1
         if until_end is None and decisions > _MOST_DECISIONS:
-            raise _endless(horizon)
+            raise PlanError.cannot(
+                f"plan the batch sizes of a run of {horizon.max_duration}",
+                why=ENDLESS,
+                instead="write max_duration in 'ep', 'sp' or 'ba', or run it without a plan",
+            )
         count = _least(_count(batches, policy.holds_until(now, state)), until_end)
         after = None if count is None else _after(horizon, batches, count)
-        if current is None:
-            current = Segment(batches, count, step.skipped, after)
-        elif current.batches.size == step.decided and not step.skipped:
+        if found and found[-1].batches.size == step.decided and not step.skipped:
             # The arithmetic of the first batches covers the later ones, too.
-            total = None if count is None else (current.count or 0) + count
-            current = replace(current, count=total, end=after)
+            total = None if count is None else (found[-1].count or 0) + count
+            found[-1] = replace(found[-1], count=total, end=after)
+        elif len(found) == most_stages:  # a stage takes about 30 us to plan
+            raise BatchSizeError.cannot(
+                "plan this run",
+                why=f"its batch size changes more than {most_stages:,} times",
+                instead="write a larger 'increment', or 'planned: false' beside a function",
+            )
         else:
-            yield current
-            current = Segment(batches, count, step.skipped, after)
+            found.append(Segment(batches, count, step.skipped, after))
         if after is None:
-            yield current
-            return None
+            return found, None
         now = after
 
 
@@ -107,7 +117,7 @@ def _after(horizon: Horizon, batches: EqualBatches, count: int) -> Timestamp:
 
 
 @final
-@dataclass(frozen=True, slots=True, init=False, eq=False)
+@dataclass(frozen=True, slots=True, init=False)
 class PlannedSizes:
     """Where every batch begins under a policy whose sizes are known before the run.
 
@@ -134,12 +144,12 @@ class PlannedSizes:
     horizon: Horizon
     """The run, without batch sizes."""
     policy: BatchSizePolicy
-    segments: tuple[Segment, ...]
-    end: Timestamp | None
+    segments: tuple[Segment, ...] = field(compare=False, repr=False)
+    end: Timestamp | None = field(compare=False, repr=False)
     """The clock at the end of the run; None if only the run can tell."""
-    _sections: list[EqualBatches]
-    _batches: list[int]
-    _samples: list[int]
+    _sections: list[EqualBatches] = field(compare=False, repr=False)
+    _batches: list[int] = field(compare=False, repr=False)
+    _samples: list[int] = field(compare=False, repr=False)
 
     def __init__(
         self,
@@ -150,9 +160,8 @@ class PlannedSizes:
         most_stages: int | None = None,
     ) -> None:
         run, policy = horizon.with_batch_sizes(None), as_policy(policy)
-        found: list[Segment] = []
-        walked = segments(run, policy.bind(run) if bound is None else bound)
-        end = _yield_into(found, walked, most_stages)
+        bound = policy.bind(run) if bound is None else bound
+        found, end = find_segments(run, bound, most_stages)
         sections = [segment.batches for segment in found]
         if end is not None:
             sections.append(_beyond(run, found[-1], end))
@@ -218,17 +227,6 @@ class PlannedSizes:
         batches = self._sections[bisect_right(self._batches, batch) - 1]
         return batches.timestamp(batch - batches.first.batch)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, PlannedSizes):
-            return NotImplemented
-        return (self.horizon, self.policy) == (other.horizon, other.policy)
-
-    def __hash__(self) -> int:
-        return hash((self.horizon, self.policy))
-
-    def __repr__(self) -> str:
-        return f"PlannedSizes({self.horizon!r}, {self.policy!r})"
-
 
 def _check_number(batch: int) -> None:
     if batch < 0:
@@ -244,24 +242,6 @@ def _beyond(horizon: Horizon, last: Segment, end: Timestamp) -> EqualBatches:
     if last.end == end and last.count is not None:
         return equal_batches(horizon, last.batches.timestamp(last.count), last.batches.size)
     return equal_batches(horizon, end, last.batches.size)
-
-
-def _yield_into(
-    found: list[Segment], run: Generator[Segment, None, Timestamp | None], most: int | None
-) -> Timestamp | None:
-    """Put all that `run` yields into `found`, and return what it returns."""
-    while most is None or len(found) <= most:
-        try:
-            found.append(next(run))
-        except StopIteration as stop:
-            end: Timestamp | None = stop.value
-            return end
-    # A stage takes about 30 us to plan.
-    raise BatchSizeError.cannot(
-        "plan this run",
-        why=f"its batch size changes more than {most:,} times",
-        instead="write a larger 'increment', or 'planned: false' beside a function",
-    )
 
 
 @final
@@ -280,22 +260,15 @@ write the time in 'sp', 'ep' or 'dur' like those it goes with
     why: str
     instead: Text = "write the time in 'sp', 'ep' or 'dur' like those it goes with"
 
-    def sample_at_batch(self, batch: int, /) -> int:
+    def sample_at_batch(self, _batch: int, /) -> NoReturn:
         """Refuse."""
-        del batch
-        self._refuse()
-
-    def batch_at_sample(self, sample: int, /) -> int:
-        """Refuse."""
-        del sample
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
         raise ConversionError.cannot(
             "tell batches from samples before the run",
             why=f"the batch sizes are not known, as {self.why}",
             instead=self.instead,
         )
+
+    batch_at_sample = sample_at_batch
 
 
 def horizon_of(sizes: PlannedSizes) -> Horizon:
@@ -312,14 +285,3 @@ def horizon_of(sizes: PlannedSizes) -> Horizon:
         ),
     )
     return sizes.horizon.with_batch_sizes(unknown)
-
-
-ENDLESS = "they may change for ever, and only the run itself can tell when it ends"
-
-
-def _endless(horizon: Horizon) -> PlanError:
-    return PlanError.cannot(
-        f"plan the batch sizes of a run of {horizon.max_duration}",
-        why=ENDLESS,
-        instead="write max_duration in 'ep', 'sp' or 'ba', or run it without a plan",
-    )
