@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.data.policies import cycled
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from stretto.data import StepLoader
 from stretto.ordering import SampleOrder
-from stretto.testing.data import cycled
 
 N = 37
 GENERATOR = torch.Generator().manual_seed(0)

@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.data.policies import cycled
 from torch.utils.data import DataLoader
 
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import ConversionError, DataError
 from stretto.ordering import share
 from stretto.planning import plan, walk
-from stretto.testing.data import cycled, read
+from stretto.testing.data import read
 from stretto.timing import LastBatch
 
 

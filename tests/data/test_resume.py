@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.data.policies import cycled, policies
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stretto.batching import (
@@ -37,7 +38,7 @@ from stretto.batching import (
 from stretto.data import Step, StepLoader
 from stretto.errors import CheckpointError, DataError
 from stretto.ordering import SampleOrder
-from stretto.testing.data import assert_resumes, cycled, policies, read
+from stretto.testing.data import assert_resumes, read
 from stretto.timing import Horizon, LastBatch, Timestamp, TimeUnit
 
 

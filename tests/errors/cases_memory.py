@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from stretto.memory import CandidateSizes, find_batch_size, sandbox, search
+from stretto.memory import find_batch_size, sandbox
 from stretto.memory.amounts import Margin, parse_bytes
+from stretto.memory.finding.candidates import CandidateSizes, search
 from stretto.memory.finding.request import Together
 from stretto.memory.limits import free_memory
 from stretto.runtime import SupervisedStep

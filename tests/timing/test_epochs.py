@@ -6,19 +6,10 @@ from typing import get_args
 
 import pytest
 
-from stretto.timing import Horizon, LastBatch, Timer, Timestamp, advance, tick
+from stretto.timing import Horizon, LastBatch, Timestamp, advance
 from stretto.timing.epochs import cut, repeats_before, rollover
 
 MODES: tuple[LastBatch, ...] = get_args(LastBatch)
-
-
-def test_unsized_data_end_their_epochs_themselves() -> None:
-    horizon = Horizon("2ep")
-    after = advance(horizon, Timestamp(batch=3, batch_in_epoch=3), 5, tokens=7, ends_epoch=True)
-    assert after == Timestamp(epoch=1, batch=4, sample=5, token=7)
-    timer = Timer(horizon, clock=lambda: 0)
-    tick(timer, horizon, 5, tokens=7, ends_epoch=True)
-    assert timer.timestamp == Timestamp(epoch=1, batch=1, sample=5, token=7)
 
 
 def test_tokens_of_a_carried_batch_are_shared_between_its_epochs() -> None:

@@ -1,7 +1,5 @@
 """Find the largest micro-batch that fits into memory, before anything runs out of it."""
 
-from stretto.memory.batches import resize_batch
-from stretto.memory.finding.candidates import CandidateSizes, Found, search
 from stretto.memory.finding.finder import find_batch_size
 from stretto.memory.finding.result import Answer
 from stretto.memory.measuring.probe import Probe, probe
@@ -13,9 +11,7 @@ from stretto.memory.prediction.recording import Place
 
 __all__ = [
     "Answer",
-    "CandidateSizes",
     "Certainty",
-    "Found",
     "MemoryCurve",
     "Peak",
     "Place",
@@ -25,8 +21,6 @@ __all__ = [
     "find_batch_size",
     "predict",
     "probe",
-    "resize_batch",
     "sandbox",
-    "search",
     "trials",
 ]

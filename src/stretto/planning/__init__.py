@@ -1,14 +1,7 @@
 """Plans of runs: where every batch begins, its size, and the events."""
 
-from stretto.planning.clock import (
-    StepPlan,
-    check_plannable,
-    next_step,
-    unplannable,
-    walk,
-)
+from stretto.planning.clock import StepPlan, next_step, walk
 from stretto.planning.events import Event
-from stretto.planning.length import check_length
 from stretto.planning.plan import Plan, PlannedBatch, plan
 from stretto.planning.plan_warnings import bound_of
 from stretto.planning.prepare import Prepared, prepare
@@ -27,11 +20,8 @@ __all__ = [
     "UnknownSizes",
     "bound_of",
     "check_least",
-    "check_length",
-    "check_plannable",
     "next_step",
     "plan",
     "prepare",
-    "unplannable",
     "walk",
 ]

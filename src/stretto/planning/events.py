@@ -86,12 +86,7 @@ def _first_at_least(
             return None
         low, high = high, min(last, high + 2 * (high - batch))
     while high - low > 1:
-        middle = (low + high) // 2
-        # A regular trigger fires where it did the last time, or one batch earlier.
-        if high - batch == stride:
-            middle = high - 1
-        if fires_by(middle):
-            high = middle
-        else:
-            low = middle
+        # Most triggers fire at equal intervals: look one batch before the stride's end first.
+        middle = high - 1 if high - batch == stride else (low + high) // 2
+        low, high = (low, middle) if fires_by(middle) else (middle, high)
     return high

@@ -50,7 +50,6 @@ def advance(
     *,
     tokens: int | None = None,
     nanoseconds: int = 0,
-    ends_epoch: bool = False,
 ) -> Timestamp:
     """Return the clock after a batch of `size` samples that started at `timestamp`.
 
@@ -75,8 +74,6 @@ def advance(
     if roll.epochs:
         batch_, token_ = 0, tokens_carried(roll.sample_in_epoch, size, tokens)
         epoch_ns = -nanoseconds
-    elif ends_epoch:
-        roll, batch_, token_, epoch_ns = Rollover(1, 0, 0), 0, 0, -nanoseconds
     else:
         batch_, token_ = batch_ + 1, token_ + tokens
     return tuple.__new__(
@@ -106,7 +103,6 @@ def tick(
     *,
     tokens: int | None = None,
     seconds: float | None = None,
-    ends_epoch: bool = False,
     tokens_of_last: Callable[[int], int] | None = None,
 ) -> None:
     """Move `timer` over a batch of `size` samples, exactly as `advance` moves a timestamp.
@@ -131,12 +127,11 @@ def tick(
         num_samples = horizon.dataset_num_samples or 0
         for epoch in range(roll.epochs, 0, -1):
             carried = (epoch - 1) * num_samples + roll.sample_in_epoch
-            if carried and tokens_of_last is not None:
-                timer.end_epoch(samples=carried, tokens=tokens_of_last(carried))
+            if tokens_of_last is None:
+                left = tokens_carried(carried, size, tokens)
             else:
-                timer.end_epoch(samples=carried, tokens=tokens_carried(carried, size, tokens))
-    elif ends_epoch:
-        timer.end_epoch()
+                left = tokens_of_last(carried) if carried else 0
+            timer.end_epoch(samples=carried, tokens=left)
 
 
 def cut(horizon: Horizon, timestamp: Timestamp, size: int) -> int:

@@ -11,7 +11,6 @@ from typing import ClassVar, NoReturn, TypeAlias, final
 
 from stretto.errors import TimeError, UnitError, shown
 from stretto.timing import grammar
-from stretto.timing.mistakes import HOW
 from stretto.timing.number import exact, is_number, whole
 from stretto.timing.unit import NAMES, TimeUnit, parse_unit
 
@@ -265,6 +264,6 @@ def _read(value: object, unit: str | None) -> Time:
         raise TimeError.cannot(
             f"read {shown(value)} as a time",
             why="it has no unit" if has_number else f"a {type(value).__name__} is not one",
-            instead=f"write Time({shown(value)}, 'ep')" if has_number else HOW,
+            instead=f"write Time({shown(value)}, 'ep')" if has_number else grammar.HOW,
         )
     return _checked(exact(value), parse_unit(unit))

@@ -151,16 +151,19 @@ class At(Trigger):
             marks.setdefault(axis, []).append(math.ceil(horizon.ticks(time, axis)))
         ordered = [(axis, sorted(ticks)) for axis, ticks in marks.items()]
 
+        def count(before: Timestamp, after: Timestamp) -> int:
+            total = 0
+            for axis, ticks in ordered:  # half-open: a mark at `before` has been passed
+                total += bisect_right(ticks, axis.read(after))
+                total -= bisect_right(ticks, axis.read(before))
+            return total
+
         def following(before: Timestamp) -> Limits:
             passed = [bisect_right(ticks, axis.read(before)) for axis, ticks in ordered]
             pairs = zip(ordered, passed, strict=True)
             return [(axis, ticks[count]) for (axis, ticks), count in pairs if count < len(ticks)]
 
-        return BoundTrigger(
-            _sum([_passing(axis.read, ticks) for axis, ticks in ordered]),
-            frozenset(axis.unit for axis in marks),
-            following,
-        )
+        return BoundTrigger(count, frozenset(axis.unit for axis in marks), following)
 
     def scaled(self, ratio: Number) -> At:
         """Return the trigger with all times scaled, except fractions of the run."""
@@ -184,9 +187,15 @@ class AnyOf(Trigger):
     def bind(self, horizon: Horizon) -> BoundTrigger:
         """Resolve all the triggers for one run."""
         bound = [trigger.bind(horizon) for trigger in self.triggers]
-        counts = [trigger.count for trigger in bound]
+
+        def count(before: Timestamp, after: Timestamp) -> int:
+            total = 0
+            for one in bound:  # a loop takes a third of the time of sum() over a generator
+                total += one.count(before, after)
+            return total
+
         return BoundTrigger(
-            _sum(counts),
+            count,
             frozenset[TimeUnit]().union(*(one.units for one in bound)),
             lambda before: [limit for trigger in bound for limit in trigger.next(before)],
         )
@@ -206,28 +215,6 @@ def parse_trigger(value: TimeLike | Trigger) -> Trigger:
         TimeError: it is not a time.
     """
     return value if isinstance(value, Trigger) else Every(value)
-
-
-def _passing(read: Callable[[Timestamp], int], marks: list[int]) -> Count:
-    """Count the sorted `marks` that a counter passes."""
-
-    def count(before: Timestamp, after: Timestamp) -> int:
-        return bisect_right(marks, read(after)) - bisect_right(marks, read(before))
-
-    return count
-
-
-def _sum(counts: list[Count]) -> Count:
-    if len(counts) == 1:
-        return counts[0]
-
-    def count(before: Timestamp, after: Timestamp) -> int:
-        total = 0
-        for one in counts:  # a loop takes a third of the time of sum() over a generator
-            total += one(before, after)
-        return total
-
-    return count
 
 
 def _positive(time: Time, what: str) -> Time:

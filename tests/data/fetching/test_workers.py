@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.data.policies import cycled
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -37,7 +38,7 @@ from stretto.data import DataSpec, StepLoader, sample_seed
 from stretto.data.fetching.bundle import Bundle
 from stretto.errors import DataError
 from stretto.ordering import SampleOrder, share
-from stretto.testing.data import assert_resumes, cycled, read
+from stretto.testing.data import assert_resumes, read
 from stretto.timing import Horizon, Timestamp, TimeUnit
 
 

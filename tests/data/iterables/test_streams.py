@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.data.policies import cycled
 from tests.data.test_resume import Batches, StatefulBatches
 from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     HashStore,
@@ -22,7 +23,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from stretto.data import DataSpec, Step, StepLoader
 from stretto.errors import CheckpointError, DataError
-from stretto.testing.data import cycled
 from stretto.timing import LastBatch
 
 Result = TypeVar("Result")

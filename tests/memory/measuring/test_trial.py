@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 from stretto.errors import FitError
-from stretto.memory.measuring.footprint import footprint
+from stretto.memory.measuring.calibration import footprint
 from stretto.memory.measuring.trial import trials
 from stretto.memory.step import WholeStep
 from stretto.runtime import SupervisedStep
@@ -154,7 +154,7 @@ def test_work_that_takes_what_was_freed_and_never_given_back() -> None:
     # what is freed below its top. In a process of its own: other tests leave other heaps.
     code = """
         import torch
-        from stretto.memory.measuring.footprint import footprint
+        from stretto.memory.measuring.calibration import footprint
         large = torch.empty(31 * 2**18)
         del large
         freed, _top = [torch.ones(2**18) for _ in range(32)], torch.ones(2**18)
