@@ -93,7 +93,7 @@ def test_policies_as_they_are_written(written: object, policy: BatchSizePolicy) 
         ({"ramp": "double", "start": 8, "end": 64}, "it has no 'over'"),
         ({"size": 8, "starts": 8}, "use the key 'starts'"),
         ({"size": 8, "monotone": 1}, "use 1 as monotone"),
-        ({"size": 8, "power_of_two": True}, "round a batch size True"),
+        ({"size": 8, "power_of_two": True}, "use rounding=True"),
         ({"periods": 8}, "as periods: it is not a list"),
         ({"periods": "8"}, "as periods: it is not a list"),
         ({"periods": [8]}, "use 8 as a period"),

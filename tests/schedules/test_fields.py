@@ -71,7 +71,7 @@ def test_lengths_are_not_negative() -> None:
 
 @pytest.mark.parametrize("value", ["0ba", "-1ep", "0%"])
 def test_intervals_are_longer_than_nothing(value: str) -> None:
-    with pytest.raises(ScheduleError, match="it is not longer than nothing"):
+    with pytest.raises(ScheduleError, match="it is not longer than 0"):
         interval(value, "every")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -33,7 +34,7 @@ def test_a_warm_up_is_a_period_before_the_rest(
 ) -> None:
     if not isinstance(schedule, WarmedUp) or schedule.warmup is None:
         return
-    bare = schedule.scaled(1)
+    bare = copy.copy(schedule)
     fill(bare, warmup=None)
     rise = Linear(schedule.warmup_start, schedule.first_factor())
     periods = Periods([(schedule.warmup, rise), ("rest", bare)])

@@ -57,7 +57,7 @@ def test_it_fits_into_the_run(warmup: str, decay: str) -> None:
 
 
 def test_an_unknown_shape_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="cannot decay in the shape 'sqrt'"):
+    with pytest.raises(ScheduleError, match="cannot use shape='sqrt'"):
         WSD("20%", shape="sqrt")  # type: ignore[arg-type]
 
 

@@ -1,8 +1,7 @@
 """Batch size policies, how a batch is split, and learning rates that follow its size."""
 
-from stretto.batching.adaptive.gradient_norm import NormTest
 from stretto.batching.adaptive.hysteresis import Hysteresis
-from stretto.batching.adaptive.noise_scale import NoiseScale
+from stretto.batching.adaptive.noise_scale import NoiseScale, NormTest
 from stretto.batching.adaptive.plateau import Plateau
 from stretto.batching.coupled.coupling import Continuous, Coupling
 from stretto.batching.coupled.pairs import check_pairs, couplings_in

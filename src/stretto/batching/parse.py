@@ -157,12 +157,12 @@ class Dialect:
     def _read(self, kind: str, key: str, value: Any, path: Path) -> Any:
         """Return the value of an argument; the class checks what is not checked here."""
         match kind.removesuffix(" | None"):
-            case "int":
+            case "int" | "Size":
                 return checked_size(value, key, instead="write a number such as 64")
-            case "TimeLike":
+            case "TimeLike" | "Interval":
                 return _time(value)
             case "bool":
-                return _flag(key, value)
+                return flag(key, value)
             case "PolicyLike":
                 return self.policy(value, path)
             case "Sequence[int]":
@@ -206,7 +206,7 @@ class Dialect:
         for key in ORDER:
             with self.at((*path, key)):
                 if key == "monotone" and key in bounds:
-                    policy = WRAPPERS[key].make(policy) if _flag(key, bounds[key]) else policy
+                    policy = WRAPPERS[key].make(policy) if flag(key, bounds[key]) else policy
                 elif key in bounds:
                     policy = WRAPPERS[key].make(policy, bounds[key])
         return policy
@@ -215,7 +215,7 @@ class Dialect:
         """Return the keys with `even` replaced by its `multiple_of`."""
         rest = {key: value for key, value in words.items() if key != "even"}
         with self.at((*path, "even")):
-            unit = (self.even_unit or 1) if _flag("even", words.get("even", False)) else 1
+            unit = (self.even_unit or 1) if flag("even", words.get("even", False)) else 1
         if unit > 1:
             with self.at((*path, "multiple_of")):
                 rest["multiple_of"] = math.lcm(checked_size(rest.get("multiple_of", 1)), unit)
@@ -250,11 +250,11 @@ def as_policy(value: object) -> BatchSizePolicy:
     >>> as_policy(64), as_policy("0ep:32 2ep:64")
     (Fixed(64), Steps('0ep:32 2ep:64'))
     >>> as_policy({"ramp": "double", "start": 8, "end": 64, "over": "40%"})
-    DoublingRamp(start=8, end=64, over=Time('0.4dur'))
+    DoublingRamp(8, 64, '0.4dur')
     >>> as_policy({"ramp": "linear", "start": 8, "end": 64, "over": "1ep", "multiple_of": 8})
-    MultipleOf(LinearRamp(start=8, end=64, over=Time('1ep'), increment=1), 8)
+    MultipleOf(LinearRamp(8, 64, '1ep'), 8)
     >>> as_policy({"norm_test": 0.5, "start": 8, "maximum": 64})
-    NormTest(start=8, maximum=64, eta=0.5, minimum=8, window=100, confidence=0.9)
+    NormTest(start=8, maximum=64, minimum=8, window=100, confidence=0.9, eta=0.5)
 
     Raises:
         BatchSizeError: it is none of these; the message says what to write.
@@ -292,7 +292,12 @@ def _list(key: str, value: object, example: str) -> list[Any]:
     return [*value]
 
 
-def _flag(key: str, value: object) -> bool:
+def flag(key: str, value: object) -> bool:
+    """Return a value that is true or false.
+
+    Raises:
+        BatchSizeError: it is neither.
+    """
     if isinstance(value, bool):
         return value
     raise _refused(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, cast, final
+from functools import partial
+from typing import Any, Self, TypeAlias, cast, final
 
 from stretto.batching.signals import Signals
 from stretto.errors import BatchSizeError, Text, shown
-from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
-from stretto.timing.conversion import rounded
-from stretto.timing.number import exact, whole
+from stretto.schedules.fields import Timed, interval
+from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
+from stretto.timing.number import whole
 from stretto.timing.time import Number
 
 PolicyState: TypeAlias = Mapping[str, "int | float | str | PolicyState | None"]
@@ -134,7 +135,16 @@ class BoundPolicy(ABC):
         return None
 
 
-class BatchSizePolicy(ABC):
+Size: TypeAlias = int
+"""A field that is an integer of at least 1."""
+CHECKS: dict[str, Callable[[Any, str], object]] = {
+    "Size": lambda value, _: checked_size(value),
+    "Interval": partial(interval, error=BatchSizeError),
+}
+"""How a field of a policy is checked and converted, by its annotation."""
+
+
+class BatchSizePolicy(Timed):
     """How many samples, over all ranks, each optimizer step takes. A frozen value.
 
     >>> from stretto import LinearRamp
@@ -144,6 +154,8 @@ class BatchSizePolicy(ABC):
     """
 
     __slots__ = ()
+    error = BatchSizeError
+    checks = CHECKS
 
     @abstractmethod
     def bind(self, horizon: Horizon) -> BoundPolicy:
@@ -154,26 +166,22 @@ class BatchSizePolicy(ABC):
             BatchSizeError: the times are out of order on this run.
         """
 
-    def scaled(self, ratio: Number) -> BatchSizePolicy:
+    def scaled(self, ratio: Number) -> Self:
         """Return the policy with all times scaled, except fractions of the run.
 
-        Batches, samples and tokens are rounded up to whole ones: half of 5ba is 3ba.
-        By default, a policy without times is unchanged; one with times must define this.
+        Batches, samples and tokens are rounded up to whole ones: half of 5ba is 3ba. A class that
+        defines `times` must define this, too.
 
         Raises:
-            BatchSizeError: it has times, and the ratio is not positive or the method is missing.
+            BatchSizeError: the ratio is not positive, or the method is missing.
         """
-        if self.times():
+        if type(self).times is not Timed.times and self.times():
             raise BatchSizeError.cannot(
                 f"stretch {self!r} by {ratio}",
                 why="it has times, and does not say what becomes of them",
                 instead=f"define scaled(self, ratio) in {type(self).__name__}",
             )
-        return self
-
-    def times(self) -> tuple[Time, ...]:
-        """Return all times in its arguments; by default, none."""
-        return ()
+        return Timed.scaled(self, ratio)
 
     @property
     def is_coupled(self) -> bool:
@@ -256,24 +264,6 @@ def checked_world_size(value: object) -> int:
         BatchSizeError: it is anything else.
     """
     return checked_size(value, "a world size", instead="write a number of ranks such as 8")
-
-
-def stretched(time: Time, ratio: Number) -> Time:
-    """Return `time` scaled and rounded up to whole counts; fractions of the run are unchanged.
-
-    >>> stretched(Time("5ba"), 0.5)
-    Time('3ba')
-    """
-    if time.unit is TimeUnit.DURATION:
-        return time
-    factor = exact(ratio)
-    if factor <= 0:
-        raise BatchSizeError.cannot(
-            f"stretch the times of a batch size policy by {ratio}",
-            why="it is not positive",
-            instead="write a ratio such as 0.5",
-        )
-    return rounded(time.amount * factor, time.unit)
 
 
 def inner_state(state: PolicyState) -> PolicyState:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 from stretto.batching.policy import checked_size
-from stretto.batching.scheduled.functions import name_of
 from stretto.errors import BatchSizeError, shown
+from stretto.schedules.fields import name_of
 
 
 def is_learning_rate(name: str) -> bool:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
-from typing import Literal, Self, TypeAlias, final
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal, TypeAlias, final, get_args
 
+from stretto.batching import policy as policies
 from stretto.batching.bound_wrappers import BoundMap, BoundMonotone
 from stretto.batching.parse import as_policy
-from stretto.batching.policy import (
-    BatchSizePolicy,
-    BoundPolicy,
-    checked_size,
-)
+from stretto.batching.policy import BatchSizePolicy, BoundPolicy, Size, checked_size
 from stretto.batching.written import WRAPPERS, written
-from stretto.errors import Argument, BatchSizeError, shown
-from stretto.timing import Horizon, Time
-from stretto.timing.time import Number
+from stretto.errors import Argument, BatchSizeError
+from stretto.schedules.fields import check_fields, fill, one_of
+from stretto.timing import Horizon
 
 Rounding: TypeAlias = Literal["down", "up"]
 """The direction of rounding."""
@@ -24,22 +22,37 @@ LARGE = 1 << 60
 """Above any batch size."""
 
 
-@dataclass(frozen=True, slots=True)
+def checked_policy(policy: object, name: str = "policy") -> BatchSizePolicy:
+    """Return the policy inside a wrapper, from a policy or its written form.
+
+    Raises:
+        BatchSizeError: it is neither, or a schedule depends on its sizes.
+    """
+    del name
+    inner = as_policy(policy)
+    if inner.is_coupled:
+        raise BatchSizeError.cannot(
+            f"change the sizes of {inner!r}",
+            why="the learning rate goes by them, and would not know",
+            instead="give the pair a maximum, multiple_of, or other sizes: "
+            "Seesaw(schedule, 16, maximum=256, multiple_of=8)",
+        )
+    return inner
+
+
+CHECKS = policies.CHECKS | {
+    "BatchSizePolicy": checked_policy,
+    "Rounding": partial(one_of, choices=get_args(Rounding), error=BatchSizeError),
+}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Wrapper(BatchSizePolicy):
     """A policy around another one; it has the same times."""
 
     policy: BatchSizePolicy
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "policy", checked_policy(self.policy))
-
-    def scaled(self, ratio: Number) -> Self:
-        """Return the same wrapper around the scaled policy."""
-        return replace(self, policy=self.policy.scaled(ratio))
-
-    def times(self) -> tuple[Time, ...]:
-        """Return the times of the policy inside."""
-        return self.policy.times()
+    checks = CHECKS
 
     def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
         """Return the warnings of the policy inside."""
@@ -55,7 +68,7 @@ class Wrapper(BatchSizePolicy):
         return self.policy.wrapped(size) if isinstance(self.policy, Wrapper) else size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SizeMap(Wrapper):
     """A wrapper that maps each size to another; it has no state."""
 
@@ -74,10 +87,31 @@ class SizeMap(Wrapper):
         """Return the new size; the function must be monotone."""
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class _Bound(SizeMap):
+    """A bound of sizes."""
+
+    size: Size
+    key: ClassVar[str]
+    beyond: ClassVar[int]
+    """A size that the bound changes, whatever the bound is."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        inside, beyond = self.rounded_inside(self.size), self.rounded_inside(self.beyond)
+        if inside != self.size and self.changed(beyond) != beyond:
+            written = Argument(self.key, self.size, f"{type(self).__name__}(policy, {self.size})")
+            raise BatchSizeError.cannot(
+                ("bound batch sizes by ", written),
+                why=f"the rounding and bounds inside turn {self.size} into {inside}",
+                instead=f"write {inside}",
+            )
+
+
 @written(WRAPPERS, "at_most", "size")
 @final
-@dataclass(frozen=True, slots=True)
-class AtMost(SizeMap):
+@dataclass(frozen=True, slots=True, repr=False)
+class AtMost(_Bound):
     """Never more than `size`.
 
     >>> from stretto.batching import LinearRamp
@@ -89,27 +123,18 @@ class AtMost(SizeMap):
             the bounds inside allow.
     """
 
-    size: int
-
-    def __post_init__(self) -> None:
-        Wrapper.__post_init__(self)
-        object.__setattr__(self, "size", checked_size(self.size))
-        inside = self.rounded_inside(self.size)
-        if inside != self.size and self.rounded_inside(LARGE) > self.size:
-            raise _cannot_bound("at_most", "AtMost", self.size, inside)
+    key = "at_most"
+    beyond = LARGE
 
     def changed(self, size: int) -> int:
         """Return the smaller of the two."""
         return min(size, self.size)
 
-    def __repr__(self) -> str:
-        return f"AtMost({self.policy!r}, {self.size})"
-
 
 @written(WRAPPERS, "at_least", "size")
 @final
-@dataclass(frozen=True, slots=True)
-class AtLeast(SizeMap):
+@dataclass(frozen=True, slots=True, repr=False)
+class AtLeast(_Bound):
     """Never less than `size`.
 
     >>> from stretto.batching import LinearRamp
@@ -121,26 +146,17 @@ class AtLeast(SizeMap):
             the bounds inside allow.
     """
 
-    size: int
-
-    def __post_init__(self) -> None:
-        Wrapper.__post_init__(self)
-        object.__setattr__(self, "size", checked_size(self.size))
-        inside = self.rounded_inside(self.size)
-        if inside != self.size and self.rounded_inside(1) < self.size:
-            raise _cannot_bound("at_least", "AtLeast", self.size, inside)
+    key = "at_least"
+    beyond = 1
 
     def changed(self, size: int) -> int:
         """Return the larger of the two."""
         return max(size, self.size)
 
-    def __repr__(self) -> str:
-        return f"AtLeast({self.policy!r}, {self.size})"
-
 
 @written(WRAPPERS, "multiple_of", "factor")
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class MultipleOf(SizeMap):
     """Rounds to multiples of `factor`, at least one; down by default, or up.
 
@@ -169,9 +185,8 @@ class MultipleOf(SizeMap):
     rounding: Rounding = "down"
 
     def __post_init__(self) -> None:
-        Wrapper.__post_init__(self)
-        object.__setattr__(self, "factor", checked_size(self.factor, "a factor of batch sizes"))
-        _check_rounding(self.rounding)
+        check_fields(self)
+        fill(self, factor=checked_size(self.factor, "a factor of batch sizes"))
         inside = self.policy
         while isinstance(inside, Wrapper):
             if isinstance(inside, PowerOfTwo) and self.factor & (self.factor - 1):
@@ -187,14 +202,10 @@ class MultipleOf(SizeMap):
         add = self.factor - 1 if self.rounding == "up" else 0
         return max(1, (size + add) // self.factor) * self.factor
 
-    def __repr__(self) -> str:
-        rounding = "" if self.rounding == "down" else f", {self.rounding!r}"
-        return f"MultipleOf({self.policy!r}, {self.factor}{rounding})"
-
 
 @written(WRAPPERS, "power_of_two", "rounding")
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PowerOfTwo(SizeMap):
     """Rounds to powers of two; down by default, or up.
 
@@ -214,23 +225,15 @@ class PowerOfTwo(SizeMap):
 
     rounding: Rounding = "down"
 
-    def __post_init__(self) -> None:
-        Wrapper.__post_init__(self)
-        _check_rounding(self.rounding)
-
     def changed(self, size: int) -> int:
         """Return the nearest power that way."""
         below = 1 if self.rounding == "up" else 0
         return 1 << (size - below).bit_length() - 1 + below
 
-    def __repr__(self) -> str:
-        rounding = "" if self.rounding == "down" else f", {self.rounding!r}"
-        return f"PowerOfTwo({self.policy!r}{rounding})"
-
 
 @written(WRAPPERS, "monotone")
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Monotone(Wrapper):
     """Never shrinks: the largest size decided so far.
 
@@ -245,40 +248,3 @@ class Monotone(Wrapper):
     def bind(self, horizon: Horizon) -> BoundPolicy:
         """Bind the policy inside."""
         return BoundMonotone(self.policy.bind(horizon))
-
-    def __repr__(self) -> str:
-        return f"Monotone({self.policy!r})"
-
-
-def checked_policy(policy: object) -> BatchSizePolicy:
-    """Return the policy inside a wrapper, from a policy or its written form.
-
-    Raises:
-        BatchSizeError: it is neither, or a schedule depends on its sizes.
-    """
-    inner = as_policy(policy)
-    if inner.is_coupled:
-        raise BatchSizeError.cannot(
-            f"change the sizes of {inner!r}",
-            why="the learning rate goes by them, and would not know",
-            instead="give the pair a maximum, multiple_of, or other sizes: "
-            "Seesaw(schedule, 16, maximum=256, multiple_of=8)",
-        )
-    return inner
-
-
-def _cannot_bound(key: str, name: str, size: int, inside: int) -> BatchSizeError:
-    return BatchSizeError.cannot(
-        ("bound batch sizes by ", Argument(key, size, f"{name}(policy, {size})")),
-        why=f"the rounding and bounds inside turn {size} into {inside}",
-        instead=f"write {inside}",
-    )
-
-
-def _check_rounding(rounding: object) -> None:
-    if rounding not in ("down", "up"):
-        raise BatchSizeError.cannot(
-            f"round a batch size {shown(rounding)}",
-            why="there is no such way to round",
-            instead="write 'down' or 'up'",
-        )

@@ -26,7 +26,7 @@ class Way:
         """Return the parameter of each key.
 
         >>> [*WAYS["noise_scale"].parameters()][:3]
-        ['start', 'maximum', 'noise_scale']
+        ['start', 'maximum', 'minimum']
         """
         found = inspect.signature(self.make).parameters.values()
         return {self.key if one.name == self.argument else one.name: one for one in found}

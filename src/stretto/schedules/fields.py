@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import operator
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from fractions import Fraction
 from typing import Any, ClassVar, Self, SupportsFloat, TypeAlias
 
-from stretto.errors import ScheduleError, StrettoError, shown
+from stretto.errors import Argument, ScheduleError, StrettoError, shown
 from stretto.timing import Time, TimeLike, TimeUnit
 from stretto.timing.conversion import rounded
 from stretto.timing.number import exact, is_number
@@ -33,6 +33,11 @@ class Timed(ABC):
     __slots__ = ()
     error: ClassVar[type[StrettoError]]
     """What is raised for a ratio that times cannot be stretched by."""
+    checks: ClassVar[Mapping[str, Callable[[Any, str], object]]]
+    """How a field is checked and converted, by its annotation."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def times(self) -> tuple[Time, ...]:
         """Return the times that have to be placed on one run."""
@@ -49,8 +54,7 @@ class Timed(ABC):
         (Time('15ep'), Time('0.75dur'))
 
         Raises:
-            StrettoError: the ratio is not positive, or a class with times of its own does not say
-                what becomes of them.
+            StrettoError: the ratio is not positive.
             TimeError: the ratio is not a finite number.
         """
         factor = exact(ratio)
@@ -60,18 +64,23 @@ class Timed(ABC):
                 why="it is not positive",
                 instead="write a ratio such as 0.5",
             )
-        if self.times() and not is_dataclass(self):
-            raise self.error.cannot(
-                f"stretch {self!r} by {ratio}",
-                why="it has times, and does not say what becomes of them",
-                instead=f"define scaled(self, ratio) in {type(self).__name__}",
-            )
-        found = copy.copy(self)
-        fill(found, **{name: _stretched(value, factor) for name, value in _values(self).items()})
-        return found
+        return self.replaced(lambda value: stretched(value, factor))
+
+    def replaced(self, change: Callable[[object], object]) -> Self:
+        """Return the same with each value inside, at any depth of tuples, as `change` returns it.
+
+        `change` returns the value itself for what stays.
+        """
+        found = {name: _replaced(value, change) for name, value in _values(self).items()}
+        if all(found[name] is value for name, value in _values(self).items()):
+            return self
+        changed = copy.copy(self)
+        fill(changed, **found)
+        return changed
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(_arguments(self))})"
+        written = ", ".join(_arguments(self)) if hasattr(self, "__dataclass_fields__") else "..."
+        return f"{type(self).__name__}({written})"
 
 
 def fill(value: object, /, **fields: object) -> None:
@@ -80,11 +89,12 @@ def fill(value: object, /, **fields: object) -> None:
         object.__setattr__(value, name, field)
 
 
-def check_fields(value: object) -> None:
-    """Check and convert the fields of a frozen dataclass that are annotated as one of `CHECKS`."""
+def check_fields(value: Timed) -> None:
+    """Check and convert each field of a dataclass whose annotation is one of its `checks`."""
     for one in fields(value):  # type: ignore[arg-type]
-        check, given = CHECKS.get(str(one.type).removesuffix(" | None")), getattr(value, one.name)
-        if check and not (given is None and str(one.type).endswith(" | None")):
+        annotation, given = str(one.type), getattr(value, one.name)
+        check = value.checks.get(annotation.removesuffix(" | None"))
+        if check and not (given is None and annotation.endswith(" | None")):
             fill(value, **{one.name: check(given, one.name)})
 
 
@@ -103,24 +113,40 @@ def _times(value: object) -> Iterator[Time]:
             yield from _times(item)
 
 
-def _stretched(value: object, ratio: Fraction) -> object:
+def stretched(value: object, ratio: Number) -> object:
+    """Return a time or what has times, `ratio` times as long; anything else as it is."""
     if isinstance(value, Time) and value.unit is not TimeUnit.DURATION:
-        return rounded(value.amount * ratio, value.unit)
-    if isinstance(value, Timed):
-        return value.scaled(ratio)
+        return rounded(value.amount * exact(ratio), value.unit)
+    return value.scaled(ratio) if isinstance(value, Timed) else value
+
+
+def _replaced(value: object, change: Callable[[object], object]) -> object:
     if isinstance(value, tuple):
-        return tuple(_stretched(item, ratio) for item in value)
-    return value
+        items = tuple(_replaced(item, change) for item in value)
+        return value if all(map(operator.is_, items, value)) else items
+    return change(value)
 
 
 def _arguments(value: object) -> Iterator[str]:
     """Return the constructor's arguments that differ from the defaults, as source."""
     for name, parameter in inspect.signature(type(value)).parameters.items():
         given = getattr(value, name)
+        written = repr(str(given)) if isinstance(given, Time) else name_of(given)
         if parameter.kind is parameter.VAR_POSITIONAL:
             yield from map(repr, given)
+        elif parameter.default is parameter.empty:
+            yield written
         elif given != parameter.default:
-            yield f"{name}={given!r}"
+            yield f"{name}={written}"
+
+
+def name_of(value: object) -> str:
+    """Return what a function or anything else is called in a message.
+
+    >>> name_of(len), name_of(3)
+    ('len', '3')
+    """
+    return getattr(value, "__qualname__", None) or repr(value)
 
 
 def factor(value: object, name: str) -> float:
@@ -191,21 +217,37 @@ def length(value: TimeLike, name: str) -> Time:
     return time
 
 
-def interval(value: TimeLike, name: str) -> Time:
+def interval(value: TimeLike, name: str, error: type[StrettoError] = ScheduleError) -> Time:
     """Return `value` as a positive interval of time.
 
     Raises:
-        ScheduleError: it is not positive.
+        StrettoError: it is not positive.
         TimeError: it is not a time.
     """
     time = Time(value)
     if time.amount <= 0:
-        raise ScheduleError.cannot(
+        raise error.cannot(
             f"use {name}='{time}'",
-            why="it is not longer than nothing",
+            why="it is not longer than 0",
             instead=f"write a time such as '1{time.unit}'",
         )
     return time
+
+
+def one_of(
+    value: object, name: str, choices: Sequence[object], error: type[StrettoError] = ScheduleError
+) -> object:
+    """Return `value` if it is one of those that exist.
+
+    Raises:
+        StrettoError: it is not.
+    """
+    if value not in choices:
+        instead = f"write {' or '.join(map(repr, choices))}"
+        raise error.cannot(
+            ("use ", Argument(name, value)), why="there is no such choice", instead=instead
+        )
+    return value
 
 
 def _as_float(value: object) -> float:

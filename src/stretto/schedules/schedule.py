@@ -9,10 +9,10 @@ from typing import TypeAlias, final
 
 from stretto.errors import ScheduleError, shown
 from stretto.schedules.fields import (
+    CHECKS,
     Factor,
     Length,
     Timed,
-    check_fields,
     checked_factor,
     fill,
 )
@@ -48,9 +48,7 @@ class Schedule(Timed):
     """
 
     error = ScheduleError
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    checks = CHECKS
 
     def bind(self, horizon: Horizon) -> BoundSchedule:
         """Return the factor on one run as a function of the timestamp.

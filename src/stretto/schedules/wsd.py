@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, final, get_args
 
-from stretto.errors import ScheduleError, shown
 from stretto.schedules.curves import Cosine, Curve, Linear
-from stretto.schedules.fields import Factor, Length, check_fields
+from stretto.schedules.fields import Factor, Length, check_fields, one_of
 from stretto.schedules.periods import Periods
 from stretto.schedules.schedule import Constant, Schedule, warmup_text
 from stretto.schedules.scope import BoundSchedule, Scope
@@ -63,12 +62,7 @@ class WSD(Schedule):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.shape not in get_args(DecayShape):
-            raise ScheduleError.cannot(
-                f"decay in the shape {shown(self.shape)}",
-                why="there is no such shape",
-                instead="write 'linear', 'cosine', '1-sqrt' or 'exponential'",
-            )
+        one_of(self.shape, "shape", get_args(DecayShape))
 
     def times(self) -> tuple[Time, ...]:
         """Return the times that must be placed on one axis."""

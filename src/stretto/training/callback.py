@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Self, final
 
 from stretto.batching import Signals
-from stretto.batching.policy import stretched
 from stretto.data import Step
 from stretto.schedules import Schedule
+from stretto.schedules.fields import stretched
 from stretto.timing import Time, Trigger
 from stretto.timing.time import Number
 from stretto.training.run import Run
@@ -106,9 +106,7 @@ class Callback:
         LayerFreezing(['embed'], start='1ep', end='0.8dur', level=1.0)
         """
         times = {
-            name: value.scaled(ratio)
-            if isinstance(value, (Trigger, Schedule))
-            else stretched(value, ratio)
+            name: value.scaled(ratio) if isinstance(value, Trigger) else stretched(value, ratio)
             for name, value in vars(self).items()
             if isinstance(value, (Time, Trigger, Schedule))
         }

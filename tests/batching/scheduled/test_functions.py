@@ -172,7 +172,7 @@ def test_wrong_sizes_name_the_function(size: object) -> None:
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(BatchSizeError, match="pass a function"):
         SizeFunction(8)  # type: ignore[arg-type]
-    with pytest.raises(BatchSizeError, match="every '0ep'"):
+    with pytest.raises(BatchSizeError, match="every='0ep'"):
         SizeFunction(growing, every="0ep")
     with pytest.raises(BatchSizeError, match="use 0 as a batch size"):
         SizeFunction(growing, 0)

@@ -41,7 +41,10 @@ def test_ramps_stay_between_start_and_end_and_reach_it(
 ) -> None:
     start, end = sorted((data.draw(sizes), data.draw(sizes)))
     length = Time(over, "sp")
-    ramps = [LinearRamp(start, end, length), DoublingRamp(start, end, length)]
+    ramps: list[BatchSizePolicy] = [
+        LinearRamp(start, end, length),
+        DoublingRamp(start, end, length),
+    ]
     if start < end:
         ramps.append(StagedRamp([start, end], length))
     for ramp in ramps:
@@ -178,7 +181,7 @@ def test_repr_reads_back(value: BatchSizePolicy) -> None:
         (lambda: DoublingRamp(16, 8, "1ep"), "a ramp does not shrink"),
         (lambda: LinearRamp(8, 20, "1ep", increment=8), "write an end such as 16 or 24"),
         (lambda: LinearRamp(8, 16, "1ep", increment=0), "the increment of a ramp"),
-        (lambda: DoublingRamp(8, 16, "0ep"), "over '0ep': it is not longer than 0"),
+        (lambda: DoublingRamp(8, 16, "0ep"), "over='0ep': it is not longer than 0"),
         (lambda: StagedRamp([8], "1ep"), "they are too few"),
         (lambda: StagedRamp([8, 8], "1ep"), "not in ascending order"),
         (lambda: rampup(100, "1ep", world_size=8, micro_batch_size=4), "the final .*multiple of"),
@@ -239,7 +242,7 @@ def test_each_size_of_a_ramp_of_equal_batches_has_equally_many_of_them() -> None
         assert eval(repr(ramp)) == ramp
         assert "equal='batches'" in repr(ramp)
         assert ramp.scaled(2) != ramp
-        assert repr(ramp.scaled(2)).endswith("equal='batches')")
+        assert "equal='batches'" in repr(ramp.scaled(2))
     assert "equal" not in repr(DoublingRamp(8, 64, "1ep"))
 
 
@@ -251,7 +254,7 @@ def test_equal_batches_of_what_is_not_known_are_refused() -> None:
     with pytest.raises(ConversionError, match="part of an epoch"):
         DoublingRamp(8, 32, "2ep", equal="batches").bind(Horizon("4ep"))
     assert DoublingRamp(8, 32, "3ep", equal="batches").bind(Horizon("4ep")).bounds == (8, 32)
-    with pytest.raises(BatchSizeError, match="write equal='time' or equal='batches'"):
+    with pytest.raises(BatchSizeError, match="write 'time' or 'batches'"):
         StagedRamp([8, 16], "1ep", equal="steps")  # type: ignore[arg-type]
 
 

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import cast, final
 
 from stretto.batching.bound_wrappers import BoundWrapper
 from stretto.batching.policy import (
-    BatchSizePolicy,
     BoundPolicy,
     Hold,
     PolicyState,
     inner_state,
-    stretched,
 )
 from stretto.batching.signals import Signals
-from stretto.batching.wrappers import Wrapper, checked_policy
+from stretto.batching.wrappers import Wrapper
 from stretto.batching.written import WRAPPERS, written
 from stretto.errors import BatchSizeError, TimeError, shown
-from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
+from stretto.schedules.fields import Interval, check_fields, fill
+from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.number import exact
 from stretto.timing.time import Number
 
 
 @written(WRAPPERS, "hysteresis", "ratio")
 @final
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Hysteresis(Wrapper):
     """Moves only when the size wanted is at least `ratio` times larger or smaller than the size.
 
@@ -37,7 +36,7 @@ class Hysteresis(Wrapper):
 
     >>> from stretto.batching import LinearRamp
     >>> Hysteresis(LinearRamp(8, 64, "1ep"), 1.5, wait="5%")
-    Hysteresis(LinearRamp(start=8, end=64, over=Time('1ep'), increment=1), 1.5, wait='0.05dur')
+    Hysteresis(LinearRamp(8, 64, '1ep'), 1.5, wait='0.05dur')
 
     Args:
         policy: what the size follows.
@@ -48,47 +47,21 @@ class Hysteresis(Wrapper):
         BatchSizeError: the ratio is not a finite number above 1, or `wait` has no length.
     """
 
-    ratio: Fraction
-    wait: Time | None
+    ratio: Number
+    wait: Interval | None = field(default=None, kw_only=True)
 
-    def __init__(
-        self, policy: BatchSizePolicy, ratio: Number, *, wait: TimeLike | None = None
-    ) -> None:
-        pause = None if wait is None else Time(wait)
-        if pause is not None and pause.amount <= 0:
-            raise BatchSizeError.cannot(
-                f"wait '{pause}' between changes of the batch size",
-                why="it is not longer than 0",
-                instead="write a time such as '1%', or leave out wait",
-            )
-        object.__setattr__(self, "policy", checked_policy(policy))
-        object.__setattr__(self, "ratio", _ratio(ratio))
-        object.__setattr__(self, "wait", pause)
+    def __post_init__(self) -> None:
+        check_fields(self)
+        fill(self, ratio=_ratio(self.ratio))
 
     def bind(self, horizon: Horizon) -> BoundPolicy:
         """Bind the policy inside, and resolve `wait`."""
-        inner = self.policy.bind(horizon)
+        inner, ratio = self.policy.bind(horizon), exact(self.ratio)
         if self.wait is None:
-            return BoundHysteresis(inner, self.ratio, None, 0)
-        axis = horizon.axis(self.wait.unit)
-        return BoundHysteresis(inner, self.ratio, axis, math.ceil(horizon.ticks(self.wait, axis)))
-
-    def scaled(self, ratio: Number) -> Hysteresis:
-        """Return the stretched policy inside, with `wait` stretched too."""
-        wait = None if self.wait is None else stretched(self.wait, ratio)
-        return Hysteresis(self.policy.scaled(ratio), self.ratio, wait=wait)
-
-    def times(self) -> tuple[Time, ...]:
-        """Return the times of the policy inside, and `wait`."""
-        return self.policy.times() + (() if self.wait is None else (self.wait,))
-
-    def __repr__(self) -> str:
-        # As a float where that reads back to the same ratio, which is how most are written.
-        ratio = repr(self.ratio)
-        if exact(float(self.ratio)) == self.ratio:
-            ratio = repr(float(self.ratio))
-        wait = "" if self.wait is None else f", wait='{self.wait}'"
-        return f"Hysteresis({self.policy!r}, {ratio}{wait})"
+            return BoundHysteresis(inner, ratio, None, 0)
+        wait = Time(self.wait)
+        axis = horizon.axis(wait.unit)
+        return BoundHysteresis(inner, ratio, axis, math.ceil(horizon.ticks(wait, axis)))
 
 
 @final
@@ -158,7 +131,7 @@ def timestamp_tick(axis: Axis | None, timestamp: Timestamp) -> int:
     return 0 if axis is None else axis.read(timestamp)
 
 
-def _ratio(ratio: object) -> Fraction:
+def _ratio(ratio: object) -> Number:
     try:
         factor = exact(ratio)
     except TimeError:
@@ -169,4 +142,4 @@ def _ratio(ratio: object) -> Fraction:
             why="it is not a finite number above 1",
             instead="write a ratio such as 1.25",
         )
-    return factor
+    return float(factor) if exact(float(factor)) == factor else factor

@@ -1,4 +1,4 @@
-"""`NoiseScale`: the batch follows the measured noise of the gradient."""
+"""`NoiseScale` and `NormTest`: the batch follows the measured noise of the gradient."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import cast, final
 
 from stretto.batching.adaptive.averages import (
+    LARGEST,
     STEADY,
     RatioAverage,
     checked_confidence,
@@ -22,13 +23,32 @@ from stretto.batching.adaptive.following import (
 from stretto.batching.policy import BatchSizePolicy, PolicyState
 from stretto.batching.signals import Signals
 from stretto.batching.written import WAYS, written
+from stretto.schedules.fields import fill
 from stretto.timing import Horizon, Timestamp
+
+
+@dataclass(frozen=True, slots=True)
+class _FollowsNoise(BatchSizePolicy):
+    """A policy that follows the averages of the measured noise."""
+
+    start: int
+    maximum: int
+    minimum: int | None = field(default=None, kw_only=True)
+    window: int = field(default=100, kw_only=True)
+    confidence: float = field(default=0.9, kw_only=True)
+
+    def __post_init__(self) -> None:
+        least, first, most = checked_bounds(
+            self.start, self.maximum, self.minimum, follows_noise=True
+        )
+        fill(self, start=first, maximum=most, minimum=least, window=checked_window(self.window))
+        fill(self, confidence=checked_confidence(self.confidence))
 
 
 @written(WAYS, "noise_scale", "c")
 @final
 @dataclass(frozen=True, slots=True)
-class NoiseScale(BatchSizePolicy):
+class NoiseScale(_FollowsNoise):
     """Follows `c * B_noise`, where `B_noise = tr(Sigma) / |G|^2` is the gradient noise scale.
 
     Far below the noise scale, twice the batch needs about half the steps; far above it, about as
@@ -68,29 +88,14 @@ class NoiseScale(BatchSizePolicy):
             `maximum`, `c` is not a positive number, or `power`, `window` or `confidence` cannot be.
     """
 
-    start: int
-    maximum: int
     c: float = field(default=1.0, kw_only=True)
     power: float = field(default=1.0, kw_only=True)
-    minimum: int | None = field(default=None, kw_only=True)
-    window: int = field(default=100, kw_only=True)
-    confidence: float = field(default=0.9, kw_only=True)
 
     def __post_init__(self) -> None:
-        least, first, most = checked_bounds(
-            self.start, self.maximum, self.minimum, follows_noise=True
-        )
-        values = {
-            "start": first,
-            "maximum": most,
-            "minimum": least,
-            "c": checked_number(self.c, "the part of the noise scale that the batch is"),
-            "power": checked_number(self.power, "the power of the noise scale", at_most=1.0),
-            "window": checked_window(self.window),
-            "confidence": checked_confidence(self.confidence),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        _FollowsNoise.__post_init__(self)
+        c = checked_number(self.c, "the part of the noise scale that the batch is")
+        power = checked_number(self.power, "the power of the noise scale", at_most=1.0)
+        fill(self, c=c, power=power)
 
     def bind(self, horizon: Horizon) -> BoundNoiseScale:
         """Return the policy on one run."""
@@ -169,3 +174,65 @@ class BoundNoiseScale(FollowingPolicy):
     def _wanted(self, noise_scale: float) -> float:
         # An end of the interval may be below zero by a rounding error.
         return self.policy.c * math.pow(max(noise_scale, 0.0), self.policy.power)
+
+
+@written(WAYS, "norm_test", "eta")
+@final
+@dataclass(frozen=True, slots=True)
+class NormTest(_FollowsNoise):
+    """Keeps the variance of the batch's gradient at `eta^2` times its squared norm.
+
+    The norm test is `tr(Sigma) / B <= eta^2 |G_B|^2` (Byrd et al. 2012, "Sample size selection in
+    optimization methods for machine learning", Mathematical Programming 134:127, equation 3.7; De
+    et al. 2017, arXiv 1610.05792; Bollapragada et al. 2018, arXiv 1710.11258; on several ranks Lau
+    et al. 2024, arXiv 2412.21124). The norm of a batch's gradient contains its noise, so on average
+    `|G_B|^2 = |G|^2 + tr(Sigma) / B`, and the smallest batch that passes has
+    `(1 / eta^2 - 1) tr(Sigma) / |G|^2` samples: that part of the gradient noise scale.
+
+    A single test is noisy. So the size follows the averages of `window` steps with a confidence
+    interval, as `NoiseScale` does: it stays while it may be the smallest size that passes, and
+    otherwise it moves there. It shrinks as well, down to `minimum`. The batches of the papers never
+    shrink; `Monotone(NormTest(8, 256))` is the same here.
+
+    >>> from stretto import Horizon, Timestamp
+    >>> from stretto.batching import Signals
+    >>> bound = NormTest(8, 256, eta=0.5, window=20).bind(Horizon("1ep"))
+    >>> state = bound.start()
+    >>> for batch in range(40):
+    ...     seen = Signals(noise_numerator=20.0 + batch % 3, noise_denominator=1.0)
+    ...     size, state = bound.decide(Timestamp(batch=batch), state, seen)
+    >>> size
+    63
+
+    Args:
+        start: the size until the noise is known.
+        maximum: the size is never above it.
+        eta: the largest error of the batch's gradient, as a part of its norm; below 1.
+        minimum: the size is never below it; left out, `start`.
+        window: how many measured steps the averages are over.
+        confidence: the probability with which the interval holds the true noise scale.
+
+    Raises:
+        BatchSizeError: a size is not an integer of at least 2, `start` is not from `minimum` to
+            `maximum`, `eta` is not between 0 and 1, or `window` or `confidence` cannot be.
+    """
+
+    eta: float = field(default=0.9, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _FollowsNoise.__post_init__(self)
+        fill(self, eta=checked_number(self.eta, "the eta of a norm test", below=1.0))
+
+    def bind(self, horizon: Horizon) -> BoundNoiseScale:
+        """Return the policy on one run."""
+        del horizon
+        part = (1.0 - self.eta * self.eta) / self.eta / self.eta
+        policy = NoiseScale(
+            self.start,
+            self.maximum,
+            c=min(part, LARGEST),
+            minimum=self.minimum,
+            window=self.window,
+            confidence=self.confidence,
+        )
+        return BoundNoiseScale(policy, cast(int, self.minimum), is_norm_test=True)

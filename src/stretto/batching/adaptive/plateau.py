@@ -16,6 +16,7 @@ from stretto.batching.policy import BatchSizePolicy, PolicyState, checked_size
 from stretto.batching.signals import Signals
 from stretto.batching.written import WAYS, written
 from stretto.errors import BatchSizeError, shown
+from stretto.schedules.fields import fill, one_of
 from stretto.timing import Horizon, Timestamp
 
 
@@ -64,28 +65,14 @@ class Plateau(BatchSizePolicy):
     def __post_init__(self) -> None:
         _check_metric(self.metric)
         _, first, most = checked_bounds(self.start, self.maximum)
-        patience = checked_size(
-            self.patience,
-            "the patience of a batch size",
-            instead="write after how many evaluations the batch grows, such as 2",
+        after = "write after how many evaluations the batch grows, such as 2"
+        patience = checked_size(self.patience, "the patience of a batch size", instead=after)
+        factor = checked_number(self.factor, "the factor that a batch grows by", above=1.0)
+        threshold = checked_number(
+            self.threshold, "the threshold of an improvement", below=1.0, or_zero=True
         )
-        values = {
-            "start": first,
-            "maximum": most,
-            "factor": checked_number(self.factor, "the factor that a batch grows by", above=1.0),
-            "patience": patience,
-            "threshold": checked_number(
-                self.threshold, "the threshold of an improvement", below=1.0, or_zero=True
-            ),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-        if self.mode not in ("min", "max"):
-            raise BatchSizeError.cannot(
-                f"improve a metric in mode {shown(self.mode)}",
-                why="there is no such mode",
-                instead="write 'min' or 'max'",
-            )
+        fill(self, start=first, maximum=most, factor=factor, patience=patience, threshold=threshold)
+        one_of(self.mode, "mode", ("min", "max"), BatchSizeError)
 
     def bind(self, horizon: Horizon) -> BoundPlateau:
         """Return the policy on one run."""

@@ -5,14 +5,14 @@ The two belong together. Both are functions of time alone, so they are planned b
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, Self, TypeAlias, final
+from typing import Literal, TypeAlias, final
 
 from stretto.batching.coupled.bound_coupling import SLACK, BoundCoupledSizes, BoundCoupling
 from stretto.batching.coupled.decay import Decay, cannot_grow
-from stretto.batching.parse import PolicyLike
+from stretto.batching.parse import PolicyLike, flag
 from stretto.batching.policy import BatchSizePolicy, BoundPolicy, TimedPolicy, checked_size
 from stretto.batching.wrappers import checked_policy
 from stretto.errors import Argument, BatchSizeError, ScheduleError, TimeError, shown
@@ -24,9 +24,9 @@ from stretto.schedules import (
     Scope,
     as_schedule,
 )
-from stretto.timing import Horizon, Time, Timestamp, TimeUnit
+from stretto.schedules.fields import Timed, fill
+from stretto.timing import Horizon, Timestamp, TimeUnit
 from stretto.timing.number import exact
-from stretto.timing.time import Number
 
 Continuous: TypeAlias = Literal["continuous"]
 """The batch grows whenever another sample fits in, not by a factor at once."""
@@ -42,7 +42,7 @@ _FAR = Timestamp(*[2**62] * len(Timestamp._fields))
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
-class Coupling(ABC):
+class Coupling(Timed):
     """A schedule that decays, and a batch size that takes over its decay or a part of it.
 
     Wherever the schedule falls by a factor, the batch grows by it, and the learning rate falls by
@@ -55,6 +55,7 @@ class Coupling(ABC):
     True
     """
 
+    error = BatchSizeError
     decay: Schedule
     """The schedule of a run whose batch does not grow."""
     size: BatchSizePolicy
@@ -93,13 +94,12 @@ class Coupling(ABC):
             "decay": as_schedule(decay),
             "size": checked_policy(size),
             "factor": _checked_factor(factor, smooth=smooth),
-            "smooth": _checked_flag(smooth),
+            "smooth": flag("smooth", smooth),
             "maximum": most,
             "multiple_of": multiple,
             "reference": None if reference is None else checked_size(reference),
         }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        fill(self, **values)
 
     @property
     @abstractmethod
@@ -184,24 +184,6 @@ class Coupling(ABC):
             why = f"it has {last} samples before, and no multiple of {multiple} is that few"
             raise cannot_grow(self.decay, why, f"begin with {multiple}, or round to smaller ones")
 
-    @final
-    def scaled(self, ratio: Number) -> Self:
-        """Return the pair with every time that is not a fraction of the run stretched."""
-        return type(self)(self.decay.scaled(ratio), self.size.scaled(ratio), **self._options())
-
-    @final
-    def _options(self) -> dict[str, Any]:
-        """The keyword arguments that differ from their defaults."""
-        defaults = {"factor": 2.0, "smooth": False, "multiple_of": 1}
-        names = ("factor", "smooth", "maximum", "multiple_of", "reference")
-        given = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in given.items() if value != defaults.get(name)}
-
-    @final
-    def __repr__(self) -> str:
-        options = "".join(f", {name}={value!r}" for name, value in self._options().items())
-        return f"{type(self).__name__}({self.decay!r}, {self.size!r}{options})"
-
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
@@ -211,10 +193,6 @@ class CoupledSchedule(Schedule):
     coupling: Coupling
     follows_size: bool = True
     """Whether it is that of the growing batch, or that of a constant one."""
-
-    def times(self) -> tuple[Time, ...]:
-        """Return the times of the decaying schedule."""
-        return self.coupling.decay.times()
 
     def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
         """Return what the schedule reads, and the units of the sizes."""
@@ -238,16 +216,12 @@ class CoupledSchedule(Schedule):
         bound = self.coupling.bind(scope.horizon)
         return bound.rate if self.follows_size else bound.base
 
-    def scaled(self, ratio: Number) -> CoupledSchedule:
-        """Return the schedule of the stretched pair."""
-        return CoupledSchedule(self.coupling.scaled(ratio), self.follows_size)
-
     def __repr__(self) -> str:
         return f"{self.coupling!r}.{'schedule' if self.follows_size else 'base'}"
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CoupledSizes(BatchSizePolicy):
     """The batch sizes of a `Coupling`."""
 
@@ -267,14 +241,6 @@ class CoupledSizes(BatchSizePolicy):
         """
         return BoundCoupledSizes(self.coupling.bind(horizon))
 
-    def scaled(self, ratio: Number) -> CoupledSizes:
-        """Return the sizes of the stretched pair."""
-        return CoupledSizes(self.coupling.scaled(ratio))
-
-    def times(self) -> tuple[Time, ...]:
-        """Return the times of the decaying schedule and of the sizes before it decays."""
-        return (*self.coupling.decay.times(), *self.coupling.size.times())
-
     def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
         """Say so where the bound is none that was given."""
         bound = self.coupling.bind(horizon)
@@ -289,16 +255,6 @@ class CoupledSizes(BatchSizePolicy):
 
     def __repr__(self) -> str:
         return f"{self.coupling!r}.policy"
-
-
-def _checked_flag(smooth: object) -> bool:
-    if not isinstance(smooth, bool):
-        raise BatchSizeError.cannot(
-            f"use smooth={shown(smooth)}",
-            why="it is neither true nor false",
-            instead="write smooth=True, or leave it out",
-        )
-    return smooth
 
 
 def _checked_factor(factor: object, *, smooth: bool) -> float | Continuous:

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn, TypeAlias, final
 
-from stretto.batching.policy import BatchSizePolicy, BoundPolicy, checked_size, stretched
+from stretto.batching.policy import BatchSizePolicy, BoundPolicy, Size, checked_size
 from stretto.batching.scheduled.staircase import BoundStairs
 from stretto.batching.written import WAYS, written
 from stretto.errors import BatchSizeError, shown
+from stretto.schedules.fields import fill
 from stretto.timing import Horizon, Time
 from stretto.timing.time import Number
 
@@ -21,7 +22,7 @@ StepsLike: TypeAlias = str | Mapping[str, int] | Mapping[Time, int]
 
 @written(WAYS, "size", "size")
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Fixed(BatchSizePolicy):
     """The same size for the whole run.
 
@@ -37,18 +38,12 @@ class Fixed(BatchSizePolicy):
         BatchSizeError: the size is not an integer of at least 1.
     """
 
-    size: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", checked_size(self.size))
+    size: Size
 
     def bind(self, horizon: Horizon) -> BoundPolicy:
         """Return the constant."""
         del horizon
         return BoundStairs((), (self.size,))
-
-    def __repr__(self) -> str:
-        return f"Fixed({self.size})"
 
 
 @written(WAYS, "steps", "steps")
@@ -79,7 +74,7 @@ class Steps(BatchSizePolicy):
     steps: tuple[tuple[Time, int], ...]
 
     def __init__(self, steps: StepsLike) -> None:
-        object.__setattr__(self, "steps", _checked(_pairs(steps)))
+        fill(self, steps=_checked(_pairs(steps)))
 
     def bind(self, horizon: Horizon) -> BoundPolicy:
         """Resolve the times of the steps for one run.
@@ -93,12 +88,8 @@ class Steps(BatchSizePolicy):
         return BoundStairs.on(horizon, times, sizes, what=f"the steps {str(self)!r}")
 
     def scaled(self, ratio: Number) -> Steps:
-        """Return the steps with their times stretched, and rounded up to whole counts."""
-        return Steps({stretched(time, ratio): size for time, size in self.steps})
-
-    def times(self) -> tuple[Time, ...]:
-        """Return the times of the steps."""
-        return tuple(time for time, _ in self.steps)
+        """Return the steps at stretched times; of two that meet, the later one stays."""
+        return Steps(dict(BatchSizePolicy.scaled(self, ratio).steps))
 
     def __str__(self) -> str:
         return " ".join(f"{time}:{size}" for time, size in self.steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, cast, final
 
 from stretto.batching.policy import (
@@ -12,21 +12,21 @@ from stretto.batching.policy import (
     BoundPolicy,
     Hold,
     PolicyState,
+    Size,
     checked_size,
-    stretched,
 )
 from stretto.batching.signals import Signals
 from stretto.errors import Argument, BatchSizeError, shown
-from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
+from stretto.schedules.fields import Interval, check_fields, name_of
+from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.known import KnownCounts, UnknownCountError, unknown_counters
-from stretto.timing.time import Number
 
 SizeCallable: TypeAlias = Callable[[Timestamp, int | None], int]
 """`(timestamp, current) -> size`; before the first batch `current` is the given start, or None."""
 
 
 @final
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class SizeFunction(BatchSizePolicy):
     """Asks a function of yours for the size: `function(timestamp, current) -> size`.
 
@@ -55,59 +55,28 @@ class SizeFunction(BatchSizePolicy):
     """
 
     function: SizeCallable
-    start: int | None
-    every: Time | None
-    planned: bool
+    start: Size | None = None
+    every: Interval | None = field(default=None, kw_only=True)
+    planned: bool = field(default=True, kw_only=True)
 
-    def __init__(
-        self,
-        function: SizeCallable,
-        start: int | None = None,
-        *,
-        every: TimeLike | None = None,
-        planned: bool = True,
-    ) -> None:
-        check_callable(function, "(timestamp, current) -> size")
-        _check_no_increments(function)
-        interval = None if every is None else Time(every)
-        if interval is not None and interval.amount <= 0:
-            raise BatchSizeError.cannot(
-                f"ask for a batch size every '{interval}'",
-                why="it is not longer than 0",
-                instead="write a time such as '1ep', or leave it out to ask for each batch",
-            )
-        object.__setattr__(self, "function", function)
-        object.__setattr__(self, "start", None if start is None else checked_size(start))
-        object.__setattr__(self, "every", interval)
-        object.__setattr__(self, "planned", planned)
+    def __post_init__(self) -> None:
+        check_callable(self.function, "(timestamp, current) -> size")
+        _check_no_increments(self.function)
+        check_fields(self)
 
     def bind(self, horizon: Horizon) -> BoundPolicy:
         """Resolve `every` for one run."""
         if self.every is None:
             return BoundFunction(self, self._hidden(horizon))
-        axis = horizon.axis(self.every.unit)
-        ticks = horizon.ticks(self.every, axis)
+        every = Time(self.every)
+        axis = horizon.axis(every.unit)
+        ticks = horizon.ticks(every, axis)
         hidden = self._hidden(horizon, axis.unit)
         return BoundPeriodicFunction(self, hidden, axis, ticks.numerator, ticks.denominator)
 
     def _hidden(self, horizon: Horizon, *units: TimeUnit) -> frozenset[str]:
         """The counters that the function must not read."""
         return unknown_counters(horizon, but=units) if self.planned else frozenset()
-
-    def scaled(self, ratio: Number) -> SizeFunction:
-        """Return the policy with `every` stretched; times inside the function stay."""
-        every = None if self.every is None else stretched(self.every, ratio)
-        return SizeFunction(self.function, self.start, every=every, planned=self.planned)
-
-    def times(self) -> tuple[Time, ...]:
-        """Return `every`, if there is one."""
-        return () if self.every is None else (self.every,)
-
-    def __repr__(self) -> str:
-        start = "" if self.start is None else f", {self.start}"
-        every = "" if self.every is None else f", every='{self.every}'"
-        planned = "" if self.planned else ", planned=False"
-        return f"SizeFunction({name_of(self.function)}{start}{every}{planned})"
 
 
 @final
@@ -255,8 +224,3 @@ def check_callable(function: object, form: str) -> None:
             why="it is not a function",
             instead=f"pass a function {form}",
         )
-
-
-def name_of(function: Callable[..., object]) -> str:
-    """Return the name by which a function can be found again."""
-    return getattr(function, "__qualname__", None) or repr(function)

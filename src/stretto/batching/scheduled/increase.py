@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, TypeAlias, cast, final
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, cast, final
 
-from stretto.batching.policy import BatchSizePolicy, BoundPolicy, Hold, PolicyState, checked_size
-from stretto.batching.scheduled.functions import check_callable, name_of
+from stretto.batching.policy import (
+    BatchSizePolicy,
+    BoundPolicy,
+    Hold,
+    PolicyState,
+    Size,
+    checked_size,
+)
+from stretto.batching.scheduled.functions import check_callable
 from stretto.batching.signals import Signals
 from stretto.batching.written import WAYS, written
 from stretto.errors import BatchSizeError, shown
+from stretto.schedules.fields import Timed, check_fields, fill, name_of
 from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
 from stretto.timing.number import whole
 
@@ -20,7 +28,7 @@ IncreaseCallable: TypeAlias = Callable[[int, int], int | None]
 
 @written(WAYS, "increase", "function")
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class IncreaseFunction(BatchSizePolicy):
     """Asks a function of yours once an epoch by how much to grow.
 
@@ -48,16 +56,16 @@ class IncreaseFunction(BatchSizePolicy):
     """
 
     function: IncreaseCallable
-    start: int
+    start: Size
     max_batch_size: int | Literal["auto"]
 
     def __post_init__(self) -> None:
         check_callable(self.function, "(epoch, current_batch_size) -> increment")
-        object.__setattr__(self, "start", checked_size(self.start))
+        check_fields(self)
         if self.max_batch_size == "auto":
             return
         largest = checked_size(self.max_batch_size, "max_batch_size")
-        object.__setattr__(self, "max_batch_size", largest)
+        fill(self, max_batch_size=largest)
         if self.start > largest:
             raise BatchSizeError.cannot(
                 f"start with a batch size of {self.start}",
@@ -78,9 +86,6 @@ class IncreaseFunction(BatchSizePolicy):
                 instead="write a number, such as what 'stretto find-batch-size' answers",
             )
         return BoundIncrease(self, self.max_batch_size, horizon.axis(TimeUnit.EPOCH))
-
-    def __repr__(self) -> str:
-        return f"IncreaseFunction({name_of(self.function)}, {self.start}, {self.max_batch_size!r})"
 
 
 @final
@@ -149,9 +154,7 @@ def awaits_maximum(policy: BatchSizePolicy) -> bool:
     >>> awaits_maximum(IncreaseFunction(lambda epoch, size: 8, 8, "auto"))
     True
     """
-    if isinstance(policy, IncreaseFunction):
-        return policy.max_batch_size == "auto"
-    return any(awaits_maximum(inner) for inner in _inside(policy))
+    return with_maximum(policy, 10**199) is not policy
 
 
 def with_maximum(policy: BatchSizePolicy, size: int) -> BatchSizePolicy:
@@ -163,28 +166,10 @@ def with_maximum(policy: BatchSizePolicy, size: int) -> BatchSizePolicy:
     Raises:
         BatchSizeError: it starts with a larger size.
     """
-    if not awaits_maximum(policy):
-        return policy
-    if isinstance(policy, IncreaseFunction):
-        return replace(policy, max_batch_size=size)
 
-    def changed(value: Any) -> Any:
-        if isinstance(value, BatchSizePolicy):
-            return with_maximum(value, size)
-        if isinstance(value, tuple):
-            return tuple(changed(item) for item in value)
-        return value
+    def change(value: object) -> object:
+        if isinstance(value, IncreaseFunction) and value.max_batch_size == "auto":
+            return replace(value, max_batch_size=size)
+        return value.replaced(change) if isinstance(value, Timed) else value
 
-    values = {one.name: changed(getattr(policy, one.name)) for one in fields(cast(Any, policy))}
-    return cast(BatchSizePolicy, replace(cast(Any, policy), **values))
-
-
-def _inside(value: Any) -> Iterator[BatchSizePolicy]:
-    """The policies that a policy is made of, at any depth of tuples."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = tuple(getattr(value, one.name) for one in fields(value))
-    for item in value if isinstance(value, tuple) else ():
-        if isinstance(item, BatchSizePolicy):
-            yield item
-        else:
-            yield from _inside(item)
+    return cast(BatchSizePolicy, change(policy))

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, NoReturn, TypeAlias, final
 
-from stretto.batching.policy import BatchSizePolicy, BoundPolicy, stretched
+from stretto.batching.policy import BatchSizePolicy, BoundPolicy
 from stretto.batching.scheduled.bound_periods import BoundPeriods, Period, sub_horizon
 from stretto.batching.scheduled.staircase import line
 from stretto.batching.wrappers import checked_policy
 from stretto.batching.written import WAYS, written
 from stretto.errors import BatchSizeError, shown
+from stretto.schedules.fields import fill
 from stretto.timing import Axis, Horizon, Time, TimeLike, TimeUnit
 from stretto.timing.conversion import rounded
-from stretto.timing.time import Number
 
 Rest: TypeAlias = Literal["rest"]
 """The length of the period that takes what the others leave of the run."""
@@ -59,7 +59,7 @@ class PeriodSizes(BatchSizePolicy):
                 _refuse(pairs, f"'{length}' is not longer than 0", "lengths such as '10%'")
         if sum(length == "rest" for length, _ in read) > 1:
             _refuse(pairs, "two of them are the 'rest'", "lengths such as '10%' for all but one")
-        object.__setattr__(self, "periods", tuple(read))
+        fill(self, periods=tuple(read))
 
     def bind(self, horizon: Horizon) -> BoundPolicy:
         """Resolve the lengths for one run, and each policy on its own period.
@@ -89,18 +89,6 @@ class PeriodSizes(BatchSizePolicy):
             )
             offset = end or offset
         return BoundPeriods(horizon, tuple(periods), {})
-
-    def scaled(self, ratio: Number) -> PeriodSizes:
-        """Return the periods stretched, with the times inside them."""
-        return PeriodSizes(
-            (stretched(length, ratio) if isinstance(length, Time) else length, policy.scaled(ratio))
-            for length, policy in self.periods
-        )
-
-    def times(self) -> tuple[Time, ...]:
-        """Return the lengths, and the times inside the periods."""
-        lengths = tuple(length for length, _ in self.periods if isinstance(length, Time))
-        return lengths + tuple(time for _, policy in self.periods for time in policy.times())
 
     def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
         """Return what the policies of the periods warn of."""

@@ -2,31 +2,70 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, field
+from functools import partial
+from typing import final, get_args
 
+from stretto.batching import policy
 from stretto.batching.policy import (
     BatchSizePolicy,
     BoundPolicy,
+    Size,
     checked_size,
     checked_world_size,
-    stretched,
 )
 from stretto.batching.scheduled.bound_ramps import Equal, bound_line, bound_stairs
 from stretto.batching.scheduled.fixed import Fixed
 from stretto.batching.written import RAMPS, written
 from stretto.errors import Argument, BatchSizeError, shown
+from stretto.schedules.fields import Interval, check_fields, fill, one_of
 from stretto.timing import Horizon, Time, TimeLike
-from stretto.timing.time import Number
+
+CHECKS = policy.CHECKS | {"Equal": partial(one_of, choices=get_args(Equal), error=BatchSizeError)}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Ramp(BatchSizePolicy):
+    """A ramp from `start` to `end`."""
+
+    start: Size
+    end: Size
+    over: Interval
+    equal: Equal = field(default="time", kw_only=True)
+    checks = CHECKS
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.end < self.start:
+            steps = f"0ep:{self.start} 1ep:{self.end}"
+            raise BatchSizeError.cannot(
+                f"ramp the batch size from {self.start} to {self.end}",
+                why="a ramp does not shrink",
+                instead=(
+                    "write ",
+                    Argument("start", self.end),
+                    ", ",
+                    Argument("end", self.start),
+                    ", or ",
+                    Argument("steps", f"'{steps}'", python=f"Steps('{steps}')"),
+                ),
+            )
+
+    def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
+        """Return a line if the ramp has no stages."""
+        del horizon, largest
+        if self.start < self.end:
+            return ()
+        end = f"it starts at its end, {self.end:,} samples"
+        return (f"the batch size ramp has no stages left: {end}",)
 
 
 @written(RAMPS, "linear")
 @final
-@dataclass(frozen=True, slots=True, init=False)
-class LinearRamp(BatchSizePolicy):
+@dataclass(frozen=True, slots=True, repr=False)
+class LinearRamp(_Ramp):
     """Grows in equal increments, each held equally long: `start` at 0, `end` from `over` on.
 
     At time t the size is `start + increment * floor(k * t / over)`, k increments in all. With an
@@ -38,7 +77,7 @@ class LinearRamp(BatchSizePolicy):
     `BatchSizeWarmupScheduler`.
 
     >>> LinearRamp(32, 256, "10%", increment=32)
-    LinearRamp(start=32, end=256, over=Time('0.1dur'), increment=32)
+    LinearRamp(32, 256, '0.1dur', increment=32)
 
     Args:
         start: the size of the first batch.
@@ -52,64 +91,32 @@ class LinearRamp(BatchSizePolicy):
             a whole number of increments above it, the ramp has no length, or `equal` is neither.
     """
 
-    start: int
-    end: int
-    over: Time
-    increment: int
-    equal: Equal
+    increment: int = field(default=1, kw_only=True)
 
-    def __init__(
-        self, start: int, end: int, over: TimeLike, *, increment: int = 1, equal: Equal = "time"
-    ) -> None:
-        fields = {
-            "equal": _checked_equal(equal),
-            "start": checked_size(start),
-            "end": checked_size(end),
-            "over": _length(Time(over)),
-            "increment": checked_size(increment, "the increment of a ramp"),
-        }
-        _rising(start, end)
-        if (end - start) % increment:
-            nearest = end - (end - start) % increment
+    def __post_init__(self) -> None:
+        _Ramp.__post_init__(self)
+        increment = checked_size(self.increment, "the increment of a ramp")
+        if rest := (self.end - self.start) % increment:
             raise BatchSizeError.cannot(
-                f"ramp from {start} to {end} in increments of {increment}",
-                why=f"they differ by {end - start}",
-                instead=f"write an end such as {nearest} or {nearest + increment}",
+                f"ramp from {self.start} to {self.end} in increments of {increment}",
+                why=f"they differ by {self.end - self.start}",
+                instead=f"write an end such as {self.end - rest} or {self.end - rest + increment}",
             )
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        fill(self, increment=increment)
 
     def bind(self, horizon: Horizon) -> BoundPolicy:
         """Resolve the length of the ramp for one run."""
         count = (self.end - self.start) // self.increment
         if count == 0:
             return Fixed(self.start).bind(horizon)
-        return bound_line(
-            horizon, self.start, self.increment, count, over=self.over, equal=self.equal
-        )
-
-    def scaled(self, ratio: Number) -> LinearRamp:
-        """Return the ramp with its length stretched."""
-        over = stretched(self.over, ratio)
-        return LinearRamp(self.start, self.end, over, increment=self.increment, equal=self.equal)
-
-    def times(self) -> tuple[Time, ...]:
-        """Return the length of the ramp."""
-        return (self.over,)
-
-    def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
-        """Return a line if the ramp has no stages."""
-        del horizon, largest
-        return _no_stages(self.start, self.end)
-
-    def __repr__(self) -> str:
-        return _shown(self)
+        over = Time(self.over)
+        return bound_line(horizon, self.start, self.increment, count, over=over, equal=self.equal)
 
 
 @written(RAMPS, "double")
 @final
-@dataclass(frozen=True, slots=True, init=False)
-class DoublingRamp(BatchSizePolicy):
+@dataclass(frozen=True, slots=True, repr=False)
+class DoublingRamp(_Ramp):
     """Doubles from `start` up to `end`, each size held equally long; `end` from `over` on.
 
     From 8 to 64 there are three doublings, so 8, 16 and 32 are held for a third of `over` each.
@@ -129,18 +136,6 @@ class DoublingRamp(BatchSizePolicy):
             ramp has no length, or `equal` is neither.
     """
 
-    start: int
-    end: int
-    over: Time
-    equal: Equal
-
-    def __init__(self, start: int, end: int, over: TimeLike, *, equal: Equal = "time") -> None:
-        object.__setattr__(self, "equal", _checked_equal(equal))
-        object.__setattr__(self, "start", checked_size(start))
-        object.__setattr__(self, "end", checked_size(end))
-        object.__setattr__(self, "over", _length(Time(over)))
-        _rising(start, end)
-
     @property
     def sizes(self) -> tuple[int, ...]:
         """The sizes in order, the last of them the end."""
@@ -151,33 +146,17 @@ class DoublingRamp(BatchSizePolicy):
 
     def bind(self, horizon: Horizon) -> BoundPolicy:
         """Resolve the length of the ramp for one run."""
-        return bound_stairs(horizon, self.sizes, over=self.over, equal=self.equal)
-
-    def scaled(self, ratio: Number) -> DoublingRamp:
-        """Return the ramp with its length stretched."""
-        return DoublingRamp(self.start, self.end, stretched(self.over, ratio), equal=self.equal)
-
-    def times(self) -> tuple[Time, ...]:
-        """Return the length of the ramp."""
-        return (self.over,)
-
-    def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
-        """Return a line if the ramp has no stages."""
-        del horizon, largest
-        return _no_stages(self.start, self.end)
-
-    def __repr__(self) -> str:
-        return _shown(self)
+        return bound_stairs(horizon, tuple(self.sizes), over=Time(self.over), equal=self.equal)
 
 
 @written(RAMPS, "stages")
 @final
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class StagedRamp(BatchSizePolicy):
     """Grows through the given sizes, each held equally long; the last one from `over` on.
 
     >>> StagedRamp([256, 512, 2048], "1Btok")
-    StagedRamp(sizes=(256, 512, 2048), over=Time('1000000000tok'))
+    StagedRamp((256, 512, 2048), '1000000000tok')
 
     Args:
         sizes: two or more sizes in ascending order.
@@ -189,38 +168,27 @@ class StagedRamp(BatchSizePolicy):
             no length, or `equal` is neither.
     """
 
-    sizes: tuple[int, ...]
-    over: Time
-    equal: Equal
+    sizes: Sequence[int]
+    over: Interval
+    equal: Equal = field(default="time", kw_only=True)
+    checks = CHECKS
 
-    def __init__(self, sizes: Sequence[int], over: TimeLike, *, equal: Equal = "time") -> None:
-        object.__setattr__(self, "equal", _checked_equal(equal))
-        checked = tuple(checked_size(size) for size in sizes)
+    def __post_init__(self) -> None:
+        check_fields(self)
+        checked = tuple(checked_size(size) for size in self.sizes)
         ascending = all(a < b for a, b in itertools.pairwise(checked))
         if len(checked) < 2 or not ascending:
             raise BatchSizeError.cannot(
-                f"ramp through the sizes {shown(list(sizes))}",
+                f"ramp through the sizes {shown(list(checked))}",
                 why="they are not in ascending order" if checked[1:] else "they are too few",
                 instead="write two or more in ascending order such as [256, 512, 2048]; "
                 "sizes that shrink are written as Steps",
             )
-        object.__setattr__(self, "sizes", checked)
-        object.__setattr__(self, "over", _length(Time(over)))
+        fill(self, sizes=checked)
 
     def bind(self, horizon: Horizon) -> BoundPolicy:
         """Resolve the length of the ramp for one run."""
-        return bound_stairs(horizon, self.sizes, over=self.over, equal=self.equal)
-
-    def scaled(self, ratio: Number) -> StagedRamp:
-        """Return the ramp with its length stretched."""
-        return StagedRamp(self.sizes, stretched(self.over, ratio), equal=self.equal)
-
-    def times(self) -> tuple[Time, ...]:
-        """Return the length of the ramp."""
-        return (self.over,)
-
-    def __repr__(self) -> str:
-        return _shown(self)
+        return bound_stairs(horizon, tuple(self.sizes), over=Time(self.over), equal=self.equal)
 
 
 def rampup(
@@ -262,54 +230,3 @@ def rampup(
                 instead=f"write a multiple such as {lower} or {lower + unit}",
             )
     return DoublingRamp(initial, final, over)
-
-
-def _checked_equal(equal: object) -> str:
-    if equal not in ("time", "batches"):
-        raise BatchSizeError.cannot(
-            f"use {shown(equal)} as the 'equal' of a ramp",
-            why="there is no such choice",
-            instead=("write ", Argument("equal", "time"), " or ", Argument("equal", "batches")),
-        )
-    return str(equal)
-
-
-def _shown(ramp: LinearRamp | DoublingRamp | StagedRamp) -> str:
-    """A ramp as it is written; `equal` only where it is not what it is by default."""
-    values = {field.name: getattr(ramp, field.name) for field in dataclasses.fields(ramp)}
-    if ramp.equal == "time":
-        del values["equal"]
-    return f"{type(ramp).__name__}({', '.join(f'{name}={values[name]!r}' for name in values)})"
-
-
-def _no_stages(start: int, end: int) -> tuple[str, ...]:
-    if start < end:
-        return ()
-    return (f"the batch size ramp has no stages left: it starts at its end, {end:,} samples",)
-
-
-def _length(over: Time) -> Time:
-    if over.amount <= 0:
-        raise BatchSizeError.cannot(
-            f"ramp the batch size over '{over}'",
-            why="it is not longer than 0",
-            instead="write a length such as '10%', or Fixed(size) for no ramp",
-        )
-    return over
-
-
-def _rising(start: int, end: int) -> None:
-    steps = f"0ep:{start} 1ep:{end}"
-    if end < start:
-        raise BatchSizeError.cannot(
-            f"ramp the batch size from {start} to {end}",
-            why="a ramp does not shrink",
-            instead=(
-                "write ",
-                Argument("start", end),
-                ", ",
-                Argument("end", start),
-                ", or ",
-                Argument("steps", f"'{steps}'", python=f"Steps('{steps}')"),
-            ),
-        )

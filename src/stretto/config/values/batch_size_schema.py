@@ -16,6 +16,7 @@ _STEPS = {"type": "string", "examples": ["0tok:768 250Btok:1536"]}
 _FLAG = {"type": "boolean"}
 _SCHEMAS: dict[str, dict[str, Any]] = {
     "int": _SIZE,
+    "Size": _SIZE,
     "int | Literal['auto']": {"anyOf": [_SIZE, {"const": "auto"}]},
     "float": {"type": "number"},
     "float | Continuous": {"anyOf": [{"type": "number"}, {"const": "continuous"}]},
@@ -23,6 +24,7 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
     "bool": _FLAG,
     "str": {"type": "string"},
     "TimeLike": _TIME,
+    "Interval": _TIME,
     "Equal": {"enum": ["time", "batches"]},
     "Rounding": {"enum": ["down", "up"]},
     "Literal['min', 'max']": {"enum": ["min", "max"]},
