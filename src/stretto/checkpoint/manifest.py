@@ -104,9 +104,8 @@ def read_manifest(path: Path) -> Manifest:
             why="no finished checkpoint is there",
             instead="pass the path of one, such as runs/name/checkpoints/checkpoint-000000004096",
         )
-    text = _decoded(read_member(path, MANIFEST, LONGEST_MANIFEST), MANIFEST)
-    document = parse_json(text, MANIFEST)
-    version = document.get("format") if isinstance(document, dict) else None
+    text, document = _read_object(path, MANIFEST, LONGEST_MANIFEST)
+    version = document.get("format")
     if type(version) is int and version > FORMAT:
         raise CheckpointError.cannot(
             f"read {path}",
@@ -166,24 +165,25 @@ def parse_json(text: str, name: str) -> Any:
         raise DamagedError(f"{name} is not JSON ({str(error)[:200]})") from None
 
 
-def _decoded(content: bytes, name: str) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError:
-        raise DamagedError(f"{name} is not text") from None
-
-
 def read_document(path: Path) -> dict[str, Any]:
     """Return the content of `state.json`.
 
     Raises:
         DamagedError: it is not a JSON object.
     """
-    text = _decoded(read_member(path, RECORDS, LONGEST_RECORDS), RECORDS)
-    document = parse_json(text, RECORDS)
+    return _read_object(path, RECORDS, LONGEST_RECORDS)[1]
+
+
+def _read_object(path: Path, name: str, limit: int) -> tuple[str, dict[str, Any]]:
+    """Return the text of a file and the JSON object that it is."""
+    try:
+        text = read_member(path, name, limit).decode("utf-8")
+    except UnicodeDecodeError:
+        raise DamagedError(f"{name} is not text") from None
+    document = parse_json(text, name)
     if not isinstance(document, dict):
-        raise DamagedError(f"{RECORDS} is not a JSON object")
-    return document
+        raise DamagedError(f"{name} is not a JSON object")
+    return text, document
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

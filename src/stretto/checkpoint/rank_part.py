@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from stretto.checkpoint.tensor_file import Written
+from stretto.checkpoint.manifest import Entry
 from stretto.errors import CheckpointError
 
 
@@ -24,7 +24,7 @@ class ShardEntry(NamedTuple):
 class RankPart(NamedTuple):
     """The files and shards that one rank wrote."""
 
-    files: dict[str, Written]
+    files: dict[str, Entry]
     aliases: Mapping[str, Mapping[str, str]]
     entries: dict[str, dict[str, ShardEntry]]
     """By group and name."""
@@ -39,7 +39,7 @@ class RankPart(NamedTuple):
         files, aliases, entries = json.loads(text)
         for named in entries.values():
             named.update((name, ShardEntry(*entry)) for name, entry in named.items())
-        return RankPart({name: Written(*one) for name, one in files.items()}, aliases, entries)
+        return RankPart({name: Entry(*one) for name, one in files.items()}, aliases, entries)
 
 
 def merge(parts: Sequence[RankPart]) -> tuple[str, str]:

@@ -12,11 +12,12 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from stretto.checkpoint.manifest import Entry
 from stretto.errors import CheckpointError
 
 _CHUNK_BYTES = 32 << 20
@@ -48,14 +49,7 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Written(NamedTuple):
-    """The size and digest of a written file."""
-
-    size: int
-    digest: str
-
-
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> Written:
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> Entry:
     """Write contiguous tensors in host memory to a new file, with fsync.
 
     Raises:
@@ -73,7 +67,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> Written:
             while rest:
                 rest = rest[opened.write(rest) :]
         os.fsync(opened.fileno())
-    return Written(size, digest.hexdigest())
+    return Entry(size, digest.hexdigest())
 
 
 def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:

@@ -25,12 +25,13 @@ from stretto.checkpoint.manifest import (
     LONGEST_RECORDS,
     MANIFEST,
     RECORDS,
+    Entry,
     manifest_text,
 )
 from stretto.checkpoint.rank_part import RankPart, ShardEntry, merge
 from stretto.checkpoint.sharding import Shard
 from stretto.checkpoint.staging import HostCopies, Staged, Tensors
-from stretto.checkpoint.tensor_file import Written, write_tensors
+from stretto.checkpoint.tensor_file import write_tensors
 from stretto.errors import CheckpointError
 
 UNFINISHED = ".tmp"
@@ -235,14 +236,14 @@ def _put_in_place(folder: Path, path: Path) -> None:
     remove(aside)
 
 
-def _write(file: Path, text: str) -> Written:
+def _write(file: Path, text: str) -> Entry:
     """Write a small file with fsync."""
     content = text.encode("ascii")
     with file.open("xb") as opened:
         opened.write(content)
         opened.flush()
         os.fsync(opened.fileno())
-    return Written(len(content), hashlib.sha256(content).hexdigest())
+    return Entry(len(content), hashlib.sha256(content).hexdigest())
 
 
 def rename_bad(path: Path) -> Path:
