@@ -137,7 +137,9 @@ class Facts:
         if (unit, target) == (_EP, _TOK):
             return Fraction(self._tokens_per_epoch)
         if (unit, target) == (_SP, _TOK):
-            return self._tokens_of_a_sample
+            if self.tokens_per_sample is not None:
+                return Fraction(self.tokens_per_sample)
+            return Fraction(self._tokens_per_epoch, self._samples)
         return 1 / self._rate(target, unit)
 
     @property
@@ -161,12 +163,6 @@ class Facts:
             return self.num_tokens
         what = "the number of tokens in the data set"
         return _known(self.tokens_per_sample, what, "dataset_num_tokens") * self._samples
-
-    @property
-    def _tokens_of_a_sample(self) -> Fraction:
-        if self.tokens_per_sample is not None:
-            return Fraction(self.tokens_per_sample)
-        return Fraction(self._tokens_per_epoch, self._samples)
 
 
 class _MissingFactError(Exception):

@@ -79,7 +79,10 @@ def parse(text: str) -> tuple[Fraction, TimeUnit]:
     else:
         above *= int(whole)
     if exponent:
-        above, per = _raised(text, int(exponent), above, per)
+        power = int(exponent)
+        if abs(power) > MAX_DIGITS:
+            raise _refused(text, f"the exponent is beyond {MAX_DIGITS}", HOW)
+        above, per = (above * 10**power, per) if power > 0 else (above, per * 10**-power)
     if below:
         per *= int(below)
         if per == 0:
@@ -135,13 +138,6 @@ def _decimal(amount: Fraction) -> str:
         return f"{amount.numerator}/{amount.denominator}"
     whole, rest = divmod(abs(scaled.numerator), 10**15)
     return f"{'-' if amount < 0 else ''}{whole}.{rest:015d}".rstrip("0")
-
-
-def _raised(text: str, power: int, above: int, per: int) -> tuple[int, int]:
-    """`above / per` times ten to the `power`."""
-    if abs(power) > MAX_DIGITS:
-        raise _refused(text, f"the exponent is beyond {MAX_DIGITS}", HOW)
-    return (above * 10**power, per) if power > 0 else (above, per * 10**-power)
 
 
 def _clock_amount(text: str, match: re.Match[str]) -> Fraction:

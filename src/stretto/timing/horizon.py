@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from typing import Any, final
+from typing import Any, final, get_args
 
 from stretto.errors import Argument, ConversionError, shown
 from stretto.timing.axis import Axis, axes
@@ -85,7 +85,12 @@ class Horizon:
         samples = checked_count("dataset_num_samples", dataset_num_samples)
         tokens = checked_count("dataset_num_tokens", dataset_num_tokens)
         each = checked_count("tokens_per_sample", tokens_per_sample)
-        check_last_batch(last_batch)
+        if last_batch not in get_args(LastBatch):
+            raise ConversionError.cannot(
+                f"use last_batch={shown(last_batch)}",
+                why="there is no such way to end an epoch",
+                instead="write 'keep', 'drop' or 'carry'",
+            )
         facts = Facts(run, samples, _tokens(samples, tokens, each), each)
         sized, found = facts.with_batch_sizes(batch_sizes, last_batch), axes(samples, run.unit)
         for name, value in {
@@ -248,16 +253,6 @@ class Horizon:
         known = {name: fact for name, fact in self._given().items() if fact not in (None, "keep")}
         shown_facts = "".join(f", {name}={fact!r}" for name, fact in known.items())
         return f"Horizon('{self.max_duration}'{shown_facts})"
-
-
-def check_last_batch(value: object) -> None:
-    """Refuse all but the three ways to end an epoch."""
-    if value not in ("keep", "drop", "carry"):
-        raise ConversionError.cannot(
-            f"use last_batch={shown(value)}",
-            why="there is no such way to end an epoch",
-            instead="write 'keep', 'drop' or 'carry'",
-        )
 
 
 def _tokens(num_samples: int | None, num_tokens: int | None, each: int | None) -> int | None:

@@ -163,7 +163,10 @@ class Finder:
             for size in sorted(sizes):
                 if not self._measure(tried, estimator, overhead, size, retained):
                     return self._tried("bisect", guess=size // 2, tried=tried)
-            self._look_again(retained, len(seen | tried.sizes))
+            # A run retains memory, such as buffers of libraries.
+            left = retained.room_in_run(len(seen | tried.sizes))
+            if left is not None and left < self._limit.bytes:
+                self._limit = self._limit._replace(bytes=left)
             if not self._together.all(lambda: overhead.is_known):
                 return self._checked(tried, estimator, found)
             corrected = self._fitting(estimator, overhead)
@@ -185,12 +188,6 @@ class Finder:
         return RetainedMemory(
             lambda: request.free_memory().bytes + request.static_bytes(), is_limited=is_limited
         )
-
-    def _look_again(self, retained: RetainedMemory, sizes: int) -> None:
-        """Lower the limit by the memory that a run retains, such as buffers of libraries."""
-        left = retained.room_in_run(sizes)
-        if left is not None and left < self._limit.bytes:
-            self._limit = self._limit._replace(bytes=left)
 
     def _measure(
         self,
@@ -275,13 +272,13 @@ class Finder:
         estimator: MemoryEstimator | None,
         overhead: Overhead | None = None,
     ) -> Answer:
-        request = self._request
         peaks: dict[int, int] = {}
-        known = None if estimator is None else partial(needs, estimator, overhead)
-        if estimator is not None and known is not None:
+        known = None
+        if estimator is not None:
+            known = partial(needs, estimator, overhead)
             is_costly = estimator.guess(self._limit.bytes) is not None
             ends = [size for size in (found.size, found.too_large) if size is not None]
-            around = ends if is_costly else peaks_around(found.size, request.sizes)
+            around = ends if is_costly else peaks_around(found.size, self._request.sizes)
             peaks = {size: known(size) for size in around}
         return Answer(
             size=found.size,
@@ -298,14 +295,11 @@ class Finder:
         )
 
     def _cost(self) -> Cost:
-        steps = {"fake": 0, "real": 0, "samples": 0}
-        for estimator in self._estimators.made:
-            samples = getattr(estimator, "num_samples", None)
-            steps["fake" if samples is None else "real"] += estimator.num_steps
-            steps["samples"] += samples or 0
+        made = self._estimators.made
+        real = [*self._trials, *(one for one in made if hasattr(one, "num_samples"))]
         return Cost(
-            fake_steps=steps["fake"],
-            real_steps=steps["real"] + sum(one.num_steps for one in self._trials),
-            num_samples=steps["samples"] + sum(one.num_samples for one in self._trials),
+            fake_steps=sum(one.num_steps for one in made if one not in real),
+            real_steps=sum(one.num_steps for one in real),
+            num_samples=sum(one.num_samples for one in real),
             num_out_of_memory=sum(one.num_out_of_memory for one in self._trials),
         )

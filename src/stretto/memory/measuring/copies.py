@@ -50,7 +50,8 @@ class Copies:
             for part in parts:
                 self.keep(part)
         elif tensor.layout is not torch.strided:
-            self._keep_whole(tensor)
+            copy = tensor.detach().clone()
+            self._undo.setdefault(("", id(tensor), 0), lambda: tensor.copy_(copy))
         elif tensor.device.type != "meta":
             self._keep_bytes(_bytes_of(tensor))
 
@@ -65,12 +66,6 @@ class Copies:
         self._undo.clear()
         if self._file is not None:
             self._file.close()
-
-    def _keep_whole(self, tensor: Tensor) -> None:
-        """Copy a sparse tensor; its parts may be replaced by parts of other sizes."""
-        copy = tensor.detach().clone()
-        # It has no address of its own, and shares memory with no other tensor.
-        self._undo.setdefault(("", id(tensor), 0), lambda: tensor.copy_(copy))
 
     def _keep_bytes(self, memory: Tensor) -> None:
         key = (str(memory.device), memory.data_ptr(), memory.numel())
