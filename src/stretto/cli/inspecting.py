@@ -7,7 +7,8 @@ from pathlib import Path
 
 import typer
 
-from stretto.checkpoint import candidates, describe
+from stretto.checkpoint import describe
+from stretto.checkpoint.folder import candidates
 from stretto.checkpoint.manifest import read_errors
 from stretto.errors import CheckpointError, cannot
 from stretto.training.checkpointing.resuming import FOLDER

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from stretto.checkpoint import is_dtensor
+from stretto.checkpoint.sharding import is_dtensor
 from stretto.data import Step
 from stretto.errors import TrainingError, cannot
 from stretto.timing import Time, TimeLike, Timestamp, Trigger, parse_trigger

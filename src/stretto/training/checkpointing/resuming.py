@@ -7,14 +7,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 from stretto._location import local_path
-from stretto.checkpoint import (
-    CheckpointReader,
-    candidates,
-    find_newest,
-    latest_good,
-    open_checkpoint,
-    position,
-)
+from stretto.checkpoint import CheckpointReader, latest_good, open_checkpoint
+from stretto.checkpoint.folder import candidates, find_newest, position
 from stretto.checkpoint.manifest import read_errors
 from stretto.checkpoint.reading import find
 from stretto.errors import CheckpointError, TrainingError, cannot

@@ -15,7 +15,6 @@ from typing import NamedTuple, final
 
 from stretto.checkpoint import (
     HostCopies,
-    Staged,
     abandon_checkpoint,
     begin_checkpoint,
     checkpoint_path,
@@ -25,6 +24,7 @@ from stretto.checkpoint import (
     keep,
     write_part,
 )
+from stretto.checkpoint.staging import Staged
 from stretto.errors import CheckpointError, TrainingError, cannot
 from stretto.settings import Checkpointing
 from stretto.timing import BoundTrigger, Timestamp

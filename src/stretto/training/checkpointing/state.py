@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 from stretto.checkpoint import (
     CheckpointReader,
     LazyTensor,
-    Tensors,
     TensorSlice,
-    is_sharded,
     pack_optimizer,
     shard_like,
     to_shard,
     unpack_optimizer,
 )
+from stretto.checkpoint.sharding import is_sharded
+from stretto.checkpoint.staging import Tensors
 from stretto.data import StepLoader
 from stretto.errors import CheckpointError, cannot
 from stretto.runtime import TrainStep
