@@ -4,8 +4,12 @@ from stretto.batching.adaptive.hysteresis import Hysteresis
 from stretto.batching.adaptive.noise_scale import NoiseScale, NormTest
 from stretto.batching.adaptive.plateau import Plateau
 from stretto.batching.coupled.coupling import Continuous, Coupling
-from stretto.batching.coupled.pairs import check_pairs, couplings_in
-from stretto.batching.coupled.seesaw import IncreaseInsteadOfDecay, Seesaw
+from stretto.batching.coupled.seesaw import (
+    IncreaseInsteadOfDecay,
+    Seesaw,
+    check_pairs,
+    couplings_in,
+)
 from stretto.batching.parse import PolicyLike, as_policy
 from stretto.batching.policy import (
     BatchSizePolicy,

@@ -13,7 +13,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import final
 
-from stretto.batching.scheduled.staircase import line
+from stretto.batching.scheduled.fixed import line
 from stretto.errors import BatchSizeError, ConversionError, Text
 from stretto.schedules import BoundSchedule, Schedule
 from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
