@@ -9,9 +9,10 @@ from stretto.errors import FitError
 from stretto.memory.amounts import show_bytes
 from stretto.memory.finding.candidates import CandidateSizes, Found, search
 from stretto.memory.finding.request import Together
-from stretto.memory.finding.result import MemoryEstimator, RealStepEstimator
+from stretto.memory.finding.result import MemoryEstimator
 from stretto.memory.limits import MemoryLimit
 from stretto.memory.measuring.calibration import Overhead
+from stretto.memory.measuring.probe import Probe
 from stretto.runtime.out_of_memory import Attempt, attempt
 
 MOST_MENDS = 8
@@ -85,7 +86,7 @@ class EstimatorRunner:
             NothingFitsError: the smallest candidate does not fit.
             NoEstimateError: the estimator gives no answer.
         """
-        tolerated = self.tolerated if isinstance(estimator, RealStepEstimator) else FitError
+        tolerated = self.tolerated if isinstance(estimator, Probe) else FitError
         usable = limit.bytes - reserve
         own: list[Found] = []
 
@@ -111,7 +112,7 @@ class EstimatorRunner:
         raise no_estimate(f"after {MOST_MENDS} steps, its curve is wrong about the next one too")
 
     def take(
-        self, estimator: RealStepEstimator, found: Found, limit: MemoryLimit, reserve: int
+        self, estimator: Probe, found: Found, limit: MemoryLimit, reserve: int
     ) -> Found | None:
         """Verify an answer for an absent device by a real step here; correct it if needed.
 

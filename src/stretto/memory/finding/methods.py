@@ -20,15 +20,9 @@ from stretto.memory.amounts import show_bytes
 from stretto.memory.finding.candidates import Found, Method, search
 from stretto.memory.finding.estimators import EstimatorRunner, NoEstimateError, needs, no_estimate
 from stretto.memory.finding.request import Request, Together
-from stretto.memory.finding.result import (
-    Answer,
-    Cost,
-    MemoryEstimator,
-    RealStepEstimator,
-    peaks_around,
-)
+from stretto.memory.finding.result import Answer, Cost, MemoryEstimator, peaks_around
 from stretto.memory.measuring.calibration import Overhead, RetainedMemory
-from stretto.memory.measuring.probe import probe
+from stretto.memory.measuring.probe import Probe, probe
 from stretto.memory.measuring.trial import WARM_UP_SIZE, Trials, trials
 from stretto.memory.prediction.predict import Certainty, predict
 
@@ -127,7 +121,7 @@ class Finder:
         found = self._fitting(estimator)
         if not is_final and self._request.is_here:
             return self._calibrated(estimator, found)
-        if isinstance(estimator, RealStepEstimator):
+        if isinstance(estimator, Probe):
             taken = self._estimators.take(estimator, found, self._limit, self._reserve)
             if taken is None:
                 self._reserve = max(self._reserve, self._request.reserve_of_probes)
@@ -296,9 +290,10 @@ class Finder:
 
     def _cost(self) -> Cost:
         made = self._estimators.made
-        real = [*self._trials, *(one for one in made if hasattr(one, "num_samples"))]
+        probes = [one for one in made if isinstance(one, Probe)]
+        real: list[Trials | Probe] = [*self._trials, *probes]
         return Cost(
-            fake_steps=sum(one.num_steps for one in made if one not in real),
+            fake_steps=sum(one.num_steps for one in made if one not in probes),
             real_steps=sum(one.num_steps for one in real),
             num_samples=sum(one.num_samples for one in real),
             num_out_of_memory=sum(one.num_out_of_memory for one in self._trials),

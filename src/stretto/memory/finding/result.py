@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+from typing import Any, NamedTuple, Protocol, final
 
 from stretto.memory.amounts import show_bytes
 from stretto.memory.finding.candidates import CandidateSizes
@@ -37,20 +37,6 @@ class MemoryEstimator(Protocol):
 
     def verify(self, size: int) -> bool:
         """Return whether a step of that size confirms the estimate."""
-
-
-@runtime_checkable
-class RealStepEstimator(MemoryEstimator, Protocol):
-    """An estimator that runs real steps: a probe."""
-
-    num_samples: int
-    """Samples in its steps so far."""
-
-    def largest_here(self) -> int | None:
-        """Return the largest size whose step probably fits on this machine."""
-
-    def calibrate(self, size: int) -> bool:
-        """Run a real step of that size; return whether it confirms the estimate."""
 
 
 class Cost(NamedTuple):

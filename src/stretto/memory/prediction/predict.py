@@ -46,7 +46,7 @@ class Prediction:
         the size. An `estimate` stays an `estimate`.
         """
         best = self.certainty_if_verified
-        is_known = best == "estimate" or all(run.is_verified(size) for run in self._runs)
+        is_known = best == "estimate" or all(size in run.verified for run in self._runs)
         return best if is_known else "extrapolated"
 
     @property
@@ -67,7 +67,7 @@ class Prediction:
 
         If no curve describes all sizes, it is the curve of the largest verified size.
         """
-        size = max(run.largest_size for run in self._runs)
+        size = max(max(run.verified) for run in self._runs)
         return max((run.curve_at(size) for run in self._runs), key=lambda curve: curve.peak(size))
 
     def peak(self, size: int) -> int:
@@ -111,9 +111,6 @@ class Prediction:
             return False
         return not self._for_cuda or all(fits(curve, size, limit) for curve in curves)
 
-    def _judged(self) -> tuple[Certainty, str]:
-        return _judged(self._runs, is_compiled=self._is_compiled)
-
     def verify(self, size: int) -> bool:
         """Run a fake step of that size; return whether it confirms the curve.
 
@@ -127,6 +124,29 @@ class Prediction:
         verified = [run.verify(size) for run in self._runs]
         return all(verified)
 
+    def _judged(self) -> tuple[Certainty, str]:
+        """Return the certainty of the runs, and why."""
+        scratch, reads, worst = (
+            _places([getattr(run.fake_values, what) for run in self._runs])
+            for what in ("scratch", "reads", "worst_cases")
+        )
+        # Optimizers read values to scale or skip the update; the larger run includes the update.
+        reads = [place for place in reads if place.phase != "optimizer"]
+        doubts = []
+        if scratch:
+            where = f"in {_listed(scratch)}, which is bounded from above"
+            doubts.append(f"kernels allocate for themselves {where}")
+        if reads:
+            doubts.append(f"values are read in {_listed(reads)}: it was taken with 0 and with 1")
+        if doubts:
+            return "estimate", "; ".join(doubts)
+        if self._is_compiled:
+            return "upper bound", "compiled code was followed as if it were not"
+        if worst:
+            where = f"in {_listed(worst)}: they were taken as the largest"
+            return "upper bound", f"shapes depend on values {where}"
+        return "exact", "every allocation of the step was followed on fake tensors"
+
 
 @final
 class _Run:
@@ -137,35 +157,26 @@ class _Run:
     ) -> None:
         self.tracer = Tracer(step, make_batch, value, for_cuda=for_cuda)
         self.fake_values = self.tracer.fake_values
-        self._verified: dict[int, MemoryCurve] = {}
+        self.verified: dict[int, MemoryCurve] = {}
         first, steady = (self.tracer.record(size) for size in SIZES)
         alike = settled(first, steady)
         self._recordings = [alike or self.tracer.record(SIZES[0]), steady]
         self._curve: MemoryCurve | None = None
         for recording in self._recordings:
-            self._verified[recording.size] = fit([recording])
+            self.verified[recording.size] = fit([recording])
         self._fit()
-
-    @property
-    def largest_size(self) -> int:
-        """The largest verified size."""
-        return max(self._verified)
-
-    def is_verified(self, size: int) -> bool:
-        """Return whether a step of that size has run."""
-        return size in self._verified
 
     def curve_at(self, size: int) -> MemoryCurve:
         """Return the best known curve for a size."""
-        if size not in self._verified and self._curve is None:
+        if size not in self.verified and self._curve is None:
             self._record(size)
-        return self._verified.get(size) or self._curve or self._verified[SIZES[0]]
+        return self.verified.get(size) or self._curve or self.verified[SIZES[0]]
 
     def guess(self, limit: int) -> int | None:
         """Return roughly how many samples need `limit` bytes, if no curve fits all sizes."""
         if self._curve is not None:
             return None
-        peaks = sorted((size, curve.peak(size)) for size, curve in self._verified.items())
+        peaks = sorted((size, curve.peak(size)) for size, curve in self.verified.items())
         low = max((one for one in peaks if one[1] <= limit), default=peaks[0])
         high = min((one for one in peaks if one > low), default=low)
         first = peaks[0] if high == low else low
@@ -175,7 +186,7 @@ class _Run:
 
     def verify(self, size: int) -> bool:
         """Run a step of that size; if the curve was wrong, correct it and return False."""
-        if size in self._verified or self._curve is None:
+        if size in self.verified or self._curve is None:
             return True
         expected, recording = self._curve.peak(size), self._record(size)
         if recording is None or recording.peak == expected:
@@ -193,7 +204,7 @@ class _Run:
             if size >= min(SIZES):
                 raise
             return None  # batch normalisation refuses it
-        self._verified[size] = fit([recording])
+        self.verified[size] = fit([recording])
         return recording
 
     def _fit(self) -> None:
@@ -271,30 +282,6 @@ def _is_compiled(part: object) -> bool:
     # torch has no public name for the mark of a compiled function.
     is_function = hasattr(part, "_torchdynamo_orig_callable")
     return is_function or (isinstance(part, nn.Module) and bool(compiled_modules(part)))
-
-
-def _judged(runs: list[_Run], *, is_compiled: bool) -> tuple[Certainty, str]:
-    """Return the certainty of the runs, and why."""
-    scratch, reads, worst = (
-        _places([getattr(run.fake_values, what) for run in runs])
-        for what in ("scratch", "reads", "worst_cases")
-    )
-    # Optimizers read values to scale or skip the update; the larger run includes the update.
-    reads = [place for place in reads if place.phase != "optimizer"]
-    doubts = []
-    if scratch:
-        where = _listed(scratch)
-        doubts.append(f"kernels allocate for themselves in {where}, which is bounded from above")
-    if reads:
-        doubts.append(f"values are read in {_listed(reads)}: it was taken with 0 and with 1")
-    if doubts:
-        return "estimate", "; ".join(doubts)
-    if is_compiled:
-        return "upper bound", "compiled code was followed as if it were not"
-    if worst:
-        where = _listed(worst)
-        return "upper bound", f"shapes depend on values in {where}: they were taken as the largest"
-    return "exact", "every allocation of the step was followed on fake tensors"
 
 
 def _places(found: list[Mapping[str, Place]]) -> list[Place]:
