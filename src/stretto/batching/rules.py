@@ -136,12 +136,9 @@ class FunctionRule(LearningRateRule):
         Raises:
             BatchSizeError: the function did not return a finite number of at least 0.
         """
-        factor: object = self.function(size)
-        if (
-            isinstance(factor, bool)
-            or not isinstance(factor, (int, float))
-            or not _is_factor(factor)
-        ):
+        factor: Any = self.function(size)
+        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        if not is_number or not math.isfinite(factor) or factor < 0:
             raise BatchSizeError.cannot(
                 f"multiply the learning rate by {shown(factor)}",
                 why="it is not a finite number of at least 0",
@@ -152,10 +149,6 @@ class FunctionRule(LearningRateRule):
 
     def __repr__(self) -> str:
         return f"FunctionRule({name_of(self.function)})"
-
-
-def _is_factor(factor: float) -> bool:
-    return math.isfinite(factor) and factor >= 0
 
 
 RuleLike: TypeAlias = LearningRateRule | Mapping[str, Any] | Callable[[int], float]
@@ -178,6 +171,7 @@ def as_rule(rule: RuleLike) -> LearningRateRule:
         BatchSizeError: it describes no rule.
     """
     value: object = rule
+    instead = "write {'linear': 256}, {'sqrt': 256} or a function size -> factor"
     if isinstance(value, LearningRateRule):
         return value
     if isinstance(value, Mapping):
@@ -187,16 +181,10 @@ def as_rule(rule: RuleLike) -> LearningRateRule:
         why = "it is not exactly one of 'linear' and 'sqrt'"
     elif callable(value):
         return FunctionRule(value)
-    elif isinstance(value, str) and value in ("linear", "sqrt"):
-        raise BatchSizeError.cannot(
-            f"use {value!r} as a learning rate rule",
-            why="it does not say which batch size the learning rate was chosen for",
-            instead=f"write for example {{{value!r}: 256}}",
-        )
+    elif isinstance(value, str) and value in RULES:
+        why = "it does not say which batch size the learning rate was chosen for"
+        instead = f"write for example {{{value!r}: 256}}"
     else:
         why = "it is not a rule, a mapping or a function"
-    raise BatchSizeError.cannot(
-        f"use {shown(value)} as a learning rate rule",
-        why=why,
-        instead="write {'linear': 256}, {'sqrt': 256} or a function size -> factor",
-    )
+    what = f"use {shown(value)} as a learning rate rule"
+    raise BatchSizeError.cannot(what, why=why, instead=instead)

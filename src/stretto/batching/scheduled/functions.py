@@ -72,7 +72,7 @@ class SizeFunction(BatchSizePolicy):
         axis = horizon.axis(every.unit)
         ticks = horizon.ticks(every, axis)
         hidden = self._hidden(horizon, axis.unit)
-        return BoundPeriodicFunction(self, hidden, axis, ticks.numerator, ticks.denominator)
+        return BoundFunction(self, hidden, axis, ticks.numerator, ticks.denominator)
 
     def _hidden(self, horizon: Horizon, *units: TimeUnit) -> frozenset[str]:
         """The counters that the function must not read."""
@@ -82,20 +82,25 @@ class SizeFunction(BatchSizePolicy):
 @final
 @dataclass(frozen=True, slots=True)
 class BoundFunction(BoundPolicy):
-    """A function asked before every batch."""
+    """A function on one run, asked before every batch or once in each interval of a counter."""
 
     policy: SizeFunction
     hidden: frozenset[str]
+    axis: Axis | None = None
+    """The counter; None: every batch."""
+    above: int = 1
+    """The ticks of an interval, as `above / below`."""
+    below: int = 1
 
     @property
     def is_static(self) -> bool:
-        """Whether the function reads counts alone, as its author says."""
-        return self.policy.planned
+        """Whether sizes follow from counts alone."""
+        return self.policy.planned and TimeUnit.SECOND not in self.units
 
     @property
     def units(self) -> frozenset[TimeUnit]:
-        """The unit that a function of counts can always read."""
-        return frozenset({TimeUnit.SAMPLE})
+        """The unit of the counter; without one, samples, which a function can always read."""
+        return frozenset({TimeUnit.SAMPLE if self.axis is None else self.axis.unit})
 
     @property
     def reads(self) -> frozenset[str]:
@@ -103,70 +108,31 @@ class BoundFunction(BoundPolicy):
         return frozenset()
 
     def start(self) -> PolicyState:
-        """Return the state before the first size."""
-        return {"size": self.policy.start}
+        """Return the state before the first batch."""
+        size: PolicyState = {"size": self.policy.start}
+        return size if self.axis is None else {**size, "asked": None}
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals
     ) -> tuple[int, PolicyState]:
-        """Return what the function says."""
-        del signals
-        size = asked(self.policy.function, timestamp, state, self.hidden)
-        return size, {"size": size}
-
-    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> None:
-        """Return None: the next batch may have another size."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class BoundPeriodicFunction(BoundPolicy):
-    """A function asked when another `above / below` ticks have passed."""
-
-    policy: SizeFunction
-    hidden: frozenset[str]
-    axis: Axis
-    above: int
-    below: int
-
-    @property
-    def is_static(self) -> bool:
-        """Whether neither the function nor `every` reads the wall clock."""
-        return self.policy.planned and self.axis.unit is not TimeUnit.SECOND
-
-    @property
-    def units(self) -> frozenset[TimeUnit]:
-        """The unit of `every`."""
-        return frozenset({self.axis.unit})
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """No signal."""
-        return frozenset()
-
-    def start(self) -> PolicyState:
-        """Return the state before the first size."""
-        return {"size": self.policy.start, "asked": None}
-
-    def decide(
-        self, timestamp: Timestamp, state: PolicyState, signals: Signals
-    ) -> tuple[int, PolicyState]:
-        """Return what the function says, or has said in this interval."""
+        """Ask the function; on a counter, once an interval."""
         del signals
         interval = self._interval(timestamp)
-        if state["asked"] == interval:
+        if interval is not None and state["asked"] == interval:
             return cast(int, state["size"]), state
         size = asked(self.policy.function, timestamp, state, self.hidden)
-        return size, {"size": size, "asked": interval}
+        return size, {"size": size} if interval is None else {"size": size, "asked": interval}
 
-    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold:
-        """Return a hold until the next interval."""
+    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold | None:
+        """Return a hold until the next interval; None if every batch is asked about."""
         del state
-        tick = -(-(self._interval(timestamp) + 1) * self.above // self.below)
-        return Hold(((self.axis, tick),))
+        interval = self._interval(timestamp)
+        if self.axis is None or interval is None:
+            return None
+        return Hold(((self.axis, -(-(interval + 1) * self.above // self.below)),))
 
-    def _interval(self, timestamp: Timestamp) -> int:
-        return self.axis.read(timestamp) * self.below // self.above
+    def _interval(self, timestamp: Timestamp) -> int | None:
+        return None if self.axis is None else self.axis.read(timestamp) * self.below // self.above
 
 
 def asked(
