@@ -30,13 +30,6 @@ def test_all_leaves_have_the_size(size: int) -> None:
     assert batch["pair"][1] == 1.0
 
 
-@pytest.mark.parametrize("length", [2, 4, 9])
-def test_sequences_have_the_length(length: int) -> None:
-    batch = resize_batch(BATCH, 5, length=length)
-    assert batch["x"].shape == (5, length)
-    assert batch["mask"].shape == (5, length, length)
-
-
 def test_it_owns_its_memory() -> None:
     given = torch.zeros(8, 2)
     resized = resize_batch(given, 3)

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from stretto.timing import Horizon, LastBatch, Timestamp, advance
+from stretto.timing import Horizon, LastBatch, Timer, Timestamp, tick
 from stretto.timing.epochs import cut, repeats_before, rollover
 
 MODES: tuple[LastBatch, ...] = get_args(LastBatch)
@@ -14,8 +14,10 @@ MODES: tuple[LastBatch, ...] = get_args(LastBatch)
 
 def test_tokens_of_a_carried_batch_are_shared_between_its_epochs() -> None:
     horizon = Horizon("4ep", dataset_num_samples=10, last_batch="carry")
-    after = advance(horizon, Timestamp(sample=5, sample_in_epoch=5), 8, tokens=80)
-    assert (after.token, after.token_in_epoch, after.sample_in_epoch) == (80, 30, 3)
+    timer = Timer(horizon, clock=lambda: 0)
+    tick(timer, horizon, 5, tokens=7)
+    tick(timer, horizon, 8, tokens=81)
+    assert (timer.token, timer.token_in_epoch, timer.sample_in_epoch) == (88, 30, 3)
 
 
 @pytest.mark.parametrize("mode", MODES)

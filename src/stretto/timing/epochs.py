@@ -43,14 +43,7 @@ def rollover(horizon: Horizon, sample_in_epoch: int, size: int) -> Rollover:
     return Rollover(epochs, within, 0)
 
 
-def advance(
-    horizon: Horizon,
-    timestamp: Timestamp,
-    size: int,
-    *,
-    tokens: int | None = None,
-    nanoseconds: int = 0,
-) -> Timestamp:
+def advance(horizon: Horizon, timestamp: Timestamp, size: int) -> Timestamp:
     """Return the clock after a batch of `size` samples that started at `timestamp`.
 
     >>> horizon = Horizon("2ep", dataset_num_samples=20, last_batch="carry")
@@ -62,38 +55,23 @@ def advance(
         horizon: what an epoch is and what happens at its end.
         timestamp: the clock at the start of the batch.
         size: the batch's samples, over all ranks.
-        tokens: the batch's tokens, over all ranks; by default, from `tokens_per_sample`, or 0.
-        nanoseconds: the wall time that the batch took.
-        ends_epoch: whether data of unknown size have just ended.
     """
     each = horizon.tokens_per_sample or 0
-    if tokens is None:
-        tokens = size * each
     epoch, batch, sample, token, batch_, sample_, token_, run, job, epoch_ns, _ = timestamp
     roll = rollover(horizon, sample_ + size, size)
     if roll.epochs:
-        batch_, token_ = 0, tokens_carried(roll.sample_in_epoch, size, tokens)
-        epoch_ns = -nanoseconds
+        batch_, token_, epoch_ns = 0, roll.sample_in_epoch * each, 0
     else:
-        batch_, token_ = batch_ + 1, token_ + tokens
+        batch_, token_ = batch_ + 1, token_ + size * each
     return tuple.__new__(
         Timestamp,
         (
             epoch + roll.epochs, batch + 1, sample + size + roll.passed_over,
-            token + tokens + roll.passed_over * each,
+            token + (size + roll.passed_over) * each,
             batch_, roll.sample_in_epoch, token_,
-            run + nanoseconds, job + nanoseconds, epoch_ns + nanoseconds, nanoseconds,
+            run, job, epoch_ns, 0,
         ),
     )  # fmt: skip
-
-
-def tokens_carried(samples: int, size: int, tokens: int) -> int:
-    """Return how many of a batch's `tokens` its last `samples` of `size` samples have.
-
-    Exact if all samples have equally many. Otherwise their share, rounded down, because tokens are
-    not counted per sample.
-    """
-    return tokens * samples // size
 
 
 def tick(
@@ -109,7 +87,7 @@ def tick(
 
     If a step `skipped` samples before it, call `timer.end_epoch()` first. If a batch is carried
     into the next epoch, `tokens_of_last(samples)` counts the tokens of its last samples; by
-    default, they are their share of all tokens.
+    default, they are their share of all tokens, rounded down.
 
     >>> horizon = Horizon("2ep", dataset_num_samples=20)
     >>> timer = Timer(horizon)
@@ -118,20 +96,16 @@ def tick(
     >>> timer.epoch, timer.batch, timer.sample
     (1, 2, 20)
     """
-    each = horizon.tokens_per_sample or 0
     if tokens is None:
-        tokens = size * each
+        tokens = size * (horizon.tokens_per_sample or 0)
     timer.update(samples=size, tokens=tokens, seconds=seconds)
     roll = rollover(horizon, timer.sample_in_epoch, size)
-    if roll.epochs:
-        num_samples = horizon.dataset_num_samples or 0
-        for epoch in range(roll.epochs, 0, -1):
-            carried = (epoch - 1) * num_samples + roll.sample_in_epoch
-            if tokens_of_last is None:
-                left = tokens_carried(carried, size, tokens)
-            else:
-                left = tokens_of_last(carried) if carried else 0
-            timer.end_epoch(samples=carried, tokens=left)
+    for epoch in range(roll.epochs, 0, -1):
+        carried = (epoch - 1) * (horizon.dataset_num_samples or 0) + roll.sample_in_epoch
+        left = tokens * carried // size
+        if carried and tokens_of_last is not None:
+            left = tokens_of_last(carried)
+        timer.end_epoch(samples=carried, tokens=left)
 
 
 def cut(horizon: Horizon, timestamp: Timestamp, size: int) -> int:
