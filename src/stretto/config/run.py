@@ -16,7 +16,6 @@ from stretto.config.values.fields import (
     RunLength,
     Section,
     Target,
-    check_no_duration,
     shape_of,
 )
 from stretto.config.values.messages import explain
@@ -45,12 +44,6 @@ def _local(folder: str | None) -> str | None:
     if folder is not None:
         local_path(folder, "keep a run in", ConfigError)
     return folder
-
-
-def _top_level(value: Any) -> Any:
-    for one in value if isinstance(value, list) else [value]:
-        check_no_duration(getattr(one, "duration", None))
-    return value
 
 
 def _without_nulls(value: Any) -> Any:
@@ -94,7 +87,7 @@ class RunConfig(Section):
     schedules: Annotated[
         dict[
             Annotated[str, AfterValidator(_schedule_key)],
-            Annotated[ScheduleText, AfterValidator(_top_level)],
+            ScheduleText,
         ],
         BeforeValidator(_without_nulls),
     ] = Field(default_factory=dict)

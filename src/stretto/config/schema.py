@@ -10,9 +10,8 @@ from typing import Any, final
 from pydantic.json_schema import GenerateJsonSchema
 
 from stretto.config.run import RunConfig
-from stretto.config.values.batch_size_schema import batch_size_schemas
+from stretto.config.values.batch_size_schema import batch_size_schemas, schedule_schemas
 from stretto.config.values.fields import TIME_PATTERN, Part
-from stretto.config.values.schedules import KINDS
 from stretto.timing import Time
 
 
@@ -31,10 +30,10 @@ def run_file_schema() -> dict[str, Any]:
     for name, part in [("RunConfig", schema), *parts.items()]:
         _describe(part, sections[name].settings or sections[name])
     # Exactly one of these says what kind of schedule it is.
-    parts["WrittenCurve"]["oneOf"] = [{"required": [name]} for name in (*KINDS, "periods")]
     target = parts["Target"]["properties"]["target"]
-    parts.update({"TargetText": target, **batch_size_schemas()})
+    parts.update({"TargetText": target, **batch_size_schemas(), **schedule_schemas()})
     schema["properties"]["batch_size"]["$ref"] = "#/$defs/BatchSize"
+    schema["properties"]["schedules"]["additionalProperties"] = {"$ref": "#/$defs/Schedule"}
     schema = _tidy(schema)
     schema["$defs"]["Time"] = {
         "description": "An amount and a unit: 90ep, 500ba, 1_000sp, 2Btok, 0.1dur, 10%, 1h30m.",

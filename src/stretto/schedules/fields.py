@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, Self, SupportsFloat, TypeAlias
 
-from stretto.errors import Argument, ScheduleError, StrettoError, shown
+from stretto.errors import Argument, ScheduleError, StrettoError, nearest, shown
 from stretto.timing import Time, TimeLike, TimeUnit
 from stretto.timing.conversion import rounded
 from stretto.timing.number import exact, is_number
@@ -243,7 +243,8 @@ def one_of(
         StrettoError: it is not.
     """
     if value not in choices:
-        instead = f"write {' or '.join(map(repr, choices))}"
+        near = nearest(value, map(str, choices))
+        instead = f"did you mean {near!r}?" if near else f"write {' or '.join(map(repr, choices))}"
         raise error.cannot(
             ("use ", Argument(name, value)), why="there is no such choice", instead=instead
         )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Collection
+from typing import Any, get_args
 
 from stretto.batching.written import COUPLED, ORDER, RAMPS, WAYS, WRAPPERS, Way
 from stretto.config.values.batch_sizes import FileWords
 from stretto.config.values.context import CHECKING
 from stretto.config.values.docstrings import argument_texts, summary_of
+from stretto.config.values.schedules import KINDS
+from stretto.schedules import DecayShape
+from stretto.timing import Time
 
 _SIZE = {"type": "integer", "minimum": 1}
 _TIME = {"$ref": "#/$defs/Time"}
@@ -20,11 +24,16 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
     "int | Literal['auto']": {"anyOf": [_SIZE, {"const": "auto"}]},
     "float": {"type": "number"},
     "float | Continuous": {"anyOf": [{"type": "number"}, {"const": "continuous"}]},
+    "Factor": {"type": "number", "minimum": 0},
+    "Positive": {"type": "number", "exclusiveMinimum": 0},
     "Number": {"type": "number"},
     "bool": _FLAG,
     "str": {"type": "string"},
     "TimeLike": _TIME,
     "Interval": _TIME,
+    "Length": _TIME,
+    "Sequence[TimeLike]": {"type": "array", "items": _TIME, "minItems": 1},
+    "DecayShape": {"enum": [*get_args(DecayShape)]},
     "Equal": {"enum": ["time", "batches"]},
     "Rounding": {"enum": ["down", "up"]},
     "Literal['min', 'max']": {"enum": ["min", "max"]},
@@ -71,6 +80,39 @@ def batch_size_schemas() -> dict[str, dict[str, Any]]:
     }
 
 
+def schedule_schemas() -> dict[str, dict[str, Any]]:
+    """Return the definitions that make up `Schedule`: each kind by the name of its class."""
+    kinds = {one.__name__: _object(Way(one, "", ""), {}) for one in KINDS.values()}
+    periods = {"type": "array", "items": {"$ref": "#/$defs/PeriodOfSchedule"}, "minItems": 1}
+    names = {name: {"$ref": f"#/$defs/{one.__name__}"} for name, one in KINDS.items()}
+    written: dict[str, Any] = {
+        "description": "One of the schedules that stretto has, by its name.",
+        "type": "object",
+        "properties": {**names, "periods": periods},
+        "oneOf": [{"required": [name]} for name in (*KINDS, "periods")],
+        "additionalProperties": False,
+    }
+    function: dict[str, Any] = {
+        "description": "A function of yours; the other keys are its arguments.",
+        "type": "object",
+        "properties": {"target": {"$ref": "#/$defs/TargetText", "description": "Its name."}},
+        "required": ["target"],
+    }
+    both = {"WrittenCurve": written, "CustomCurve": function}
+    in_period = [_in_period(one) for one in both.values()]
+    one: list[Any] = [
+        {"type": "number", "minimum": 0},
+        *({"$ref": f"#/$defs/{name}"} for name in both),
+    ]
+    several = {"type": "array", "items": {"anyOf": one}, "minItems": 1}
+    return {
+        **kinds,
+        **both,
+        "PeriodOfSchedule": {"anyOf": in_period},
+        "Schedule": {"anyOf": [*one, several]},
+    }
+
+
 def _title(way: Way) -> str:
     name = way.make.__name__
     return name[0].upper() + name[1:]
@@ -80,26 +122,34 @@ def _property(parameter: inspect.Parameter, text: str | None) -> dict[str, Any]:
     kind = str(parameter.annotation).removesuffix(" | None").replace('"', "'")
     found = dict(_SCHEMAS[kind])
     if parameter.default not in (parameter.empty, None):
-        found["default"] = parameter.default
+        default = parameter.default
+        found["default"] = str(default) if isinstance(default, Time) else default
     return found | ({"description": text} if text else {})
 
 
-def _way(way: Way, beside: dict[str, Any], without: frozenset[str] | set[str] = frozenset()) -> Any:
+def _way(way: Way, beside: dict[str, Any], without: Collection[str] = ()) -> Any:
+    found = _object(way, beside, without)
+    if way.argument is None:
+        kind = next(name for name, one in RAMPS.items() if one is way)
+        ramp = {"ramp": {"const": kind, "description": "Which ramp."}}
+        found |= {
+            "properties": ramp | found["properties"],
+            "required": ["ramp", *found["required"]],
+        }
+    elif way.key not in found["required"]:
+        found["required"].append(way.key)
+    return found
+
+
+def _object(way: Way, beside: dict[str, Any], without: Collection[str] = ()) -> Any:
     texts = argument_texts(way.make)
     own = {key: one for key, one in way.parameters().items() if one.name not in without}
     properties = {key: _property(one, texts.get(one.name)) for key, one in own.items()}
-    required = [key for key, one in own.items() if one.default is one.empty]
-    if way.argument is None:
-        kind = next(name for name, one in RAMPS.items() if one is way)
-        properties = {"ramp": {"const": kind, "description": "Which ramp."}, **properties}
-        required.insert(0, "ramp")
-    elif way.key not in required:
-        required.append(way.key)
     return {
         "description": summary_of(way.make),
         "type": "object",
-        "properties": {**properties, **beside},
-        "required": required,
+        "properties": properties | beside,
+        "required": [key for key, one in own.items() if one.default is one.empty],
         "additionalProperties": False,
     }
 
@@ -140,5 +190,5 @@ def _target(beside: dict[str, Any]) -> dict[str, Any]:
 def _in_period(way: dict[str, Any]) -> dict[str, Any]:
     return way | {
         "properties": {"duration": _DURATION, **way["properties"]},
-        "required": ["duration", *way["required"]],
+        "required": ["duration", *way.get("required", ())],
     }

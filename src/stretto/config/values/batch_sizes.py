@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, TypeAlias, final
 
-from pydantic import PlainValidator, ValidationError
-from pydantic_core import InitErrorDetails
+from pydantic import PlainValidator
 
 from stretto.batching import BatchSizePolicy, SizeFunction, rampup
 from stretto.batching.parse import Dialect, without_nulls
 from stretto.batching.written import COUPLED, Way
 from stretto.config.reading.source import Path
-from stretto.config.values.context import CHECKING, Building
-from stretto.config.values.fields import Target
-from stretto.errors import BatchSizeError, StrettoError
+from stretto.config.values.context import CHECKING, Building, read_section
+from stretto.errors import BatchSizeError
 from stretto.schedules import Cosine, Schedule
 from stretto.timing import TimeLike
 
@@ -69,8 +66,8 @@ class FileWords:
         """What `as_policy` reads, and these keys."""
         building = self.building
         return Dialect(
-            at=(lambda path: building.source.at(*path)) if building.imports else _refused_at,
-            function=lambda value, path: building.function(_target(value, path), path),
+            at=building.at,
+            function=lambda value, path: building.function(read_section(value, path), path),
             readers={"target": self.of_target, "rampup": self.of_rampup},
             even_unit=building.even_unit,
         )
@@ -79,9 +76,11 @@ class FileWords:
         """Return a policy of yours, or a function; keys that it does not take are arguments."""
         options = {key: words[key] for key in ("every", "planned") if words.get(key) is not None}
         rest = {key: value for key, value in words.items() if key not in ("every", "planned")}
-        target = _target(rest, path)
+        target = read_section(rest, path)
         if self.building.is_class(target.target, BatchSizePolicy, path):
-            policy: BatchSizePolicy = self.building.made(_target({**rest, **options}, path), path)
+            policy: BatchSizePolicy = self.building.made(
+                read_section({**rest, **options}, path), path
+            )
             return policy
         function = self.building.function(target, path)
         way = Way(partial(SizeFunction, function, None), "target", None)
@@ -125,25 +124,6 @@ class FileWords:
             micro_batch_size=micro,
             initial_global_train_batch_size=initial_global_train_batch_size,
         )
-
-
-def _target(value: object, path: Path) -> Target:
-    try:
-        return value if isinstance(value, Target) else Target.model_validate(value)
-    except ValidationError as error:
-        details: list[Any] = error.errors(include_url=False)
-        lines = [{**one, "loc": (*path, *one["loc"])} for one in details]
-        raise ValidationError.from_exception_data("batch_size", lines) from None  # type: ignore[arg-type]
-
-
-@contextmanager
-def _refused_at(path: Path) -> Iterator[None]:
-    """Let pydantic list an error of ours raised within, at the path that it comes from."""
-    try:
-        yield
-    except StrettoError as error:
-        details = InitErrorDetails(type="value_error", loc=path, input=None, ctx={"error": error})
-        raise ValidationError.from_exception_data("batch_size", [details]) from error
 
 
 def _checked(value: Any) -> Any:

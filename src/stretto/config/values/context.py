@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
+
+from pydantic import ValidationError
+from pydantic_core import InitErrorDetails
 
 from stretto.config.reading.source import NO_SOURCE, Path, Source
 from stretto.config.values.fields import Target
 from stretto.config.values.targets import bound_target, call_target, import_target
+from stretto.errors import StrettoError
 
 
 @final
@@ -30,6 +35,10 @@ class Building:
     def even_unit(self) -> int:
         """What an evenly split batch size is a multiple of."""
         return self.world_size * (self.micro_batch_size or 1)
+
+    def at(self, path: Path) -> AbstractContextManager[None]:
+        """Name the place in errors that are raised inside."""
+        return self.source.at(*path) if self.imports else _refused_at(path)
 
     def function(self, section: Target, path: Path) -> Callable[..., Any]:
         """Return the function that a section names, with its arguments bound."""
@@ -55,3 +64,27 @@ CHECKING = Building(imports=False)
 
 def _stand_in(*_: Any) -> int:
     return 1
+
+
+def read_section(value: object, path: Path) -> Target:
+    """Return a mapping with a `target` as a section.
+
+    Raises:
+        ValidationError: it is none.
+    """
+    try:
+        return value if isinstance(value, Target) else Target.model_validate(value)
+    except ValidationError as error:
+        details: list[Any] = error.errors(include_url=False)
+        lines = [{**one, "loc": (*path, *one["loc"])} for one in details]
+        raise ValidationError.from_exception_data("batch_size", lines) from None  # type: ignore[arg-type]
+
+
+@contextmanager
+def _refused_at(path: Path) -> Iterator[None]:
+    """Let pydantic list an error of ours raised within, at the path that it comes from."""
+    try:
+        yield
+    except StrettoError as error:
+        details = InitErrorDetails(type="value_error", loc=path, input=None, ctx={"error": error})
+        raise ValidationError.from_exception_data("batch_size", [details]) from error

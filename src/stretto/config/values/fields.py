@@ -153,53 +153,6 @@ def read_run_length(value: object) -> Time:
     return time
 
 
-def read_duration(value: object) -> Time | Literal["rest"]:
-    """Return how long a period is: a time longer than nothing, or `rest`.
-
-    Raises:
-        ConfigError: it is -1, which means the rest elsewhere.
-        TimeError: it is not a time, or not positive.
-    """
-    if value == "rest":
-        return "rest"
-    if value in (-1, "-1"):
-        raise ConfigError.cannot(
-            f"use {shown(value)} as a duration",
-            why="it is not a time",
-            instead="write 'rest' for what is left of the run",
-        )
-    return read_length(value)
-
-
-def check_duration(duration: Time | Literal["rest"] | None) -> Time | Literal["rest"]:
-    """Return the duration of a period, which must have one.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if duration is None:
-        raise ConfigError.cannot(
-            "use a period",
-            why="it has no 'duration'",
-            instead="write how long it is, such as 'duration: 10%', or 'duration: rest'",
-        )
-    return duration
-
-
-def check_no_duration(duration: object) -> None:
-    """Refuse a duration where there are no periods.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    if duration is not None:
-        raise ConfigError.cannot(
-            "use the key 'duration'",
-            why="this is not one of several periods",
-            instead="leave it out, or write 'periods:' with a list",
-        )
-
-
 def shape_of(shape: Callable[[Any], str | None], instead: str) -> Discriminator:
     """Return what picks the way in which a value is written, with the error for none of them."""
     return Discriminator(
@@ -244,22 +197,10 @@ TargetText: TypeAlias = Annotated[
     Field(json_schema_extra={"pattern": TARGET_PATTERN}, examples=["torch.optim:AdamW"]),
 ]
 """`package.module:attribute`."""
-TimeText: TypeAlias = Annotated[Time, *_time(read_time, ["2ep", "10%", "2Btok"])]
-"""Any time."""
 Length: TypeAlias = Annotated[Time, *_time(read_length, ["1ep", "10%", "512sp"])]
 """A time that is longer than nothing."""
 WallClock: TypeAlias = Annotated[Time, *_time(read_wait, ["90s", "10m"])]
 """A time on the wall clock that is longer than nothing."""
-Duration: TypeAlias = Annotated[
-    Time | Literal["rest"],
-    GetPydanticSchema(lambda _, __: core_schema.no_info_plain_validator_function(read_duration)),
-    PlainSerializer(str, return_type=str),
-    WithJsonSchema(
-        {"anyOf": [{"const": "rest"}, {"type": "string", "pattern": TIME_PATTERN}]}
-        | {"examples": ["10%", "rest"]}
-    ),
-]
-"""How long a period is: a time, or `rest`."""
 RunLength: TypeAlias = Annotated[Time, *_time(read_run_length, ["2ep", "2Btok", "36h"])]
 """The length of a run."""
 
@@ -275,8 +216,6 @@ CountOrAuto: TypeAlias = Annotated[
 """A whole number of at least 1, or `auto`."""
 Natural: TypeAlias = Annotated[int, Field(ge=0, strict=True)]
 """A whole number of at least 0."""
-Number: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-"""A finite number."""
 
 
 class Target(Part):

@@ -68,8 +68,7 @@ def _unknown(path: Path, section: type[BaseModel] | None, meant: str | None) -> 
     keys = {} if section is None else section.model_fields
     if meant:
         return f"there is no such key{inside}", f"did you mean '{meant}'?"
-    here = [key for key in keys if key != "duration" or "periods" in path]
-    return f"there is no such key{inside}", f"the keys here are {', '.join(here)}"
+    return f"there is no such key{inside}", f"the keys here are {', '.join(keys)}"
 
 
 def _no_mapping(section: type[BaseModel] | None) -> tuple[str, str]:

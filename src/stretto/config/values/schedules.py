@@ -1,39 +1,23 @@
-"""`schedules` in a run file, and the schedules that become of them.
-
-The keys of each kind are the arguments of its class, read from its signature, and their
-descriptions are those of its docstring: a schedule is described in one place.
-"""
+"""How schedules are written in a run file; the keys are the arguments of their classes."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, cast
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import ConfigDict, Field, Tag, create_model, model_validator
+from pydantic import PlainValidator
 
+from stretto.batching.parse import without_nulls
 from stretto.config.reading.source import Path
-from stretto.config.values.context import CHECKING, Building
-from stretto.config.values.docstrings import argument_texts, summary_of
-from stretto.config.values.fields import (
-    Count,
-    Duration,
-    Number,
-    Section,
-    Target,
-    TargetText,
-    TimeText,
-    check_duration,
-    check_no_duration,
-    shape_of,
-)
-from stretto.errors import ScheduleError
+from stretto.config.values.context import CHECKING, Building, read_section
+from stretto.config.values.fields import read_length, read_time, shown
+from stretto.errors import ScheduleError, nearest
 from stretto.schedules import (
     WSD,
     Constant,
     Cosine,
     CosineRestarts,
-    DecayShape,
     Exponential,
     InverseSqrt,
     Linear,
@@ -60,169 +44,119 @@ KINDS: Mapping[str, type[Schedule]] = {
 }
 """The schedules that a run file can name, each by the key that stands for it."""
 
-_TYPES: Mapping[str, Any] = {
-    "Factor": Number,
-    "Positive": Number,
-    "int": Count,
-    "Length": TimeText,
-    "Interval": TimeText,
-    "Length | None": TimeText | None,
-    "Interval | None": TimeText | None,
-    "Sequence[TimeLike]": list[TimeText],
-    "DecayShape": DecayShape,
-}
-"""What a run file holds for the annotation of a schedule's argument."""
 
-
-class Arguments(Section):
-    """The arguments of one kind of schedule."""
-
-    def given(self) -> dict[str, Any]:
-        """Return them by name."""
-        return {name: getattr(self, name) for name in type(self).model_fields}
-
-
-def _arguments(kind: type[Schedule]) -> type[Arguments]:
-    """The section whose keys are the arguments of `kind`."""
-    descriptions = argument_texts(kind)
-    fields = {
-        name: (
-            _TYPES[parameter.annotation],
-            Field(
-                default=... if parameter.default is parameter.empty else parameter.default,
-                description=descriptions.get(name),
-            ),
-        )
-        for name, parameter in inspect.signature(kind).parameters.items()
-    }
-    summary = summary_of(kind)
-    return create_model(kind.__name__, __base__=Arguments, __doc__=summary, **cast(Any, fields))
-
-
-class Curve(Section):
-    """A factor that multiplies a hyper-parameter, as a function of time."""
-
-    duration: Duration | None = None
-    """In `periods`: how long this one is, or `rest`."""
-
-    def schedule(self, building: Building, path: Path) -> Schedule:
-        """Return the schedule."""
-        raise NotImplementedError
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        self.schedule(CHECKING, ())
-        return self
-
-
-class KnownCurve(Curve):
-    """One of the schedules that stretto has."""
-
-    periods: Annotated[list[CurveInPeriod], Field(min_length=1)] | None = None
-    """Schedules one after another, each with a `duration`; times in it are relative to it."""
-
-    def schedule(self, building: Building, path: Path) -> Schedule:
-        """Return the schedule that the one key names."""
-        names = [*KINDS, "periods"]
-        given = [name for name in names if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ScheduleError.cannot(
-                f"follow {' and '.join(given)} at once" if given else "follow no schedule",
-                why="a schedule is one of them" if given else "its kind is not said",
-                instead="write one, or a list of several, which multiply"
-                if given
-                else "write for example cosine: {end: 0.1}, or constant: {}",
-            )
-        if self.periods is None:
-            arguments: Arguments = getattr(self, given[0])
-            return KINDS[given[0]](**arguments.given())
-        schedules = []
-        for number, period in enumerate(self.periods):
-            here = (*path, "periods", number)
-            with building.source.at(*here):
-                duration = check_duration(period.duration)
-                schedules.append((duration, period.schedule(building, here)))
-        return Periods(schedules)
-
-
-class CustomCurve(Curve):
-    """A function of yours: `function(timer) -> factor`."""
-
-    model_config = ConfigDict(extra="allow")
-
-    target: TargetText
-    """`package.module:function`; all other keys are its arguments."""
-
-    def schedule(self, building: Building, path: Path) -> Schedule:
-        """Return the function as a schedule."""
-        section = Target(target=self.target, **(self.__pydantic_extra__ or {}))
-        return as_schedule(building.function(section, path))
-
-
-if TYPE_CHECKING:
-    WrittenCurve = KnownCurve
-else:
-    WrittenCurve = create_model(
-        "WrittenCurve",
-        __base__=KnownCurve,
-        __doc__="One of the schedules that stretto has, by its name.",
-        **{name: (_arguments(kind) | None, None) for name, kind in KINDS.items()},
-    )
-
-
-def _shape(value: object) -> str | None:
-    """The tag of the way in which a schedule is written."""
-    if isinstance(value, Curve):
-        return "<CustomCurve>" if isinstance(value, CustomCurve) else "<WrittenCurve>"
-    if isinstance(value, list):
-        return "<list>"
-    if not isinstance(value, Mapping):
-        return "<number>" if isinstance(value, (int, float)) else None
-    if "target" in value:
-        return "<CustomCurve>"
-    return "<WrittenCurve>"
-
-
-_Written: TypeAlias = (
-    Annotated[WrittenCurve, Tag("<WrittenCurve>")] | Annotated[CustomCurve, Tag("<CustomCurve>")]
-)
-CurveInPeriod: TypeAlias = Annotated[
-    _Written, shape_of(_shape, "write for example {duration: 5%, linear: {start: 0, end: 1}}")
-]
-"""The schedule of one period."""
-OneSchedule: TypeAlias = Annotated[
-    Annotated[Number, Tag("<number>")] | _Written,
-    shape_of(_shape, "write for example {cosine: {end: 0.1}}, or a number"),
-]
-"""A schedule, or a factor that stays."""
-ScheduleText: TypeAlias = Annotated[
-    Annotated[Number, Tag("<number>")]
-    | _Written
-    | Annotated[list[OneSchedule], Field(min_length=1), Tag("<list>")],
-    shape_of(_shape, "write for example {cosine: {end: 0.1, warmup: 5%}}, a number, or a list"),
-]
-"""What multiplies a hyper-parameter: a schedule, a number, or a list whose product it is."""
-
-WrittenCurve.model_rebuild()
-
-
-def build_schedule(value: ScheduleText, building: Building, path: Path) -> Schedule:
-    """Return the schedule that an entry of `schedules` in a run file says.
-
-    >>> from stretto.config.values.context import CHECKING
-    >>> build_schedule([0.5, 2.0], CHECKING, ("schedules", "lr"))
-    Product(Constant(value=0.5), Constant(value=2.0))
+def build_schedule(value: Any, building: Building, path: Path) -> Schedule:
+    """Return the schedule that a run file says; several in a list multiply.
 
     Raises:
-        ConfigError: it cannot be built; the message says where it stands.
+        ConfigError: a target cannot be imported or called, or the schedule cannot be.
     """
-    if isinstance(value, list):
-        items = [
-            build_schedule(item, building, (*path, number)) for number, item in enumerate(value)
-        ]
-        return items[0] if len(items) == 1 else Product(*items)
-    with building.source.at(*path):
-        if isinstance(value, Curve):
-            check_no_duration(value.duration)
-            return value.schedule(building, path)
-        return Constant(value)
+    if not isinstance(value, list):
+        return _one(value, building, path)
+    with building.at(path):
+        items = [_one(item, building, (*path, n)) for n, item in enumerate(_items(value))]
+    return items[0] if len(items) == 1 else Product(*items)
+
+
+def _one(value: Any, building: Building, path: Path) -> Schedule:
+    with building.at(path):
+        if isinstance(value, (int, float)):
+            return Constant(value)
+        words = _mapping(value, "write for example {cosine: {end: 0.1}}, or a number")
+        if "duration" in words:
+            why = "this is not one of several periods"
+            instead = "leave it out, or write 'periods:' with a list"
+            raise ScheduleError.cannot("use the key 'duration'", why=why, instead=instead)
+        return _of_kind(words, building, path)
+
+
+def _of_kind(words: dict[str, Any], building: Building, path: Path) -> Schedule:
+    if "target" in words:
+        return as_schedule(building.function(read_section(words, path), path))
+    _check_keys(words, (*KINDS, "periods", "target"), building, path)
+    if len(words) != 1:
+        raise ScheduleError.cannot(
+            f"follow {' and '.join(words)} at once" if words else "follow no schedule",
+            why="a schedule is one of them" if words else "its kind is not said",
+            instead="write one, or a list of several, which multiply"
+            if words
+            else "write for example cosine: {end: 0.1}, or constant: {}",
+        )
+    [(name, inside)] = words.items()
+    here = (*path, name)
+    with building.at(here):
+        if name != "periods":
+            return _with_arguments(KINDS[name], inside, building, here)
+        periods = enumerate(_items(inside))
+        return Periods([_period(one, building, (*here, number)) for number, one in periods])
+
+
+def _period(value: Any, building: Building, path: Path) -> tuple[Any, Schedule]:
+    with building.at(path):
+        words = _mapping(value, "write for example {duration: 5%, linear: {start: 0, end: 1}}")
+        duration = words.pop("duration", None)
+        if duration is None:
+            instead = "write how long it is, such as 'duration: 10%', or 'duration: rest'"
+            raise ScheduleError.cannot("use a period", why="it has no 'duration'", instead=instead)
+        if duration not in ("rest", -1, "-1"):  # Periods says what to write instead of -1
+            with building.at((*path, "duration")):
+                duration = read_length(duration)
+        return duration, _of_kind(words, building, path)
+
+
+def _with_arguments(kind: type[Schedule], value: Any, building: Building, path: Path) -> Schedule:
+    known = inspect.signature(kind).parameters
+    keys = f"such as {{{next(iter(known))}: ...}} (its keys are {', '.join(known)})"
+    words = _mapping(value, f"write keys with values, {keys}")
+    _check_keys(words, known, building, path)
+    required = [name for name, one in known.items() if one.default is one.empty]
+    if missing := [name for name in required if name not in words]:
+        why, instead = f"it has no {missing[0]!r}", f"add the key {missing[0]!r}"
+        raise ScheduleError.cannot(f"use {path[-1]}", why=why, instead=instead)
+    arguments = dict(words)
+    for name, given in words.items():
+        annotation = str(known[name].annotation)
+        with building.at((*path, name)):
+            if annotation.startswith(("Length", "Interval")):
+                arguments[name] = read_time(given)
+            elif annotation.startswith("Sequence"):
+                arguments[name] = [read_time(item) for item in _items(given)]
+    return kind(**arguments)
+
+
+def _mapping(value: Any, instead: str) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return without_nulls(value)
+    what = f"use {shown(value)} as a schedule"
+    raise ScheduleError.cannot(what, why="it is not a mapping", instead=instead)
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, list) and value:
+        return value
+    why = "it is empty" if value == [] else "it is not a list"
+    instead = "write items in brackets, or one '- item' per line"
+    raise ScheduleError.cannot(f"use {shown(value)} here", why=why, instead=instead)
+
+
+def _check_keys(
+    words: Mapping[str, Any], known: Iterable[str], building: Building, path: Path
+) -> None:
+    for key in words:
+        if key not in known:
+            near = nearest(key, known)
+            with building.at((*path, key)):
+                raise ScheduleError.cannot(
+                    f"use the key {key!r}",
+                    why="there is no such key here",
+                    instead=f"did you mean '{near}'?" if near else f"write {', '.join(known)}",
+                )
+
+
+def _checked(value: Any) -> Any:
+    build_schedule(value, CHECKING, ())
+    return value
+
+
+ScheduleText: TypeAlias = Annotated[Any, PlainValidator(_checked)]
+"""A schedule as a run file holds it, which can be built."""
