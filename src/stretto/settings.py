@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, final
 
 from stretto.batching import RuleLike, as_rule
 from stretto.errors import TrainingError, shown
+from stretto.schedules import fields
 from stretto.timing import LastBatch, TimeLike, Trigger, parse_trigger, read_wall_clock
 from stretto.timing.number import whole
 
@@ -181,8 +182,4 @@ def one_of(name: str, value: object, choices: Sequence[str]) -> None:
     Raises:
         TrainingError: it is not.
     """
-    if value not in choices:
-        shown = ", ".join(repr(choice) for choice in choices)
-        raise TrainingError.cannot(
-            f"use {name}={value!r}", why="there is no such choice", instead=f"write {shown}"
-        )
+    fields.one_of(value, name, choices, TrainingError)

@@ -3,7 +3,7 @@
 from stretto.batching.adaptive.hysteresis import Hysteresis
 from stretto.batching.adaptive.noise_scale import NoiseScale, NormTest
 from stretto.batching.adaptive.plateau import Plateau
-from stretto.batching.coupled.coupling import Continuous, Coupling
+from stretto.batching.coupled.coupling import Coupling
 from stretto.batching.coupled.seesaw import (
     IncreaseInsteadOfDecay,
     Seesaw,
@@ -28,7 +28,7 @@ from stretto.batching.rules import (
     SquareRootRule,
     as_rule,
 )
-from stretto.batching.scheduled.fixed import Fixed, Steps, StepsLike
+from stretto.batching.scheduled.fixed import Fixed, Steps
 from stretto.batching.scheduled.functions import SizeFunction
 from stretto.batching.scheduled.increase import IncreaseFunction, awaits_maximum, with_maximum
 from stretto.batching.scheduled.periods import PeriodSizes
@@ -42,7 +42,6 @@ __all__ = [
     "AtMost",
     "BatchSizePolicy",
     "BoundPolicy",
-    "Continuous",
     "Coupling",
     "DoublingRamp",
     "Fixed",
@@ -73,7 +72,6 @@ __all__ = [
     "SquareRootRule",
     "StagedRamp",
     "Steps",
-    "StepsLike",
     "TimedPolicy",
     "as_policy",
     "as_rule",

@@ -13,7 +13,7 @@ from stretto.schedules.schedule import (
     ScheduleLike,
     as_schedule,
 )
-from stretto.schedules.scope import BoundSchedule, RunScope, Scope, Span
+from stretto.schedules.scope import BoundSchedule, RunScope, Scope
 from stretto.schedules.wsd import WSD, DecayShape
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "Schedule",
     "ScheduleLike",
     "Scope",
-    "Span",
     "StepDecay",
     "WSD",
     "as_schedule",

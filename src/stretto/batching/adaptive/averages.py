@@ -234,16 +234,19 @@ def checked_window(window: object) -> int:
     return steps
 
 
-def checked_confidence(confidence: object) -> float:
+def checked_confidence(confidence: Any) -> float:
     """Return the probability with which an interval holds.
 
     Raises:
         BatchSizeError: it is not a number from 0.01 to 0.9999.
     """
-    if isinstance(confidence, bool) or not isinstance(confidence, (int, float)):
-        raise _no_confidence(confidence)
-    if not _LEAST_CONFIDENCE <= confidence <= _MOST_CONFIDENCE:
-        raise _no_confidence(confidence)
+    is_number = isinstance(confidence, (int, float)) and not isinstance(confidence, bool)
+    if not is_number or not _LEAST_CONFIDENCE <= confidence <= _MOST_CONFIDENCE:
+        raise BatchSizeError.cannot(
+            f"be sure with a probability of {shown(confidence)}",
+            why=f"it is not a number from {_LEAST_CONFIDENCE} to {_MOST_CONFIDENCE}",
+            instead="write a number such as confidence=0.9",
+        )
     return float(confidence)
 
 
@@ -263,11 +266,3 @@ def _positive_part(a: float, b: float, c: float, unit: float, *, is_positive: bo
 
 def _is_plausible(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value) and abs(value) <= LARGEST
-
-
-def _no_confidence(confidence: object) -> BatchSizeError:
-    return BatchSizeError.cannot(
-        f"be sure with a probability of {shown(confidence)}",
-        why=f"it is not a number from {_LEAST_CONFIDENCE} to {_MOST_CONFIDENCE}",
-        instead="write a number such as confidence=0.9",
-    )

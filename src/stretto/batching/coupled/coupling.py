@@ -5,10 +5,9 @@ The two belong together. Both are functions of time alone, so they are planned b
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, TypeAlias, final
+from typing import ClassVar, Literal, TypeAlias, final
 
 from stretto.batching.coupled.bound_coupling import SLACK, BoundCoupledSizes, BoundCoupling
 from stretto.batching.coupled.decay import Decay, cannot_grow
@@ -56,6 +55,8 @@ class Coupling(Timed):
     """
 
     error = BatchSizeError
+    power: ClassVar[float]
+    """The power of the batch size that the learning rate is multiplied by."""
     decay: Schedule
     """The schedule of a run whose batch does not grow."""
     size: BatchSizePolicy
@@ -100,11 +101,6 @@ class Coupling(Timed):
             "reference": None if reference is None else checked_size(reference),
         }
         fill(self, **values)
-
-    @property
-    @abstractmethod
-    def power(self) -> float:
-        """The power of the batch size that the learning rate goes by."""
 
     @property
     @final

@@ -59,10 +59,7 @@ class Seesaw(Coupling):
         ScheduleError: `decay` is not a schedule.
     """
 
-    @property
-    def power(self) -> float:
-        """A half: the learning rate goes by the square root of the size."""
-        return 0.5
+    power = 0.5
 
 
 @written(COUPLED, "increase_instead_of_decay", "size")
@@ -108,10 +105,7 @@ class IncreaseInsteadOfDecay(Coupling):
         ScheduleError: `decay` is not a schedule.
     """
 
-    @property
-    def power(self) -> float:
-        """One: the learning rate goes by the size itself."""
-        return 1.0
+    power = 1.0
 
 
 def couplings_in(schedule: Schedule) -> Iterator[Coupling]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stretto.config.building.times_and_sizes import TimesAndSizes, scale_of
-from stretto.config.reading.source import Path, Source
+from stretto.config.reading.source import Path, Source, show_path
 from stretto.config.run import RunConfig
 from stretto.config.values.context import Building
 from stretto.config.values.fields import Target
@@ -45,10 +45,7 @@ def make_model(config: RunConfig, source: Source) -> nn.Module:
         ConfigError: it cannot be made, or is no module.
     """
     assert config.model is not None, "checked before anything is built"
-    model = call_target(config.model, source=source, path=("model",))
-    if not isinstance(model, nn.Module):
-        raise wrong_kind("model", config.model.target, model, "a torch.nn.Module", source)
-    return model
+    return _made(config.model, nn.Module, "a torch.nn.Module", source, ("model",))
 
 
 def make_loss(config: RunConfig, model: nn.Module, source: Source) -> Any:
@@ -89,10 +86,7 @@ def make_optimizer(config: RunConfig, model: nn.Module, source: Source) -> Optim
         groups.insert(0, {"params": list(rest.values()), "name": "rest"})
     parameters = groups if section.groups else list(rest.values())
     tupled = type(section).model_validate({"target": section.target, **_tuples(section.arguments)})
-    optimizer = call_target(tupled, parameters, source=source, path=("optimizer",))
-    if not isinstance(optimizer, Optimizer):
-        raise wrong_kind("optimizer", section.target, optimizer, "a torch Optimizer", source)
-    return optimizer
+    return _made(tupled, Optimizer, "a torch Optimizer", source, ("optimizer",), parameters)
 
 
 def make_step(config: RunConfig, model: nn.Module, source: Source) -> TrainStep | None:
@@ -118,10 +112,7 @@ def make_step(config: RunConfig, model: nn.Module, source: Source) -> TrainStep 
                 instead="leave it out",
                 where=source.where(("step", name)),
             )
-    step = call_target(section, source=source, path=("step",), **given)
-    if not isinstance(step, TrainStep):
-        raise wrong_kind("step", section.target, step, "a stretto.TrainStep", source)
-    return step
+    return _made(section, TrainStep, "a stretto.TrainStep", source, ("step",), **given)  # type: ignore[type-abstract]
 
 
 def _tuples(options: dict[str, Any]) -> dict[str, Any]:
@@ -229,11 +220,8 @@ def make_loggers(config: RunConfig, source: Source) -> list[Logger]:
         if not isinstance(one, Target):
             made.append(kinds[one]())
             continue
-        logger = call_target(one, source=source, path=("log", "loggers", number))
-        if not isinstance(logger, Logger):
-            kind = "a logger with the methods start, log and close"
-            raise wrong_kind(f"log.loggers.{number}", one.target, logger, kind, source)
-        made.append(logger)
+        kind = "a logger with the methods start, log and close"
+        made.append(_made(one, Logger, kind, source, ("log", "loggers", number)))  # type: ignore[type-abstract]
     return made
 
 
@@ -241,20 +229,33 @@ def make_callbacks(config: RunConfig, source: Source) -> list[Callback]:
     """Return the listeners that the file names, with times for a run of the length it has."""
     made = []
     for number, section in enumerate(config.callbacks):
-        callback = call_target(section, source=source, path=("callbacks", number))
-        if not isinstance(callback, Callback):
-            kind = "a stretto.training.Callback"
-            raise wrong_kind(f"callbacks.{number}", section.target, callback, kind, source)
+        path = ("callbacks", number)
+        callback = _made(section, Callback, "a stretto.training.Callback", source, path)
         with source.at("callbacks", number):
             made.append(callback.scaled(scale_of(config)))
     return made
 
 
-def wrong_kind(what: str, target: str, found: object, kind: str, source: Source) -> ConfigError:
-    """Return the error for a target that made something else than it should."""
-    return ConfigError.cannot(
-        f"use what {target} returns as {what}",
-        why=f"it is a {type(found).__name__} and not {kind}",
-        instead=f"name something that makes {kind}",
-        where=source.where(tuple(what.split("."))),
+def _made(
+    section: Target,
+    kind: type[S],
+    called: str,
+    source: Source,
+    path: Path,
+    *positional: Any,
+    **extra: Any,
+) -> S:
+    """Return what a target returns, which is of a kind that messages call `called`.
+
+    Raises:
+        ConfigError: it cannot be made, or is of another kind.
+    """
+    found = call_target(section, *positional, source=source, path=path, **extra)
+    if isinstance(found, kind):
+        return found
+    raise ConfigError.cannot(
+        f"use what {section.target} returns as {show_path(path)}",
+        why=f"it is a {type(found).__name__} and not {called}",
+        instead=f"name something that makes {called}",
+        where=source.where(path),
     )

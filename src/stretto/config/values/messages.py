@@ -112,7 +112,6 @@ _REASONS = {
     "string_type": ("it is not a text", "put it in quotes"),
     "list_type": ("it is not a list", "write items in brackets, or one '- item' per line"),
     "dict_type": ("it is not a mapping", "write keys with values, such as {key: value}"),
-    "too_short": ("it is empty", "write at least one entry"),
     "string_pattern_mismatch": (
         "it holds something else than letters, digits, '.', '_' and '-'",
         "write a name such as 'validation'",
