@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeAlias, final
+from typing import Any, NoReturn, TypeAlias, final
 
 from stretto.batching.policy import BatchSizePolicy, checked_size
 from stretto.batching.scheduled.fixed import Fixed, Steps
 from stretto.batching.scheduled.functions import SizeCallable, SizeFunction
-from stretto.batching.written import COUPLED, ORDER, RAMPS, WAYS, WRAPPERS, Path, Way
+from stretto.batching.written import COUPLED, ORDER, RAMPS, WAYS, WRAPPERS, Path, Way, flag
 from stretto.errors import Argument, BatchSizeError, Text, TimeError, nearest, shown
 from stretto.timing import Horizon, Time
 
@@ -102,7 +102,7 @@ class Dialect:
         known = {key for way in (*WAYS.values(), *RAMPS.values()) for key in way.parameters()}
         for key in words:
             if key not in known and key not in WRAPPERS and nearest(key, [*ways, *COUPLED]):
-                raise self._unknown(key, [*ways, *COUPLED], path)
+                self.unknown(key, [*ways, *COUPLED], path)
         raise _refused(
             f"read {shown(dict(words))} as a batch size", "no key says what the size is", _EXAMPLE
         )
@@ -137,13 +137,13 @@ class Dialect:
         given = {key: value for key, value in words.items() if way.argument or key != way.key}
         for key in given:
             if key not in known:
-                raise self._unknown(key, [*known, *others], path)
+                self.unknown(key, [*known, *others], path)
         missing = [
             key for key, one in known.items() if one.default is one.empty and key not in words
         ]
         if missing:
             raise _refused(
-                f"read {shown(dict(words))} as a batch size",
+                f"use {shown(dict(words))}",
                 f"it has no {missing[0]!r}",
                 f"add the key {missing[0]!r}",
             )
@@ -159,12 +159,14 @@ class Dialect:
         match kind.removesuffix(" | None"):
             case "int" | "Size":
                 return checked_size(value, key, instead="write a number such as 64")
-            case "TimeLike" | "Interval":
+            case "TimeLike" | "Interval" | "Length":
                 return _time(value)
             case "bool":
                 return flag(key, value)
             case "PolicyLike":
                 return self.policy(value, path)
+            case "Sequence[TimeLike]":
+                return [_time(one) for one in _list(key, value, "[50%, 75%]")]
             case "Sequence[int]":
                 return _list(key, value, "[8, 16, 64]")
             case "Periods":
@@ -221,12 +223,17 @@ class Dialect:
                 rest["multiple_of"] = math.lcm(checked_size(rest.get("multiple_of", 1)), unit)
         return rest
 
-    def _unknown(self, key: object, known: Iterable[str], path: Path) -> BatchSizeError:
+    def unknown(self, key: object, known: Iterable[str], path: Path) -> NoReturn:
+        """Raise the error for a key that does not exist.
+
+        Raises:
+            BatchSizeError: always.
+        """
         near = nearest(key, known)
         with self.at((*path, str(key))):
             raise _refused(
                 f"use the key {shown(key)}",
-                "there is no such key in this batch size",
+                "there is no such key here",
                 f"did you mean {near!r}?" if near else f"the keys are {', '.join(known)}",
             )
 
@@ -290,19 +297,6 @@ def _list(key: str, value: object, example: str) -> list[Any]:
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
         raise _refused(f"use {shown(value)} as {key}", "it is not a list", f"write {example}")
     return [*value]
-
-
-def flag(key: str, value: object) -> bool:
-    """Return a value that is true or false.
-
-    Raises:
-        BatchSizeError: it is neither.
-    """
-    if isinstance(value, bool):
-        return value
-    raise _refused(
-        f"use {shown(value)} as {key}", "it is neither true nor false", "write true or false"
-    )
 
 
 def _time(value: Any) -> Time:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, final
 
+from stretto.errors import BatchSizeError, shown
+
 Path: TypeAlias = tuple[str | int, ...]
 """The keys and list indices that lead to a value."""
 Class = TypeVar("Class", bound=type)
@@ -54,3 +56,18 @@ def written(
         return kind
 
     return declare
+
+
+def flag(key: str, value: object) -> bool:
+    """Return a value that is true or false.
+
+    Raises:
+        BatchSizeError: it is neither.
+    """
+    if isinstance(value, bool):
+        return value
+    raise BatchSizeError.cannot(
+        f"use {shown(value)} as {key}",
+        why="it is neither true nor false",
+        instead="write true or false",
+    )

@@ -223,7 +223,7 @@ def test_functions(project: str) -> None:
             "start: 9: .* lead to 8; write 8",
         ),
         (NOISY | {"norm_test": 0.5}, "cannot combine 'noise_scale' and 'norm_test'"),
-        ({"seesaw": 8, "increase_instead_of_decay": 8}, "there is no such key in this"),
+        ({"seesaw": 8, "increase_instead_of_decay": 8}, "there is no such key here"),
         ({"size": 8, "sise": 8}, "did you mean 'size'"),
         ({"size": 8, "wrong": 8}, "the keys are size, at_most, at_least"),
         ({"target": "no_colon"}, "it is not of the form 'package.module:attribute'"),

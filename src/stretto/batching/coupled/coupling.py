@@ -11,9 +11,10 @@ from typing import ClassVar, Literal, TypeAlias, final
 
 from stretto.batching.coupled.bound_coupling import SLACK, BoundCoupledSizes, BoundCoupling
 from stretto.batching.coupled.decay import Decay, cannot_grow
-from stretto.batching.parse import PolicyLike, flag
+from stretto.batching.parse import PolicyLike
 from stretto.batching.policy import BatchSizePolicy, BoundPolicy, TimedPolicy, checked_size
 from stretto.batching.wrappers import checked_policy
+from stretto.batching.written import flag
 from stretto.errors import Argument, BatchSizeError, ScheduleError, TimeError, shown
 from stretto.schedules import (
     BoundSchedule,

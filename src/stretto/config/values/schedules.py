@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import PlainValidator
 
-from stretto.batching.parse import without_nulls
+from stretto.batching.parse import Dialect, without_nulls
+from stretto.batching.written import Way
 from stretto.config.reading.source import Path
 from stretto.config.values.context import CHECKING, Building, read_section
-from stretto.config.values.fields import read_length, read_time, shown
-from stretto.errors import ScheduleError, nearest
+from stretto.config.values.fields import read_length, shown
+from stretto.errors import ScheduleError
 from stretto.schedules import (
     WSD,
     Constant,
@@ -73,7 +73,10 @@ def _one(value: Any, building: Building, path: Path) -> Schedule:
 def _of_kind(words: dict[str, Any], building: Building, path: Path) -> Schedule:
     if "target" in words:
         return as_schedule(building.function(read_section(words, path), path))
-    _check_keys(words, (*KINDS, "periods", "target"), building, path)
+    names, dialect = [*KINDS, "periods", "target"], Dialect(at=building.at)
+    for key in words:
+        if key not in names:
+            dialect.unknown(key, names, path)
     if len(words) != 1:
         raise ScheduleError.cannot(
             f"follow {' and '.join(words)} at once" if words else "follow no schedule",
@@ -86,7 +89,11 @@ def _of_kind(words: dict[str, Any], building: Building, path: Path) -> Schedule:
     here = (*path, name)
     with building.at(here):
         if name != "periods":
-            return _with_arguments(KINDS[name], inside, building, here)
+            way = Way(KINDS[name], "", "")
+            known = way.parameters()
+            keys = f"such as {{{next(iter(known))}: ...}} (its keys are {', '.join(known)})"
+            arguments = _mapping(inside, f"write keys with values, {keys}")
+            return dialect.made(way, arguments, here)  # type: ignore[no-any-return]
         periods = enumerate(_items(inside))
         return Periods([_period(one, building, (*here, number)) for number, one in periods])
 
@@ -104,26 +111,6 @@ def _period(value: Any, building: Building, path: Path) -> tuple[Any, Schedule]:
         return duration, _of_kind(words, building, path)
 
 
-def _with_arguments(kind: type[Schedule], value: Any, building: Building, path: Path) -> Schedule:
-    known = inspect.signature(kind).parameters
-    keys = f"such as {{{next(iter(known))}: ...}} (its keys are {', '.join(known)})"
-    words = _mapping(value, f"write keys with values, {keys}")
-    _check_keys(words, known, building, path)
-    required = [name for name, one in known.items() if one.default is one.empty]
-    if missing := [name for name in required if name not in words]:
-        why, instead = f"it has no {missing[0]!r}", f"add the key {missing[0]!r}"
-        raise ScheduleError.cannot(f"use {path[-1]}", why=why, instead=instead)
-    arguments = dict(words)
-    for name, given in words.items():
-        annotation = str(known[name].annotation)
-        with building.at((*path, name)):
-            if annotation.startswith(("Length", "Interval")):
-                arguments[name] = read_time(given)
-            elif annotation.startswith("Sequence"):
-                arguments[name] = [read_time(item) for item in _items(given)]
-    return kind(**arguments)
-
-
 def _mapping(value: Any, instead: str) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return without_nulls(value)
@@ -137,20 +124,6 @@ def _items(value: Any) -> list[Any]:
     why = "it is empty" if value == [] else "it is not a list"
     instead = "write items in brackets, or one '- item' per line"
     raise ScheduleError.cannot(f"use {shown(value)} here", why=why, instead=instead)
-
-
-def _check_keys(
-    words: Mapping[str, Any], known: Iterable[str], building: Building, path: Path
-) -> None:
-    for key in words:
-        if key not in known:
-            near = nearest(key, known)
-            with building.at((*path, key)):
-                raise ScheduleError.cannot(
-                    f"use the key {key!r}",
-                    why="there is no such key here",
-                    instead=f"did you mean '{near}'?" if near else f"write {', '.join(known)}",
-                )
 
 
 def _checked(value: Any) -> Any:
