@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast, final
 
@@ -41,10 +41,14 @@ class BoundWrapper(BoundPolicy):
         """Return the policy inside and its part of the state."""
         return self.inner, inner_state(state)
 
-    def log_values(self, state: PolicyState) -> Mapping[str, float]:
-        """Return the logged values of the policy inside."""
+    def accepts(self, state: PolicyState) -> bool:
+        """Return whether the state fits this policy and the one inside."""
+        return set(state) == set(self.start()) and self.inner.accepts(inner_state(state))
+
+    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold | None:
+        """Return the hold of the policy inside."""
         inner, within = self.inside(state)
-        return inner.log_values(within)
+        return inner.holds_until(timestamp, within)
 
 
 @final
@@ -79,10 +83,6 @@ class BoundMap(BoundWrapper):
         size, state = self.inner.decide(timestamp, state, signals)
         return self.function(size), state
 
-    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold | None:
-        """Return the hold of the policy inside."""
-        return self.inner.holds_until(timestamp, state)
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,6 @@ class BoundMonotone(BoundWrapper):
         """Return the state before any size."""
         return {"largest": None, "inner": self.inner.start()}
 
-    def accepts(self, state: PolicyState) -> bool:
-        """Return whether it has a largest size, and the policy inside accepts the rest."""
-        return set(state) == {"largest", "inner"} and self.inner.accepts(inner_state(state))
-
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals
     ) -> tuple[int, PolicyState]:
@@ -112,7 +108,3 @@ class BoundMonotone(BoundWrapper):
         size, inner = self.inner.decide(timestamp, inner_state(state), signals)
         largest = max(size, cast("int | None", state["largest"]) or size)
         return largest, {"largest": largest, "inner": inner}
-
-    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold | None:
-        """Return the hold of the policy inside."""
-        return self.inner.holds_until(timestamp, inner_state(state))

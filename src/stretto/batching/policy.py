@@ -110,10 +110,10 @@ class BoundPolicy(ABC):
     def log_values(self, state: PolicyState) -> Mapping[str, float]:
         """Return the values behind the last decision, by name, for the log.
 
-        By default, there are none.
+        By default, those of the policy inside, if there is one.
         """
-        del state
-        return {}
+        inside = self.inside(state)
+        return {} if inside is None else inside[0].log_values(inside[1])
 
     @abstractmethod
     def decide(

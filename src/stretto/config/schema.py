@@ -10,8 +10,8 @@ from typing import Any, final
 from pydantic.json_schema import GenerateJsonSchema
 
 from stretto.config.run import RunConfig
-from stretto.config.values.batch_size_schema import batch_size_schemas, schedule_schemas
 from stretto.config.values.fields import TIME_PATTERN, Part
+from stretto.config.values.written_schema import batch_size_schemas, schedule_schemas
 from stretto.timing import Time
 
 

@@ -88,11 +88,6 @@ class BoundHysteresis(BoundWrapper):
         """Return the state before any size."""
         return {"size": None, "changed": None, "inner": self.inner.start()}
 
-    def accepts(self, state: PolicyState) -> bool:
-        """Return whether it has a size and its change, and the policy inside accepts the rest."""
-        own = set(state) == {"size", "changed", "inner"}
-        return own and self.inner.accepts(inner_state(state))
-
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals
     ) -> tuple[int, PolicyState]:

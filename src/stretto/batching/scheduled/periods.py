@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal, NoReturn, TypeAlias, cast, final
@@ -101,11 +101,6 @@ class BoundPeriods(BoundPolicy):
         """Return the policy of the present period, and its state."""
         bound = self._bound(cast(int, state["period"]), _timestamp(state))
         return bound, inner_state(state)
-
-    def log_values(self, state: PolicyState) -> Mapping[str, float]:
-        """Return what the policy of the present period goes by."""
-        bound, within = self.inside(state)
-        return bound.log_values(within)
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals

@@ -1,4 +1,4 @@
-"""The JSON Schema of `batch_size`, from the signatures and docstrings of the policies."""
+"""The JSON Schema of batch sizes and schedules, from signatures and docstrings of their classes."""
 
 from __future__ import annotations
 
