@@ -5,14 +5,14 @@ The two belong together. Both are functions of time alone, so they are planned b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import ClassVar, Literal, TypeAlias, final
 
 from stretto.batching.coupled.bound_coupling import SLACK, BoundCoupledSizes, BoundCoupling
 from stretto.batching.coupled.decay import Decay, cannot_grow
-from stretto.batching.parse import PolicyLike
-from stretto.batching.policy import BatchSizePolicy, BoundPolicy, TimedPolicy, checked_size
+from stretto.batching.parse import PolicyLike, as_policy
+from stretto.batching.policy import CHECKS, BatchSizePolicy, BoundPolicy, Size, TimedPolicy
 from stretto.batching.wrappers import checked_policy
 from stretto.batching.written import flag
 from stretto.errors import Argument, BatchSizeError, ScheduleError, TimeError, shown
@@ -24,7 +24,7 @@ from stretto.schedules import (
     Scope,
     as_schedule,
 )
-from stretto.schedules.fields import Timed, fill
+from stretto.schedules.fields import Timed, check_fields, fill
 from stretto.timing import Horizon, Timestamp, TimeUnit
 from stretto.timing.number import exact
 
@@ -41,7 +41,7 @@ _FAR = Timestamp(*[2**62] * len(Timestamp._fields))
 """After the end of any run: where a warm-up of the batch is over."""
 
 
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Coupling(Timed):
     """A schedule that decays, and a batch size that takes over its decay or a part of it.
 
@@ -56,52 +56,37 @@ class Coupling(Timed):
     """
 
     error = BatchSizeError
+    checks = CHECKS | {
+        "ScheduleLike": lambda value, _: as_schedule(value),
+        "PolicyLike": checked_policy,
+    }
     power: ClassVar[float]
     """The power of the batch size that the learning rate is multiplied by."""
-    decay: Schedule
+    decay: ScheduleLike
     """The schedule of a run whose batch does not grow."""
-    size: BatchSizePolicy
+    size: PolicyLike
     """The sizes as they are without the growth: one, or a warm-up of the batch."""
-    factor: float | Continuous
+    factor: float | Continuous = field(default=2.0, kw_only=True)
     """By how much the batch grows at once."""
-    smooth: bool
+    smooth: bool = field(default=False, kw_only=True)
     """Whether the learning rate follows the curve between two steps of the size."""
-    maximum: int | None
+    maximum: Size | None = field(default=None, kw_only=True)
     """The size beyond which the learning rate alone falls; None: 64 times that before it grows."""
-    multiple_of: int
+    multiple_of: Size = field(default=1, kw_only=True)
     """Only multiples of this, at least one: rounded down."""
-    reference: int | None
+    reference: Size | None = field(default=None, kw_only=True)
     """The size that the schedule is meant for; None: that of the end of the warm-up."""
 
-    def __init__(
-        self,
-        decay: ScheduleLike,
-        size: PolicyLike,
-        *,
-        factor: float | Continuous = 2.0,
-        smooth: bool = False,
-        maximum: int | None = None,
-        multiple_of: int = 1,
-        reference: int | None = None,
-    ) -> None:
-        most = None if maximum is None else checked_size(maximum)
-        multiple = checked_size(multiple_of)
-        if most is not None and multiple > most:
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.maximum is not None and self.multiple_of > self.maximum:
             raise BatchSizeError.cannot(
-                f"grow the batch to {most} by multiples of {multiple}",
+                f"grow the batch to {self.maximum} by multiples of {self.multiple_of}",
                 why="every multiple is beyond that",
-                instead=f"write a maximum of at least {multiple}, or a smaller multiple_of",
+                instead=f"write a maximum of at least {self.multiple_of}, or a smaller multiple_of",
             )
-        values = {
-            "decay": as_schedule(decay),
-            "size": checked_policy(size),
-            "factor": _checked_factor(factor, smooth=smooth),
-            "smooth": flag("smooth", smooth),
-            "maximum": most,
-            "multiple_of": multiple,
-            "reference": None if reference is None else checked_size(reference),
-        }
-        fill(self, **values)
+        smooth = flag("smooth", self.smooth)
+        fill(self, factor=_checked_factor(self.factor, smooth=smooth))
 
     @property
     @final
@@ -135,7 +120,10 @@ class Coupling(Timed):
             ConversionError: a time needs a fact that is not known.
         """
         horizon = horizon.with_batch_sizes(None)
-        decay, sizes = Decay.on(horizon, self.decay), self.size.bind(horizon)
+        decay, sizes = (
+            Decay.on(horizon, as_schedule(self.decay)),
+            as_policy(self.size).bind(horizon),
+        )
         if not isinstance(sizes, TimedPolicy):
             why = f"the sizes before it falls, {self.size!r}, are neither one nor steps nor a ramp"
             raise cannot_grow(self.decay, why, "write a number, steps or a ramp")
@@ -193,8 +181,10 @@ class CoupledSchedule(Schedule):
 
     def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
         """Return what the schedule reads, and the units of the sizes."""
-        own = frozenset(horizon.axis(time.unit).unit for time in self.coupling.size.times())
-        return own | self.coupling.decay.reads(horizon)
+        own = frozenset(
+            horizon.axis(time.unit).unit for time in as_policy(self.coupling.size).times()
+        )
+        return own | as_schedule(self.coupling.decay).reads(horizon)
 
     def within(self, scope: Scope) -> BoundSchedule:
         """Return the factor over the run as a function of the timestamp.

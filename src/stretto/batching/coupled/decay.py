@@ -234,7 +234,7 @@ def _first(holds: Callable[[int], bool], before: int, after: int) -> int:
     return after
 
 
-def cannot_grow(schedule: Schedule, why: str, instead: Text) -> BatchSizeError:
+def cannot_grow(schedule: object, why: str, instead: Text) -> BatchSizeError:
     """Return the error for a schedule whose decay a batch size cannot take over."""
     what = f"grow the batch with the decay of '{schedule}'"
     return BatchSizeError.cannot(what, why=why, instead=instead)

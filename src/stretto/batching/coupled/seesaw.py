@@ -16,7 +16,7 @@ from stretto.schedules import Product, Schedule
 
 @written(COUPLED, "seesaw", "size")
 @final
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Seesaw(Coupling):
     """Grow the batch while the learning rate decays by only the root of what it would have.
 
@@ -64,7 +64,7 @@ class Seesaw(Coupling):
 
 @written(COUPLED, "increase_instead_of_decay", "size")
 @final
-@dataclass(frozen=True, slots=True, init=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class IncreaseInsteadOfDecay(Coupling):
     """Grow the batch where the learning rate would decay, and leave the learning rate as it is.
 
