@@ -31,19 +31,6 @@ Equal: TypeAlias = Literal["time", "batches"]
 """What the sizes of a ramp get equally much of."""
 
 
-def bound_line(
-    horizon: Horizon, start: int, increment: int, count: int, *, over: Time, equal: Equal
-) -> BoundPolicy:
-    """Return the ramp from `start` in `count` increments, at least one."""
-    axis, ticks = _ticks(horizon, over, equal)
-    grows = _grows_with_size(axis, equal)
-    bound = BoundLine(axis, start, increment, count, ticks.numerator, ticks.denominator, grows)
-    whole = bound.parts(count)
-    levels = range(1, count + 1) if grows else (1,)
-    _check_epochs(horizon, axis, (ticks * bound.parts(level) / whole for level in levels))
-    return bound
-
-
 def bound_stairs(
     horizon: Horizon, sizes: tuple[int, ...], *, over: Time, equal: Equal
 ) -> BoundPolicy:
@@ -225,8 +212,13 @@ class LinearRamp(_Ramp):
         count = (self.end - self.start) // self.increment
         if count == 0:
             return Fixed(self.start).bind(horizon)
-        over = Time(self.over)
-        return bound_line(horizon, self.start, self.increment, count, over=over, equal=self.equal)
+        axis, ticks = _ticks(horizon, Time(self.over), self.equal)
+        grows, above, below = _grows_with_size(axis, self.equal), ticks.numerator, ticks.denominator
+        bound = BoundLine(axis, self.start, self.increment, count, above, below, grows)
+        whole = bound.parts(count)
+        levels = range(1, count + 1) if grows else (1,)
+        _check_epochs(horizon, axis, (ticks * bound.parts(level) / whole for level in levels))
+        return bound
 
 
 @written(RAMPS, "double")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stretto.config.reading.source import NO_SOURCE, Source
 from stretto.config.run import RunConfig
@@ -11,15 +11,6 @@ from stretto.errors import ConfigError
 
 if TYPE_CHECKING:
     from stretto.data import DataSpec
-
-
-def make_data(config: RunConfig, *, source: Source = NO_SOURCE) -> Any:
-    """Return the training data that a run file describes.
-
-    Raises:
-        ConfigError: they cannot be made.
-    """
-    return call_target(config.data, source=source, path=("data",))
 
 
 def make_spec(config: RunConfig, *, source: Source = NO_SOURCE) -> DataSpec:
@@ -34,7 +25,7 @@ def make_spec(config: RunConfig, *, source: Source = NO_SOURCE) -> DataSpec:
     data = config.data
     with source.at("data"):
         spec = DataSpec.of(
-            make_data(config, source=source),
+            call_target(data, source=source, path=("data",)),
             num_samples=data.num_samples,
             num_tokens=data.num_tokens,
             tokens_per_sample=data.tokens_per_sample,

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Collection
 from typing import Any, get_args
 
+from stretto.batching import SizeFunction
 from stretto.batching.written import COUPLED, ORDER, RAMPS, WAYS, WRAPPERS, Way
 from stretto.config.values.batch_sizes import FileWords
 from stretto.config.values.context import CHECKING
@@ -164,27 +165,16 @@ def _wrapper(way: Way) -> dict[str, Any]:
 
 
 def _target(beside: dict[str, Any]) -> dict[str, Any]:
+    texts, known = argument_texts(SizeFunction), Way(SizeFunction, "", "").parameters()
+    own = {name: _property(known[name], texts[name]) for name in ("every", "planned")}
+    target = {
+        "$ref": "#/$defs/TargetText",
+        "description": "`package.module:function`, or a class of policies; keys that are not "
+        "listed here are its arguments.",
+    }
     text = "A function of yours, `function(timestamp, current) -> size`, or a policy of yours."
-    own = {
-        "target": {
-            "$ref": "#/$defs/TargetText",
-            "description": "`package.module:function`, or a "
-            "class of policies; keys that are not listed here are its arguments.",
-        },
-        "every": _TIME
-        | {"description": "How often the function is asked; left out, before every batch."},
-        "planned": _FLAG
-        | {
-            "description": "Whether the sizes follow from counts, so that they are "
-            "known before the run."
-        },
-    }
-    return {
-        "description": text,
-        "type": "object",
-        "properties": own | beside,
-        "required": ["target"],
-    }
+    properties = {"target": target, **own, **beside}
+    return {"description": text, "type": "object", "properties": properties, "required": ["target"]}
 
 
 def _in_period(way: dict[str, Any]) -> dict[str, Any]:
