@@ -96,11 +96,10 @@ class BoundHysteresis(BoundWrapper):
         size = cast("int | None", state["size"])
         if size is None:
             return wanted, {"size": wanted, "changed": None, "inner": inner}
-        if not self._is_far(size, wanted) or timestamp_tick(self.axis, timestamp) < self._free(
-            state
-        ):
-            return size, {**state, "inner": inner}
         tick = timestamp_tick(self.axis, timestamp)
+        is_far = wanted >= size * self.ratio or wanted * self.ratio <= size
+        if not is_far or tick < self._free(state):
+            return size, {**state, "inner": inner}
         return wanted, {"size": wanted, "changed": tick, "inner": inner}
 
     def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold | None:
@@ -111,9 +110,6 @@ class BoundHysteresis(BoundWrapper):
         if hold is None or self.axis is None or timestamp_tick(self.axis, timestamp) >= free:
             return hold
         return hold & Hold(((self.axis, free),))
-
-    def _is_far(self, size: int, wanted: int) -> bool:
-        return wanted >= size * self.ratio or wanted * self.ratio <= size
 
     def _free(self, state: PolicyState) -> int:
         """The tick from which the size may change again."""

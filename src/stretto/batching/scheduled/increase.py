@@ -117,10 +117,8 @@ class BoundIncrease(BoundPolicy):
         """Return the size, after asking about each epoch that has begun since the last call."""
         del signals
         # The maximum of this run; it may have been resumed with another.
-        size, asked_before = (
-            min(cast(int, state["size"]), self.max_batch_size),
-            cast(int, state["epochs_asked"]),
-        )
+        size = min(cast(int, state["size"]), self.max_batch_size)
+        asked_before = cast(int, state["epochs_asked"])
         if timestamp.epoch < asked_before:
             return size, {**state, "size": size}
         # Under `carry` a batch may be longer than an epoch: none is left out.
