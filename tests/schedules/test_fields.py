@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -11,11 +13,16 @@ import numpy as np
 import pytest
 
 from stretto.errors import ScheduleError, TimeError
+from stretto.schedules import BoundSchedule, Schedule, Scope
 from stretto.schedules.fields import (
+    Factor,
+    Interval,
+    Length,
     checked_factor,
     factor,
     interval,
     length,
+    one_of,
     positive,
 )
 from stretto.timing import Time
@@ -80,3 +87,42 @@ def test_what_is_not_a_time_is_refused(value: str) -> None:
     for read in (length, interval):
         with pytest.raises(TimeError, match="cannot read"):
             read(value, "over")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Sawtooth(Schedule):
+    """A schedule of somebody's own: its fields say all but the values."""
+
+    every: Interval
+    low: Factor = 0.0
+    wait: Length | None = None
+
+    def within(self, scope: Scope) -> BoundSchedule:
+        return lambda timestamp: self.low
+
+
+def test_times_stretching_and_repr_follow_from_the_fields() -> None:
+    mine = Sawtooth("2ba", wait="10%")
+    assert mine.times() == (Time("2ba"), Time("10%"))
+    assert mine.scaled(2) == Sawtooth("4ba", wait="10%")
+    assert (mine * 0.5).times() == mine.times()
+    assert repr(mine) == "Sawtooth('2ba', wait='0.1dur')"
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: Sawtooth("0ba"), "use every='0ba': it is not longer than 0"),
+        (lambda: Sawtooth("1ba", low=-1), "use low=-1"),
+        (lambda: Sawtooth("1ba", wait="-1ba"), "use wait='-1ba'"),
+    ],
+)
+def test_fields_are_checked_by_their_annotation(make: Callable[[], object], match: str) -> None:
+    with pytest.raises(ScheduleError, match=match):
+        make()
+
+
+def test_a_choice_that_does_not_exist_names_the_nearest() -> None:
+    assert one_of("up", "rounding", ("down", "up")) == "up"
+    with pytest.raises(ScheduleError, match=r"use rounding='dwon': .* did you mean 'down'"):
+        one_of("dwon", "rounding", ("down", "up"))
