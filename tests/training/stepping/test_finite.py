@@ -194,7 +194,7 @@ def test_overflow_under_loss_scaling_is_skipped_and_counted(problem: Make) -> No
 
 
 def test_a_choice_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(TrainingError, match="write 'stop', 'skip', 'ignore'"):
+    with pytest.raises(TrainingError, match="write 'stop' or 'skip' or 'ignore'"):
         Stepping(non_finite="raise")  # type: ignore[arg-type]
 
 
