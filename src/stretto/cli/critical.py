@@ -15,7 +15,7 @@ import typer
 from stretto.batching import LearningRateRule, LinearRule, NoRule, SquareRootRule
 from stretto.cli.files import RUN_FILE, add_working_folder, find_run_file
 from stretto.config.files import read_run_file
-from stretto.errors import ConfigError, cannot
+from stretto.errors import ConfigError
 from stretto.experiments.branches import BranchPoint
 from stretto.experiments.critical_batch_size import (
     Branch,
@@ -158,13 +158,11 @@ def _plain(record: object, *names: str) -> dict[str, Any]:
 
 def _rule(name: str) -> LearningRateRule:
     if name not in RULES:
-        raise ConfigError(
-            cannot(
-                f"use the learning rate rule {name!r}",
-                why="there is no such rule",
-                instead=f"write {', '.join(RULES)}",
-                where="--rule",
-            )
+        raise ConfigError.cannot(
+            f"use the learning rate rule {name!r}",
+            why="there is no such rule",
+            instead=f"write {', '.join(RULES)}",
+            where="--rule",
         )
     return RULES[name]
 
@@ -173,11 +171,9 @@ def _sizes(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(
-            cannot(
-                f"read {text!r} as batch sizes",
-                why="it is not a list of whole numbers",
-                instead="write for example 16,32,64,128",
-                where="--sizes",
-            )
+        raise ConfigError.cannot(
+            f"read {text!r} as batch sizes",
+            why="it is not a list of whole numbers",
+            instead="write for example 16,32,64,128",
+            where="--sizes",
         ) from None

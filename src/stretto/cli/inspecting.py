@@ -10,7 +10,7 @@ import typer
 from stretto.checkpoint import describe
 from stretto.checkpoint.folder import candidates
 from stretto.checkpoint.manifest import read_errors
-from stretto.errors import CheckpointError, cannot
+from stretto.errors import CheckpointError
 from stretto.training.checkpointing.resuming import FOLDER
 
 
@@ -20,12 +20,10 @@ def inspect(path: Path, *, as_json: bool) -> None:
     with read_errors(path):
         paths = candidates(path / FOLDER) if (path / FOLDER).is_dir() else [path]
     if not paths:
-        raise CheckpointError(
-            cannot(
-                f"inspect {path}",
-                why="the run has no checkpoint",
-                instead="write 'checkpoint: {every: 1ep}' in the run file to keep some",
-            )
+        raise CheckpointError.cannot(
+            f"inspect {path}",
+            why="the run has no checkpoint",
+            instead="write 'checkpoint: {every: 1ep}' in the run file to keep some",
         )
     found = [describe(one) for one in paths]
     if as_json:

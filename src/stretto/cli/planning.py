@@ -14,7 +14,7 @@ from stretto.config.building.data import data_sizes
 from stretto.config.building.plans import ends_of, plan_of, prepare_run, scales_rate
 from stretto.config.building.times_and_sizes import build_run
 from stretto.config.run import RunConfig
-from stretto.errors import ConfigError, PlanError, cannot
+from stretto.errors import ConfigError, PlanError
 from stretto.planning import Plan
 
 
@@ -29,12 +29,10 @@ def plan(
 ) -> None:
     """Print the plan of a run, draw it, or compare it with what a run did."""
     if unit is not None and plot is None:
-        raise ConfigError(
-            cannot(
-                f"use --unit {unit}",
-                why="there is no picture to draw",
-                instead="add --plot FILE, or leave it out",
-            )
+        raise ConfigError.cannot(
+            f"use --unit {unit}",
+            why="there is no picture to draw",
+            instead="add --plot FILE, or leave it out",
         )
     add_working_folder()
     config, source = read_arguments(arguments, folder=against)
@@ -94,7 +92,7 @@ def _refuse(options: Mapping[str, object], *, why: str, instead: str) -> None:
     """Refuse options that need every batch of the run."""
     for option, value in options.items():
         if value:
-            raise PlanError(cannot(f"use {option} for this run", why=why, instead=instead))
+            raise PlanError.cannot(f"use {option} for this run", why=why, instead=instead)
 
 
 def _as_it_ran(config: RunConfig, folder: Path) -> RunConfig:

@@ -10,7 +10,7 @@ from stretto.cli.files import add_working_folder, read_arguments
 from stretto.config.building.data import data_sizes
 from stretto.config.building.plans import plan_of, prepare_run
 from stretto.config.building.times_and_sizes import build_run
-from stretto.errors import ConfigError, PlanError, cannot
+from stretto.errors import ConfigError, PlanError
 from stretto.report.run import read_metrics
 from stretto.report.run_table import run_table
 
@@ -18,12 +18,10 @@ from stretto.report.run_table import run_table
 def report(folder: Path, *, plot: Path | None, unit: str | None) -> None:
     """Print what a run has measured, and draw it."""
     if unit is not None and plot is None:
-        raise ConfigError(
-            cannot(
-                f"use --unit {unit}",
-                why="there is no picture to draw",
-                instead="add --plot FILE, or leave it out",
-            )
+        raise ConfigError.cannot(
+            f"use --unit {unit}",
+            why="there is no picture to draw",
+            instead="add --plot FILE, or leave it out",
         )
     typer.echo(run_table(read_metrics(folder), folder))
     if plot is None:

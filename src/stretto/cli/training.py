@@ -17,7 +17,7 @@ from stretto.config.building.training import build_trainer, resolved
 from stretto.config.files import RunFile, dump_run_file, read_run_file
 from stretto.config.reading.overrides import parse_override
 from stretto.config.run import RunConfig
-from stretto.errors import ConfigError, cannot
+from stretto.errors import ConfigError
 from stretto.planning import UnknownSizes, bound_of
 from stretto.timing import TimeUnit
 from stretto.training import Callback
@@ -118,29 +118,23 @@ def choose_folder(run_file: RunFile, stem: str, folder: Path | None, *, resumes:
     named = folder or (Path(run_file.config.folder) if run_file.config.folder else None)
     if named is not None:
         if not resumes and (named / LEDGER).exists() and os.environ.get("RANK", "0") == "0":
-            raise ConfigError(
-                cannot(
-                    f"begin a run in {named}",
-                    why="it holds one already",
-                    instead="add --resume auto to go on with it, or name another --folder",
-                )
+            raise ConfigError.cannot(
+                f"begin a run in {named}",
+                why="it holds one already",
+                instead="add --resume auto to go on with it, or name another --folder",
             )
         return named
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            cannot(
-                "choose a run folder for several ranks",
-                why="they could choose different ones",
-                instead="name one with --folder",
-            )
+        raise ConfigError.cannot(
+            "choose a run folder for several ranks",
+            why="they could choose different ones",
+            instead="name one with --folder",
         )
     if resumes:
-        raise ConfigError(
-            cannot(
-                "go on with a run",
-                why="it is not said which",
-                instead=f"name its folder with --folder, or its own {RUN_FILE}",
-            )
+        raise ConfigError.cannot(
+            "go on with a run",
+            why="it is not said which",
+            instead=f"name its folder with --folder, or its own {RUN_FILE}",
         )
     return next(place for place in _numbered(RUNS / stem) if not place.exists())
 
@@ -161,23 +155,18 @@ def unnamed_run_file(folder: Path | None, resume: str | None) -> Path:
     has_begun = (folder / LEDGER).exists() or (folder / CHECKPOINTS).exists()
     if own.exists():
         if resume is None and not has_begun:
-            raise ConfigError(
-                cannot(
-                    f"begin a run in {folder} with the packaged run file",
-                    why="it would be written over the run.yaml that is there",
-                    instead=f"write 'stretto train {shlex.quote(str(own))}', or name another "
-                    "--folder",
-                )
+            raise ConfigError.cannot(
+                f"begin a run in {folder} with the packaged run file",
+                why="it would be written over the run.yaml that is there",
+                instead=f"write 'stretto train {shlex.quote(str(own))}', or name another --folder",
             )
         return own
     if resume is not None and (resume != "auto" or has_begun):
-        raise ConfigError(
-            cannot(
-                f"go on in {folder} with the packaged run file",
-                why=f"there is no {RUN_FILE} that says how it was trained",
-                instead="name the file: 'stretto train RUN.YAML "
-                f"--folder {shlex.quote(str(folder))} --resume {shlex.quote(resume)}'",
-            )
+        raise ConfigError.cannot(
+            f"go on in {folder} with the packaged run file",
+            why=f"there is no {RUN_FILE} that says how it was trained",
+            instead="name the file: 'stretto train RUN.YAML "
+            f"--folder {shlex.quote(str(folder))} --resume {shlex.quote(resume)}'",
         )
     return packaged_run_file()
 
@@ -272,12 +261,10 @@ def _keep(folder: Path, run_file: RunFile, trainer: Trainer) -> None:
         _replace(folder / RUN_FILE, dump_run_file(resolved(run_file.config, trainer)))
         _replace(folder / PLAN, json.dumps(plan and plan.to_json(), indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(
-            cannot(
-                f"keep the run in {folder}",
-                why=(error.strerror or str(error)).lower(),
-                instead="name a folder that can be written to with --folder",
-            )
+        raise ConfigError.cannot(
+            f"keep the run in {folder}",
+            why=(error.strerror or str(error)).lower(),
+            instead="name a folder that can be written to with --folder",
         ) from None
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError
 
 
 class Container(NamedTuple):
@@ -114,12 +114,10 @@ def count_samples(batch: Any) -> int:
     if found is None:
         found = _first_list(batch)
     if found is None:
-        raise DataError(
-            cannot(
-                f"count the samples of a batch of type {type(batch).__name__}",
-                why="it has no tensor with a first dimension and no list in it",
-                instead="pass DataSpec(data, get_num_samples_in_batch=...)",
-            )
+        raise DataError.cannot(
+            f"count the samples of a batch of type {type(batch).__name__}",
+            why="it has no tensor with a first dimension and no list in it",
+            instead="pass DataSpec(data, get_num_samples_in_batch=...)",
         )
     return found
 
@@ -156,12 +154,10 @@ def take_samples(batch: Any, part: slice, num_samples: int | None = None) -> Any
     cut = _Cut(part, whole)
     result = cut.of(batch)
     if not cut.found:
-        raise DataError(
-            cannot(
-                f"cut a batch of {whole} samples",
-                why=f"nothing in it has {whole} as its first dimension or its length",
-                instead="pass DataSpec(data, split_batch=...), or batches of single samples",
-            )
+        raise DataError.cannot(
+            f"cut a batch of {whole} samples",
+            why=f"nothing in it has {whole} as its first dimension or its length",
+            instead="pass DataSpec(data, split_batch=...), or batches of single samples",
         )
     return result
 
@@ -200,13 +196,11 @@ class _Cut:
             return leaf[self.part]
         if length == 1:
             return leaf
-        raise DataError(
-            cannot(
-                f"cut a batch of {self.num_samples} samples",
-                why=f"a tensor in it has the shape {tuple(leaf.shape)}",
-                instead="make its first dimension the samples, or 1 where all share it, "
-                "or pass DataSpec(data, split_batch=...)",
-            )
+        raise DataError.cannot(
+            f"cut a batch of {self.num_samples} samples",
+            why=f"a tensor in it has the shape {tuple(leaf.shape)}",
+            instead="make its first dimension the samples, or 1 where all share it, "
+            "or pass DataSpec(data, split_batch=...)",
         )
 
     def _is_per_sample(self, node: Any) -> bool:

@@ -245,12 +245,10 @@ class StepLoader(Iterator[Step]):
             DataError: no step or another one is open, or the ranks have different signals.
         """
         if self._pending is None or (step is not None and step is not self._pending[0]):
-            raise DataError(
-                cannot(
-                    "finish a step that is not the one in hand",
-                    why="each is finished once, before the next is asked for",
-                    instead="call finish() once for the step that was yielded last",
-                )
+            raise DataError.cannot(
+                "finish a step that is not the one in hand",
+                why="each is finished once, before the next is asked for",
+                instead="call finish() once for the step that was yielded last",
             )
         open_step, fetched = self._pending
         self._pending = None
@@ -334,12 +332,10 @@ class StepLoader(Iterator[Step]):
         """
         if not self.spec.is_map_style or self._pending is not None:
             is_open = self._pending is not None
-            raise DataError(
-                cannot(
-                    f"change the micro-batch size to {size}",
-                    why="a step is open" if is_open else "the data are an iterable",
-                    instead="call finish() first" if is_open else "pass it when the loader is made",
-                )
+            raise DataError.cannot(
+                f"change the micro-batch size to {size}",
+                why="a step is open" if is_open else "the data are an iterable",
+                instead="call finish() first" if is_open else "pass it when the loader is made",
             )
         self._part = part_of(self._part.rank, self._part.world_size, size)
         self._reading = replace(self._reading, part=self._part)

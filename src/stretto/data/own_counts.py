@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from stretto.errors import DataError, cannot, shown
+from stretto.errors import DataError, shown
 from stretto.timing.number import whole
 
 
@@ -28,12 +28,10 @@ def own_count(data: Any, *names: str) -> int | None:
             found = value()
             number = whole(found)
             if found is not None and (number is None or number < 1):
-                raise DataError(
-                    cannot(
-                        f"use {shown(found)}, which {type(data).__name__}.{name}() returns",
-                        why="it is not an integer of at least 1",
-                        instead="return how many there are, or None if that is not known",
-                    )
+                raise DataError.cannot(
+                    f"use {shown(found)}, which {type(data).__name__}.{name}() returns",
+                    why="it is not an integer of at least 1",
+                    instead="return how many there are, or None if that is not known",
                 )
         else:
             number = whole(value)

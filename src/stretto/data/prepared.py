@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from stretto.batching import PolicyLike
 from stretto.data.spec import DataSpec
-from stretto.errors import DataError, cannot, shown
+from stretto.errors import DataError, shown
 from stretto.planning import Prepared, prepare
 from stretto.timing import LastBatch, TimeLike
 
@@ -26,12 +26,10 @@ def prepared_for(
         _check_run(batch_size, spec, {"max_duration": max_duration, "last_batch": last_batch})
         return batch_size
     if max_duration is None:
-        raise DataError(
-            cannot(
-                "load data",
-                why="the length of the run is not known",
-                instead="pass max_duration='90ep', or a run that prepare() has bound",
-            )
+        raise DataError.cannot(
+            "load data",
+            why="the length of the run is not known",
+            instead="pass max_duration='90ep', or a run that prepare() has bound",
         )
     return prepare(spec.horizon(max_duration, last_batch), batch_size)
 
@@ -40,18 +38,14 @@ def _check_run(run: Prepared, spec: DataSpec, given: Mapping[str, object]) -> No
     """Refuse a run of other data, and arguments that repeat the run's."""
     for name, value in given.items():
         if value is not None:
-            raise DataError(
-                cannot(
-                    f"load data with {name}={shown(value)} and a run that prepare() has bound",
-                    why=f"the run has its own {name}",
-                    instead=f"leave {name} out, or write it in the Horizon",
-                )
+            raise DataError.cannot(
+                f"load data with {name}={shown(value)} and a run that prepare() has bound",
+                why=f"the run has its own {name}",
+                instead=f"leave {name} out, or write it in the Horizon",
             )
     if run.facts.dataset_num_samples != spec.known_num_samples:
-        raise DataError(
-            cannot(
-                f"load data with {spec.known_num_samples} samples",
-                why=f"the run was prepared for {run.facts.dataset_num_samples}",
-                instead="pass Horizon(..., dataset_num_samples=...) of these data to prepare()",
-            )
+        raise DataError.cannot(
+            f"load data with {spec.known_num_samples} samples",
+            why=f"the run was prepared for {run.facts.dataset_num_samples}",
+            instead="pass Horizon(..., dataset_num_samples=...) of these data to prepare()",
         )

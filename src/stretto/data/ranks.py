@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from stretto.batching import checked_size
 from stretto.data.fetching.feed import Part
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError
 from stretto.planning import Prepared, check_least
 from stretto.planning.plan import plan_prepared
 from stretto.runtime.collectives import (
@@ -39,24 +39,20 @@ def part_of(rank: int | None, world_size: int | None, micro_batch_size: int | No
         BatchSizeError: the world size or the micro-batch size is not an integer of at least 1.
     """
     if (rank is None) != (world_size is None):
-        raise DataError(
-            cannot(
-                f"read the part of rank {rank} of {world_size}",
-                why="one of the two is missing",
-                instead="pass both rank and world_size, or neither",
-            )
+        raise DataError.cannot(
+            f"read the part of rank {rank} of {world_size}",
+            why="one of the two is missing",
+            instead="pass both rank and world_size, or neither",
         )
     if rank is None or world_size is None:
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_started() else (0, 1)
     world_size = checked_size(world_size, "a world size")
     number = whole(rank)
     if number is None or not 0 <= number < world_size:
-        raise DataError(
-            cannot(
-                f"read the part of rank {rank!r} of {world_size}",
-                why=f"ranks are integers from 0 to {world_size - 1}",
-                instead="pass the rank of this process",
-            )
+        raise DataError.cannot(
+            f"read the part of rank {rank!r} of {world_size}",
+            why=f"ranks are integers from 0 to {world_size - 1}",
+            instead="pass the rank of this process",
         )
     if micro_batch_size is not None:
         micro_batch_size = checked_size(micro_batch_size, "a micro-batch size")
@@ -136,14 +132,12 @@ def _of_ranks(part: Part, rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ..
     """Return the row of each rank from those of all processes; a row starts with the rank."""
     found = sorted(set(rows))
     if [row[0] for row in found] != list(range(part.world_size)):
-        raise DataError(
-            cannot(
-                f"read streams that are sharded over {part.world_size} ranks",
-                why=f"torch.distributed has {len(rows)} processes, and not each is one of them; or "
-                "processes that are one rank read different streams",
-                instead="pass the rank and world_size of the processes that share a batch, and the "
-                "same stream to those with the same rank",
-            )
+        raise DataError.cannot(
+            f"read streams that are sharded over {part.world_size} ranks",
+            why=f"torch.distributed has {len(rows)} processes, and not each is one of them; or "
+            "processes that are one rank read different streams",
+            instead="pass the rank and world_size of the processes that share a batch, and the "
+            "same stream to those with the same rank",
         )
     return found
 
@@ -169,13 +163,11 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
     )
     copies, odd = divmod(dist.get_world_size(), part.world_size)
     if odd or not copies:
-        raise DataError(
-            cannot(
-                f"count the tokens and seconds of {part.world_size} ranks",
-                why=f"torch.distributed has {dist.get_world_size()} processes",
-                instead="call loader.finish(tokens=..., seconds=...) with those of all ranks, or "
-                "make each rank as many processes",
-            )
+        raise DataError.cannot(
+            f"count the tokens and seconds of {part.world_size} ranks",
+            why=f"torch.distributed has {dist.get_world_size()} processes",
+            instead="call loader.finish(tokens=..., seconds=...) with those of all ranks, or "
+            "make each rank as many processes",
         )
     own = [
         tokens,
@@ -184,23 +176,19 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
     ]
     total, measured, *sums = all_sum(own)
     if is_all(part) and not all_same(sums, part.world_size):
-        raise DataError(
-            cannot(
-                "follow signals that are not the same on every rank",
-                why="each would decide another batch size",
-                instead="sum what the ranks have measured before finish() and note_metric(), as "
-                "docs/own-loop.md does under 'Several processes'",
-            )
+        raise DataError.cannot(
+            "follow signals that are not the same on every rank",
+            why="each would decide another batch size",
+            instead="sum what the ranks have measured before finish() and note_metric(), as "
+            "docs/own-loop.md does under 'Several processes'",
         )
     return int(total) // copies, measured
 
 
 def _check_started(what: str, instead: str = "call ") -> None:
     if not is_started():
-        raise DataError(
-            cannot(
-                what,
-                why="torch.distributed is not started",
-                instead=f"{instead}torch.distributed.init_process_group()",
-            )
+        raise DataError.cannot(
+            what,
+            why="torch.distributed is not started",
+            instead=f"{instead}torch.distributed.init_process_group()",
         )

@@ -24,7 +24,7 @@ from stretto.data.iterables.shards import check_streams, record_of_all, record_o
 from stretto.data.iterables.streams import OwnStreams, SameStream, Stream
 from stretto.data.ranks import gathered
 from stretto.data.spec import DataSpec, is_one_shot
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError
 from stretto.ordering import SampleOrder
 from stretto.runtime.random_state import kept_generators
 from stretto.timing import Horizon, Timestamp, TimeUnit
@@ -165,20 +165,16 @@ def _chunk_size(part: Part) -> int:
 
 def _check_iterable(reading: Reading, horizon: Horizon) -> None:
     if reading.is_keyed:
-        raise DataError(
-            cannot(
-                "key the randomness of an iterable",
-                why="its samples have no index and are made before they arrive here",
-                instead="use stretto.data.sample_seed where they are made, or leave it out",
-                where="keyed_randomness",
-            )
+        raise DataError.cannot(
+            "key the randomness of an iterable",
+            why="its samples have no index and are made before they arrive here",
+            instead="use stretto.data.sample_seed where they are made, or leave it out",
+            where="keyed_randomness",
         )
     run = horizon.max_duration
     if is_one_shot(reading.spec.data) and run.unit is TimeUnit.EPOCH and run.amount > 1:
-        raise DataError(
-            cannot(
-                f"run for {run} on data of type {type(reading.spec.data).__name__}",
-                why="it can be iterated over only once",
-                instead="pass an object whose __iter__ starts anew, or write max_duration='1ep'",
-            )
+        raise DataError.cannot(
+            f"run for {run} on data of type {type(reading.spec.data).__name__}",
+            why="it can be iterated over only once",
+            instead="pass an object whose __iter__ starts anew, or write max_duration='1ep'",
         )

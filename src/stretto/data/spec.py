@@ -19,7 +19,7 @@ from stretto.data.containers import count_samples, take_samples
 from stretto.data.own_counts import own_count, own_counter
 from stretto.data.step import MicroBatch
 from stretto.data.tokens import count_tokens, longest_sequence
-from stretto.errors import DataError, cannot, shown
+from stretto.errors import DataError, shown
 from stretto.timing import Horizon, LastBatch, TimeLike
 from stretto.timing.number import whole
 
@@ -92,12 +92,10 @@ class DataSpec:
                 continue
             number = whole(value)
             if number is None or number < 1:
-                raise DataError(
-                    cannot(
-                        f"use {name}={shown(value)}",
-                        why="it is not an integer of at least 1",
-                        instead="write how many there are, or leave it out",
-                    )
+                raise DataError.cannot(
+                    f"use {name}={shown(value)}",
+                    why="it is not an integer of at least 1",
+                    instead="write how many there are, or leave it out",
                 )
             object.__setattr__(self, name, number)
         for name, others in _COUNTERS.items():
@@ -235,13 +233,11 @@ class DataSpec:
 
 
 def _packed(num_samples: int, rows: int) -> DataError:
-    return DataError(
-        cannot(
-            f"cut a batch of {num_samples} samples",
-            why=f"its first tensor has {rows} as its first dimension, so it is packed",
-            instead="pass DataSpec(data, split_batch=...), or let each micro-batch be collated by "
-            "a map-style data set's collate_fn",
-        )
+    return DataError.cannot(
+        f"cut a batch of {num_samples} samples",
+        why=f"its first tensor has {rows} as its first dimension, so it is packed",
+        instead="pass DataSpec(data, split_batch=...), or let each micro-batch be collated by "
+        "a map-style data set's collate_fn",
     )
 
 
@@ -270,53 +266,41 @@ def is_one_shot(data: Any) -> bool:
 def _check_kind(data: Any, *, is_sharded: bool) -> None:
     sampler = getattr(data, "sampler", None) if isinstance(data, DataLoader) else None
     if isinstance(sampler, DistributedSampler) and not is_sharded:
-        raise DataError(
-            cannot(
-                "read a DataLoader with a DistributedSampler",
-                why="samples would be dealt to the ranks twice",
-                instead="pass its data set",
-            )
+        raise DataError.cannot(
+            "read a DataLoader with a DistributedSampler",
+            why="samples would be dealt to the ranks twice",
+            instead="pass its data set",
         )
     if isinstance(data, (str, bytes, dict)) or not (
         is_map_style(data) or isinstance(data, Iterable)
     ):
-        raise DataError(
-            cannot(
-                f"read data of type {type(data).__name__}",
-                why="it is neither a data set with a length and samples by index, nor an iterable "
-                "of batches",
-                instead="pass a torch data set, a DataLoader, or an iterable of collated batches",
-            )
+        raise DataError.cannot(
+            f"read data of type {type(data).__name__}",
+            why="it is neither a data set with a length and samples by index, nor an iterable "
+            "of batches",
+            instead="pass a torch data set, a DataLoader, or an iterable of collated batches",
         )
     if is_sharded and is_map_style(data):
-        raise DataError(
-            cannot(
-                f"use sharded=True with data of type {type(data).__name__}",
-                why="the samples of a map-style data set are dealt to the ranks by their index",
-                instead="pass the whole data set on every rank and leave it out, or pass a "
-                "DataLoader over the samples of this rank",
-            )
+        raise DataError.cannot(
+            f"use sharded=True with data of type {type(data).__name__}",
+            why="the samples of a map-style data set are dealt to the ranks by their index",
+            instead="pass the whole data set on every rank and leave it out, or pass a "
+            "DataLoader over the samples of this rank",
         )
 
 
 def _check_length(spec: DataSpec) -> None:
     length = _length(spec)
     if length == 0:
-        raise DataError(
-            cannot(
-                f"train on a data set of type {type(spec.dataset).__name__}",
-                why="it has no samples",
-                instead="pass one with at least one sample",
-            )
+        raise DataError.cannot(
+            f"train on a data set of type {type(spec.dataset).__name__}",
+            why="it has no samples",
+            instead="pass one with at least one sample",
         )
     given = spec.num_samples
     if given is not None and length is not None and given != length:
-        raise DataError(
-            cannot(
-                f"use num_samples={given}",
-                why=f"the data have {length}",
-                instead="leave it out",
-            )
+        raise DataError.cannot(
+            f"use num_samples={given}", why=f"the data have {length}", instead="leave it out"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from stretto.batching import BatchSizePolicy, BoundPolicy, PeriodSizes, PolicyState, Signals
 from stretto.batching.wrappers import SizeMap
-from stretto.errors import CheckpointError, StrettoError, cannot
+from stretto.errors import CheckpointError, StrettoError
 from stretto.ordering import SampleOrder
 from stretto.timing import Timestamp
 
@@ -120,12 +120,10 @@ def read() -> Iterator[None]:
     except StrettoError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(
-            cannot(
-                "go on from the saved position",
-                why=f"the record is damaged ({type(error).__name__}: {error})",
-                instead="pass what StepLoader.state_dict() returned",
-            )
+        raise CheckpointError.cannot(
+            "go on from the saved position",
+            why=f"the record is damaged ({type(error).__name__}: {error})",
+            instead="pass what StepLoader.state_dict() returned",
         ) from error
 
 
@@ -152,12 +150,10 @@ def check_version(state: Mapping[str, Any]) -> None:
     """
     version = state.get("version")
     if version != VERSION:
-        raise CheckpointError(
-            cannot(
-                f"read the position in the data of version {version!r}",
-                why=f"this version of stretto reads version {VERSION}",
-                instead="pass what StepLoader.state_dict() returned",
-            )
+        raise CheckpointError.cannot(
+            f"read the position in the data of version {version!r}",
+            why=f"this version of stretto reads version {VERSION}",
+            instead="pass what StepLoader.state_dict() returned",
         )
 
 
@@ -186,4 +182,4 @@ def _kind(policy: BatchSizePolicy, state: PolicyState) -> str:
 
 
 def _other_order(why: str, instead: str) -> CheckpointError:
-    return CheckpointError(cannot("go on from the saved position", why=why, instead=instead))
+    return CheckpointError.cannot("go on from the saved position", why=why, instead=instead)

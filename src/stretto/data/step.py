@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError
 from stretto.timing import Timestamp
 
 
@@ -39,13 +39,10 @@ class MicroBatch:
         Raises:
             DataError: always.
         """
-        raise DataError(
-            cannot(
-                "unpack a micro-batch",
-                why="the samples are one part of it, beside their weight",
-                instead="write 'inputs, targets = micro.batch', and multiply the loss by "
-                "micro.weight",
-            )
+        raise DataError.cannot(
+            "unpack a micro-batch",
+            why="the samples are one part of it, beside their weight",
+            instead="write 'inputs, targets = micro.batch', and multiply the loss by micro.weight",
         )
 
 

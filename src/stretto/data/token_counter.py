@@ -9,7 +9,7 @@ from typing import Any, final
 from stretto.data.source import Source
 from stretto.data.spec import DataSpec
 from stretto.data.step import MicroBatch, Step
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError
 from stretto.runtime.random_state import kept_generators
 
 
@@ -111,10 +111,8 @@ class TokenCounter:
 
 
 def _uncountable() -> DataError:
-    return DataError(
-        cannot(
-            "count the tokens of these data",
-            why="a batch has neither attention_mask nor input_ids, and the run needs its tokens",
-            instead="pass DataSpec(data, tokens_per_sample=...) or get_num_tokens_in_batch=...",
-        )
+    return DataError.cannot(
+        "count the tokens of these data",
+        why="a batch has neither attention_mask nor input_ids, and the run needs its tokens",
+        instead="pass DataSpec(data, tokens_per_sample=...) or get_num_tokens_in_batch=...",
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.data.containers import named, opened
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError
 
 IGNORED_LABEL = -100
 """The label that torch's cross entropy leaves out."""
@@ -55,12 +55,10 @@ def count_target_tokens(batch: Any, *, shifts_labels: bool | None = None) -> int
     """
     pairs = list(_labels_and_inputs(batch))
     if not pairs:
-        raise DataError(
-            cannot(
-                f"count the target tokens of a batch of type {type(batch).__name__}",
-                why="it has no 'labels', and is no pair of inputs and integer targets",
-                instead="pass a function that counts them as loss_weight",
-            )
+        raise DataError.cannot(
+            f"count the target tokens of a batch of type {type(batch).__name__}",
+            why="it has no 'labels', and is no pair of inputs and integer targets",
+            instead="pass a function that counts them as loss_weight",
         )
     return sum(_targets(labels, inputs, shifts=shifts_labels) for labels, inputs in pairs)
 

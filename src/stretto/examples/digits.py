@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from stretto._optional import import_optional
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError
 
 NUM_TRAIN = 1440
 """Images of the training split; the other 357 of the 1,797 are for validation."""
@@ -45,12 +45,10 @@ class Digits(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         elif split == "validation":
             kept = slice(NUM_TRAIN, None)
         else:
-            raise DataError(
-                cannot(
-                    f"read the split {split!r} of the digits",
-                    why="there is no such split",
-                    instead="write 'train' or 'validation'",
-                )
+            raise DataError.cannot(
+                f"read the split {split!r} of the digits",
+                why="there is no such split",
+                instead="write 'train' or 'validation'",
             )
         self.split = split
         self._images, self._digits = images[kept], digits[kept]

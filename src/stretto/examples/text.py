@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError
 
 Split = Literal["train", "validation"]
 
@@ -57,12 +57,10 @@ class PythonDocs(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __init__(self, sequence_length: int = 128, *, split: Split = "train") -> None:
         text = _split_bytes(split)
         if not 1 <= sequence_length < len(text):
-            raise DataError(
-                cannot(
-                    f"cut the {split} text into sequences of {sequence_length} bytes",
-                    why=f"it has {len(text) - 1} bytes to predict",
-                    instead=f"write a sequence_length from 1 to {len(text) - 1}",
-                )
+            raise DataError.cannot(
+                f"cut the {split} text into sequences of {sequence_length} bytes",
+                why=f"it has {len(text) - 1} bytes to predict",
+                instead=f"write a sequence_length from 1 to {len(text) - 1}",
             )
         self.split = split
         self.tokens_per_sample = sequence_length
@@ -154,23 +152,19 @@ def _split_bytes(split: Split) -> bytes:
     validation_start = TRAIN_BYTES + 1
     end = validation_start + VALIDATION_BYTES + 1
     if len(document) < end:  # Python 3.11.2 has 374,000 bytes; later versions have more
-        raise DataError(
-            cannot(
-                "read the packaged text",
-                why=f"this Python's pydoc_data.topics has {len(document)} bytes, {end} are needed",
-                instead="use another Python from 3.11 on",
-            )
+        raise DataError.cannot(
+            "read the packaged text",
+            why=f"this Python's pydoc_data.topics has {len(document)} bytes, {end} are needed",
+            instead="use another Python from 3.11 on",
         )
     if split == "train":
         return document[:validation_start]
     if split == "validation":
         return document[validation_start:end]
-    raise DataError(
-        cannot(
-            f"read the split {split!r} of the packaged text",
-            why="there is no such split",
-            instead="write 'train' or 'validation'",
-        )
+    raise DataError.cannot(
+        f"read the split {split!r} of the packaged text",
+        why="there is no such split",
+        instead="write 'train' or 'validation'",
     )
 
 

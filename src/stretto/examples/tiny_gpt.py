@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stretto.errors import ConfigError, cannot
+from stretto.errors import ConfigError
 
 EMBEDDING_STD = 0.02
 """Standard deviation of the embeddings at the start, as in GPT-2."""
@@ -53,12 +53,10 @@ class TinyGPT(nn.Module):
     ) -> None:
         super().__init__()
         if heads < 1 or width % heads:
-            raise ConfigError(
-                cannot(
-                    f"build a TinyGPT of width {width} with {heads} heads",
-                    why="the heads share the width equally",
-                    instead="write a width that is a multiple of heads",
-                )
+            raise ConfigError.cannot(
+                f"build a TinyGPT of width {width} with {heads} heads",
+                why="the heads share the width equally",
+                instead="write a width that is a multiple of heads",
             )
         self.context = context
         self.token_embedding = nn.Embedding(vocabulary, width)
@@ -85,12 +83,10 @@ class TinyGPT(nn.Module):
         """
         length = tokens.shape[-1]
         if length > self.context:
-            raise ConfigError(
-                cannot(
-                    f"run a TinyGPT of context {self.context} on sequences of {length} tokens",
-                    why="it has no embedding for the later positions",
-                    instead=f"build it with context={length} or shorten the sequences",
-                )
+            raise ConfigError.cannot(
+                f"run a TinyGPT of context {self.context} on sequences of {length} tokens",
+                why="it has no embedding for the later positions",
+                instead=f"build it with context={length} or shorten the sequences",
             )
         features = self.token_embedding(tokens) + self.position_embedding.weight[:length]
         logits: torch.Tensor = self.head(self.norm(self.blocks(features)))

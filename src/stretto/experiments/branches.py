@@ -26,7 +26,7 @@ from stretto.config.reading.source import NO_SOURCE, Source
 from stretto.config.run import RunConfig
 from stretto.data import Step
 from stretto.data.source import is_shuffled
-from stretto.errors import CheckpointError, ConfigError, TrainingError, cannot
+from stretto.errors import CheckpointError, ConfigError, TrainingError
 from stretto.experiments.critical_batch_size import Branch
 from stretto.planning import prepare
 from stretto.timing import Horizon, Time, Timer, Timestamp, TimeUnit
@@ -75,21 +75,17 @@ class BranchPoint:
     ) -> None:
         check_complete(config, source)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError(
-                cannot(
-                    "branch off a checkpoint on several ranks",
-                    why="branches are short runs of one process",
-                    instead="start it without torchrun",
-                )
+            raise ConfigError.cannot(
+                "branch off a checkpoint on several ranks",
+                why="branches are short runs of one process",
+                instead="start it without torchrun",
             )
         if config.step is not None:
-            raise ConfigError(
-                cannot(
-                    "branch off a checkpoint",
-                    why="the run file has a training step of its own",
-                    instead="write step=null, if the model can be trained without it",
-                    where=source.where(("step",)),
-                )
+            raise ConfigError.cannot(
+                "branch off a checkpoint",
+                why="the run file has a training step of its own",
+                instead="write step=null, if the model can be trained without it",
+                where=source.where(("step",)),
             )
         is_folder = (checkpoint / FOLDER).is_dir()
         self.path = newest_of(checkpoint) if is_folder else checkpoint
@@ -126,12 +122,10 @@ class BranchPoint:
         """
         shuffle = parts.make_loading(self._config, self._source).shuffle
         if count > 1 and self._spec.is_map_style and not is_shuffled(self._spec, asked=shuffle):
-            raise TrainingError(
-                cannot(
-                    f"compare branches in {count} orders of the samples",
-                    why="the data are not shuffled, so all branches would be the same",
-                    instead="write --seeds 1, or loading={shuffle: true} behind the run file",
-                )
+            raise TrainingError.cannot(
+                f"compare branches in {count} orders of the samples",
+                why="the data are not shuffled, so all branches would be the same",
+                instead="write --seeds 1, or loading={shuffle: true} behind the run file",
             )
 
     def branch(self, size: int, *, seed: int, samples: int) -> Branch:
@@ -147,12 +141,10 @@ class BranchPoint:
         trainer = self._trainer(size, loss, seed=seed, samples=samples)
         trainer.fit()
         if trainer.stop_reason is not None:
-            raise TrainingError(
-                cannot(
-                    "compare branches",
-                    why=f"a callback has stopped one: {trainer.stop_reason}",
-                    instead="write callbacks=[] behind the run file, or those that do not stop it",
-                )
+            raise TrainingError.cannot(
+                "compare branches",
+                why=f"a callback has stopped one: {trainer.stop_reason}",
+                instead="write callbacks=[] behind the run file, or those that do not stop it",
             )
         rate = float(trainer.optimizer.param_groups[0]["lr"])
         return Branch(size, seed, trainer.timer.batch, rate, loss.value)
@@ -319,10 +311,8 @@ def _reading(path: Path, why: str) -> Iterator[None]:
 
 
 def _no_branch(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(
-        cannot(
-            f"branch off {path}",
-            why=why,
-            instead="name a checkpoint of the run that the run file describes",
-        )
+    return CheckpointError.cannot(
+        f"branch off {path}",
+        why=why,
+        instead="name a checkpoint of the run that the run file describes",
     )

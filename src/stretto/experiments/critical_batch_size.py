@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias, final
 
 from stretto.batching.adaptive.averages import student
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 
 CONFIDENCE = 0.9
 """The probability with which an interval contains the true value."""
@@ -194,13 +194,11 @@ def check_baseline(branch: Branch, smallest: int) -> None:
         TrainingError: its loss is not finite.
     """
     if branch.size == smallest and not math.isfinite(branch.loss):
-        raise TrainingError(
-            cannot(
-                f"compare losses with the baseline run (batch size {smallest:,})",
-                why=f"it diverged: its loss is {branch.loss} after {branch.steps:,} steps",
-                instead="name a checkpoint with finite weights, or lower the learning rate in the "
-                "run file",
-            )
+        raise TrainingError.cannot(
+            f"compare losses with the baseline run (batch size {smallest:,})",
+            why=f"it diverged: its loss is {branch.loss} after {branch.steps:,} steps",
+            instead="name a checkpoint with finite weights, or lower the learning rate in the "
+            "run file",
         )
 
 
@@ -211,12 +209,10 @@ def check_tolerance(tolerance: float) -> None:
         TrainingError: it is not a number of at least 0.
     """
     if not (math.isfinite(tolerance) and tolerance >= 0):
-        raise TrainingError(
-            cannot(
-                f"tolerate a loss that is worse by {tolerance}",
-                why="it is not a number of at least 0",
-                instead="write for example --tolerance 0.01",
-            )
+        raise TrainingError.cannot(
+            f"tolerate a loss that is worse by {tolerance}",
+            why="it is not a number of at least 0",
+            instead="write for example --tolerance 0.01",
         )
 
 
@@ -228,20 +224,16 @@ def check_sizes(sizes: Sequence[int], samples: int) -> None:
             steps.
     """
     if len(sizes) < 2 or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-        raise TrainingError(
-            cannot(
-                f"compare the batch sizes {', '.join(map(str, sizes))}",
-                why="they are not two or more in ascending order",
-                instead="write for example --sizes 16,32,64,128",
-            )
+        raise TrainingError.cannot(
+            f"compare the batch sizes {', '.join(map(str, sizes))}",
+            why="they are not two or more in ascending order",
+            instead="write for example --sizes 16,32,64,128",
         )
     if samples < LEAST_STEPS * sizes[-1]:
-        raise TrainingError(
-            cannot(
-                f"compare batches of {sizes[-1]:,} over {samples:,} samples",
-                why=f"that is less than {LEAST_STEPS} steps",
-                instead=f"write --over {LEAST_STEPS * sizes[-1]}sp or more, or smaller --sizes",
-            )
+        raise TrainingError.cannot(
+            f"compare batches of {sizes[-1]:,} over {samples:,} samples",
+            why=f"that is less than {LEAST_STEPS} steps",
+            instead=f"write --over {LEAST_STEPS * sizes[-1]}sp or more, or smaller --sizes",
         )
 
 

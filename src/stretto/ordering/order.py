@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from stretto.errors import DataError, cannot, shown
+from stretto.errors import DataError, shown
 from stretto.ordering.permutation import network, permuted
 from stretto.timing.number import whole
 
@@ -41,20 +41,16 @@ class SampleOrder:
     def __post_init__(self) -> None:
         num_samples, seed = whole(self.num_samples), whole(self.seed)
         if num_samples is None or not 1 <= num_samples <= _MOST_SAMPLES:
-            raise DataError(
-                cannot(
-                    f"put {shown(self.num_samples)} samples in order",
-                    why="their number is not an integer from 1 to 2^62",
-                    instead="pass the number of samples in the data set, such as 50000",
-                )
+            raise DataError.cannot(
+                f"put {shown(self.num_samples)} samples in order",
+                why="their number is not an integer from 1 to 2^62",
+                instead="pass the number of samples in the data set, such as 50000",
             )
         if seed is None:
-            raise DataError(
-                cannot(
-                    f"shuffle with seed {shown(self.seed)}",
-                    why="it is not an integer",
-                    instead="write a number such as 7",
-                )
+            raise DataError.cannot(
+                f"shuffle with seed {shown(self.seed)}",
+                why="it is not an integer",
+                instead="write a number such as 7",
             )
         object.__setattr__(self, "num_samples", num_samples)
         object.__setattr__(self, "seed", seed)

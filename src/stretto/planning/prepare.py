@@ -18,7 +18,7 @@ from stretto.batching import (
     as_rule,
     check_pairs,
 )
-from stretto.errors import PlanError, cannot
+from stretto.errors import PlanError
 from stretto.planning.clock import unplannable
 from stretto.planning.length import check_length
 from stretto.planning.sizes import ENDLESS, PlannedSizes, UnknownSizes, horizon_of
@@ -153,7 +153,7 @@ def _with_sizes(facts: Horizon, policy: BatchSizePolicy, most_stages: int | None
     unknown = unplannable(facts, bound)
     if unknown is not None:
         why, instead = unknown
-        refusal = PlanError(cannot("know the batch sizes before the run", why=why, instead=instead))
+        refusal = PlanError.cannot("know the batch sizes before the run", why=why, instead=instead)
         horizon = facts.with_batch_sizes(UnknownSizes(why))
     else:
         try:

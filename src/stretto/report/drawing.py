@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto._optional import import_optional
-from stretto.errors import ConfigError, cannot
+from stretto.errors import ConfigError
 from stretto.timing import TimeUnit
 
 if TYPE_CHECKING:
@@ -76,12 +76,10 @@ def check_drawable(path: Path) -> None:
     place = next((one for one in (path, *path.absolute().parents) if one.exists()), path)
     is_file = place == path and path.is_file()
     if not os.access(place, os.W_OK) or not (is_file or (place != path and place.is_dir())):
-        raise ConfigError(
-            cannot(
-                f"draw {str(path)!r}",
-                why=f"'{place}' is no place that a file can be written to",
-                instead="name a file in a folder of yours",
-            )
+        raise ConfigError.cannot(
+            f"draw {str(path)!r}",
+            why=f"'{place}' is no place that a file can be written to",
+            instead="name a file in a folder of yours",
         )
 
 
@@ -92,12 +90,10 @@ def check_format(path: Path) -> None:
         ConfigError: the file ending is not supported.
     """
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(
-            cannot(
-                f"draw {str(path)!r}",
-                why="its name does not say what kind of picture it is",
-                instead=f"let it end in {', '.join(FORMATS)}",
-            )
+        raise ConfigError.cannot(
+            f"draw {str(path)!r}",
+            why="its name does not say what kind of picture it is",
+            instead=f"let it end in {', '.join(FORMATS)}",
         )
 
 
@@ -182,10 +178,8 @@ def save(figure: Figure, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, metadata=dated.get(path.suffix.lower()))
     except OSError as error:
-        raise ConfigError(
-            cannot(
-                f"write {str(path)!r}",
-                why=(error.strerror or str(error)).lower(),
-                instead="name a file in a folder that can be written to",
-            )
+        raise ConfigError.cannot(
+            f"write {str(path)!r}",
+            why=(error.strerror or str(error)).lower(),
+            instead="name a file in a folder that can be written to",
         ) from None

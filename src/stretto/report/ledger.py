@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from stretto.batching.rules import is_learning_rate
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError
 from stretto.planning import Plan, PlannedBatch
 
 LEDGER = "ledger.csv"
@@ -180,6 +180,6 @@ def _differences(
 
 
 def _unreadable(path: Path, why: str) -> DataError:
-    return DataError(
-        cannot(f"read {path}", why=why, instead="name the folder of a run, such as runs/default")
+    return DataError.cannot(
+        f"read {path}", why=why, instead="name the folder of a run, such as runs/default"
     )

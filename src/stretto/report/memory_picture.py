@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto._optional import import_optional
-from stretto.errors import FitError, cannot
+from stretto.errors import FitError
 from stretto.memory import Answer
 from stretto.memory.amounts import show_bytes
 from stretto.report.drawing import (
@@ -53,12 +53,10 @@ def draw_memory(answer: Answer, path: Path) -> None:
     """
     check_format(path)
     if answer.estimator is None:
-        raise FitError(
-            cannot(
-                "draw what a step needs",
-                why="the answer was found by trials, which tell of no other size",
-                instead="find it with --method predict or probe",
-            )
+        raise FitError.cannot(
+            "draw what a step needs",
+            why="the answer was found by trials, which tell of no other size",
+            instead="find it with --method predict or probe",
         )
     sizes, areas = memory_areas(answer)
     with import_optional("matplotlib", "plot").rc_context(STYLE):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from stretto._optional import import_optional
-from stretto.errors import PlanError, cannot
+from stretto.errors import PlanError
 from stretto.planning import Plan
 from stretto.report.drawing import (
     BLUE,
@@ -96,12 +96,10 @@ def plan_curves(plan: Plan, unit: str | None = None) -> Curves:
     target = parse_unit(unit) if unit else plan.horizon.max_duration.unit
     end, count = plan.end, plan.num_batches
     if end is None or count is None:
-        raise PlanError(
-            cannot(
-                "draw a plan without an end",
-                why=f"only the run can tell when {plan.horizon.max_duration} have passed",
-                instead="say max_duration in 'ep', 'ba' or 'sp'",
-            )
+        raise PlanError.cannot(
+            "draw a plan without an end",
+            why=f"only the run can tell when {plan.horizon.max_duration} have passed",
+            instead="say max_duration in 'ep', 'ba' or 'sp'",
         )
     _check_unit(plan, target)
 
@@ -185,10 +183,6 @@ def _check_unit(plan: Plan, unit: TimeUnit) -> None:
     if unit is TimeUnit.TOKEN and not (plan.end and plan.end.token):
         why = "how many tokens a sample has is not known"
     if why is not None:
-        raise PlanError(
-            cannot(
-                f"draw the plan over '{unit}'",
-                why=why,
-                instead="write --unit ep, ba, sp or dur",
-            )
+        raise PlanError.cannot(
+            f"draw the plan over '{unit}'", why=why, instead="write --unit ep, ba, sp or dur"
         )

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from stretto._location import local_path
 from stretto.batching.signals import as_float
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError
 
 METRICS = "metrics.jsonl"
 """The name of the metrics file in a run folder."""
@@ -102,6 +102,6 @@ def _parsed(text: str) -> dict[str, float] | None:
 
 
 def _unreadable(path: Path, why: str) -> DataError:
-    return DataError(
-        cannot(f"read {path}", why=why, instead="name the folder of a run, such as runs/default")
+    return DataError.cannot(
+        f"read {path}", why=why, instead="name the folder of a run, such as runs/default"
     )

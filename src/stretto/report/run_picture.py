@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto._optional import import_optional
-from stretto.errors import DataError, PlanError, cannot
+from stretto.errors import DataError, PlanError
 from stretto.planning import Plan
 from stretto.report.drawing import (
     BLUE,
@@ -99,8 +99,8 @@ def _unit(metrics: RunMetrics, unit: str | None) -> TimeUnit:
     if target is TimeUnit.SECOND:
         why = "its ledger holds no wall time"
     if why is not None:
-        raise DataError(
-            cannot(f"draw the run over '{target}'", why=why, instead="write --unit sp, ba or dur")
+        raise DataError.cannot(
+            f"draw the run over '{target}'", why=why, instead="write --unit sp, ba or dur"
         )
     return target
 

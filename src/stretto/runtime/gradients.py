@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 
 
 def scalar(loss: object) -> Tensor:
@@ -19,12 +19,10 @@ def scalar(loss: object) -> Tensor:
     if isinstance(loss, Tensor) and not loss.dim():
         return loss
     shape = list(loss.shape) if isinstance(loss, Tensor) else None
-    raise TrainingError(
-        cannot(
-            f"learn from a loss of type {type(loss).__name__}",
-            why="it is no tensor" if shape is None else f"its shape is {shape}",
-            instead="return a scalar tensor, such as losses.mean()",
-        )
+    raise TrainingError.cannot(
+        f"learn from a loss of type {type(loss).__name__}",
+        why="it is no tensor" if shape is None else f"its shape is {shape}",
+        instead="return a scalar tensor, such as losses.mean()",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from stretto.errors import TrainingError, cannot, shown
+from stretto.errors import TrainingError, shown
 from stretto.runtime import TrainStep
 from stretto.settings import Stepping
 from stretto.training.callback import Callback
@@ -74,12 +74,10 @@ def _check_step(step: TrainStep, optimizer: object, loss: object, stepping: Step
     name = type(step).__qualname__
     for attribute in ("model", "optimizers"):
         if not hasattr(step, attribute):
-            raise TrainingError(
-                cannot(
-                    f"train with {name}",
-                    why=f"it has no attribute {attribute!r}",
-                    instead=f"set self.{attribute} in {name}.__init__",
-                )
+            raise TrainingError.cannot(
+                f"train with {name}",
+                why=f"it has no attribute {attribute!r}",
+                instead=f"set self.{attribute} in {name}.__init__",
             )
     _check_model(step.model)
     for one in list(step.optimizers) or (None,):
@@ -90,24 +88,20 @@ def _check_step(step: TrainStep, optimizer: object, loss: object, stepping: Step
         if getattr(stepping, setting) != getattr(Stepping(), setting):
             given[setting] = getattr(stepping, setting)
     for setting, value in given.items():
-        raise TrainingError(
-            cannot(
-                f"use {setting if value is None else f'{setting}={shown(value)}'} with {name}",
-                why="a step of your own decides that itself",
-                instead=f"do it in {name}, and leave {setting} out",
-            )
+        raise TrainingError.cannot(
+            f"use {setting if value is None else f'{setting}={shown(value)}'} with {name}",
+            why="a step of your own decides that itself",
+            instead=f"do it in {name}, and leave {setting} out",
         )
 
 
 def _check_losses(step: TrainStep, evaluations: Sequence[Evaluation]) -> None:
     for one in evaluations:
         if step.loss is None and one.loss is None:
-            raise TrainingError(
-                cannot(
-                    f"evaluate {one.name!r} with {type(step).__qualname__}",
-                    why="the step has no loss(model, batch)",
-                    instead=f"write Evaluation(data, loss=..., name={one.name!r})",
-                )
+            raise TrainingError.cannot(
+                f"evaluate {one.name!r} with {type(step).__qualname__}",
+                why="the step has no loss(model, batch)",
+                instead=f"write Evaluation(data, loss=..., name={one.name!r})",
             )
 
 
@@ -125,12 +119,10 @@ def _check_owner(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             continue
-        raise TrainingError(
-            cannot(
-                f"train {type(model).__name__} with this {type(optimizer).__name__}",
-                why="the optimizer has none of the model's parameters",
-                instead="build the optimizer of model.parameters(), after the model",
-            )
+        raise TrainingError.cannot(
+            f"train {type(model).__name__} with this {type(optimizer).__name__}",
+            why="the optimizer has none of the model's parameters",
+            instead="build the optimizer of model.parameters(), after the model",
         )
 
 
@@ -138,12 +130,10 @@ def _check_names(evaluations: Sequence[Evaluation]) -> None:
     counts = Counter((*_TAKEN, *(one.name for one in evaluations)))
     for name, count in counts.items():
         if count > 1:
-            raise TrainingError(
-                cannot(
-                    f"evaluate under the name {name!r}",
-                    why="something else of the run has it",
-                    instead="give each a name of its own: Evaluation(data, name='test')",
-                )
+            raise TrainingError.cannot(
+                f"evaluate under the name {name!r}",
+                why="something else of the run has it",
+                instead="give each a name of its own: Evaluation(data, name='test')",
             )
 
 
@@ -151,4 +141,4 @@ def _other_kind(what: str, given: object, kind: str, instead: str) -> TrainingEr
     # A model prints over many lines, and most objects by their address.
     is_short = given is None or isinstance(given, (str, type))
     given = shown(given) if is_short else f"a {type(given).__name__}"
-    return TrainingError(cannot(f"{what} {given}", why=f"it is not {kind}", instead=instead))
+    return TrainingError.cannot(f"{what} {given}", why=f"it is not {kind}", instead=instead)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stretto.data import Step
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 from stretto.optim import Hyperparameters
 from stretto.planning import Plan
 from stretto.runtime.packing import PackingError, pack, unpack
@@ -104,12 +104,10 @@ class Run:
             TrainingError: the loop has not set them.
         """
         if self._hyperparameters is None:
-            raise TrainingError(
-                cannot(
-                    "read the schedules of the run",
-                    why="the loop has not set them",
-                    instead="pass Run(hyperparameters=Hyperparameters(optimizer, {}, horizon))",
-                )
+            raise TrainingError.cannot(
+                "read the schedules of the run",
+                why="the loop has not set them",
+                instead="pass Run(hyperparameters=Hyperparameters(optimizer, {}, horizon))",
             )
         return self._hyperparameters
 
@@ -240,12 +238,10 @@ class Run:
             TrainingError: the loop has no evaluations.
         """
         if self._evaluate is None:
-            raise TrainingError(
-                cannot(
-                    "evaluate",
-                    why="the loop has no evaluations",
-                    instead="call run.evaluate_with(function) in the loop first",
-                )
+            raise TrainingError.cannot(
+                "evaluate",
+                why="the loop has no evaluations",
+                instead="call run.evaluate_with(function) in the loop first",
             )
         return self._evaluate()
 
@@ -267,10 +263,8 @@ def _text(value: Any, verb: str) -> str:
     try:
         return json.dumps(pack(value))
     except PackingError as error:
-        raise TrainingError(
-            cannot(
-                f"{verb} a {type(value).__name__}",
-                why=str(error),
-                instead="pass numbers, texts, bytes, tensors, and lists, tuples and dicts of them",
-            )
+        raise TrainingError.cannot(
+            f"{verb} a {type(value).__name__}",
+            why=str(error),
+            instead="pass numbers, texts, bytes, tensors, and lists, tuples and dicts of them",
         ) from None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 from stretto.batching import BatchSizePolicy
-from stretto.errors import TrainingError, cannot, shown
+from stretto.errors import TrainingError, shown
 from stretto.schedules import as_schedule
 from stretto.settings import Checkpointing
 from stretto.timing import Time, TimeLike, Trigger
@@ -44,12 +44,10 @@ class Timed(NamedTuple):
             return self
         factor = exact(ratio)
         if factor <= 0:
-            raise TrainingError(
-                cannot(
-                    f"use scale_schedule={shown(ratio)}",
-                    why="a run can't be stretched to nothing",
-                    instead="write a ratio above 0 such as 0.5",
-                )
+            raise TrainingError.cannot(
+                f"use scale_schedule={shown(ratio)}",
+                why="a run can't be stretched to nothing",
+                instead="write a ratio above 0 such as 0.5",
             )
 
         def stretched(schedule: Any) -> Any:

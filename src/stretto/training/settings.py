@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stretto.batching import checked_size
 from stretto.data import DataSpec
 from stretto.data.spec import is_one_shot
-from stretto.errors import TrainingError, cannot, shown
+from stretto.errors import TrainingError, shown
 from stretto.timing import TimeLike, Trigger, parse_trigger
 from stretto.training.evaluation.metrics import Metric, Predict, check_metric, is_object
 from stretto.training.logs.loggers import Logger
@@ -58,33 +58,27 @@ class Evaluation:
     def __post_init__(self) -> None:
         data = DataSpec.of(self.data).data
         if is_one_shot(data):
-            raise TrainingError(
-                cannot(
-                    f"evaluate on data of type {type(data).__name__}",
-                    why="it can be iterated over only once, and every evaluation reads all of it",
-                    instead="pass a data set, or DataLoader(batches, batch_size=None), where "
-                    "batches is a list of batches or an object whose __iter__ starts anew",
-                )
+            raise TrainingError.cannot(
+                f"evaluate on data of type {type(data).__name__}",
+                why="it can be iterated over only once, and every evaluation reads all of it",
+                instead="pass a data set, or DataLoader(batches, batch_size=None), where "
+                "batches is a list of batches or an object whose __iter__ starts anew",
             )
         if "loss" in self.metrics:
-            raise TrainingError(
-                cannot(
-                    f"measure a metric named 'loss' in {self.name!r}",
-                    why="the loss itself has that name",
-                    instead="choose another, or pass it as loss=...",
-                )
+            raise TrainingError.cannot(
+                f"measure a metric named 'loss' in {self.name!r}",
+                why="the loss itself has that name",
+                instead="choose another, or pass it as loss=...",
             )
         # A collection of torchmetrics is a mapping as well.
         object.__setattr__(self, "metrics", dict(self.metrics))
         for name, metric in self.metrics.items():
             check_metric(name, metric)
         if self.predict is not None and not any(map(is_object, self.metrics.values())):
-            raise TrainingError(
-                cannot(
-                    f"predict for metrics of {self.name!r}",
-                    why="none of them is an object with update, compute and reset",
-                    instead="leave predict out; a function gets the model and the batch",
-                )
+            raise TrainingError.cannot(
+                f"predict for metrics of {self.name!r}",
+                why="none of them is an object with update, compute and reset",
+                instead="leave predict out; a function gets the model and the batch",
             )
         if self.batch_size is not None:
             checked_size(self.batch_size, "a batch size")
@@ -123,15 +117,13 @@ class Logging:
             given: object = one
             missing = [name for name in _LOGGER if not callable(getattr(given, name, None))]
             if missing or isinstance(given, type):
-                raise TrainingError(
-                    cannot(
-                        f"log to {shown(given)}",
-                        why=f"it has no method {missing[0]!r}"
-                        if missing
-                        else "it is a class and not an object",
-                        instead="pass an object with the methods start(config, sample), "
-                        "log(record) and close(), such as TensorBoardLogger()",
-                    )
+                raise TrainingError.cannot(
+                    f"log to {shown(given)}",
+                    why=f"it has no method {missing[0]!r}"
+                    if missing
+                    else "it is a class and not an object",
+                    instead="pass an object with the methods start(config, sample), "
+                    "log(record) and close(), such as TensorBoardLogger()",
                 )
 
     @property

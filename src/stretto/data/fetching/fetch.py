@@ -12,7 +12,7 @@ from stretto.data.fetching.bundle import Bundle
 from stretto.data.fetching.indices import IndexStream
 from stretto.data.randomness import sample_seed, seed_generators
 from stretto.data.spec import Collate
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError
 from stretto.runtime.random_state import kept_generators
 
 
@@ -104,10 +104,8 @@ class Fetch:
 def no_such_sample(num_samples: int, error: BaseException) -> DataError:
     """Return the error for an IndexError of a data set."""
     reason = str(error).strip().splitlines()[-1] if str(error).strip() else "no reason given"
-    return DataError(
-        cannot(
-            f"read a sample of a data set of length {num_samples}",
-            why=f"it raised an IndexError ({reason})",
-            instead="let __len__ return how many samples there are",
-        )
+    return DataError.cannot(
+        f"read a sample of a data set of length {num_samples}",
+        why=f"it raised an IndexError ({reason})",
+        instead="let __len__ return how many samples there are",
     )

@@ -26,7 +26,7 @@ from stretto.data.fetching.fetch import Fetch, no_such_sample
 from stretto.data.fetching.indices import IndexStream
 from stretto.data.fetching.workers import Element, Workers, start_workers
 from stretto.data.spec import DataSpec
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError
 from stretto.ordering import SampleOrder, stream_start
 from stretto.planning import StepPlan
 
@@ -83,13 +83,11 @@ class MapSource:
             return
         found = self.spec.count_samples(batch)
         if found != num_samples:
-            raise DataError(
-                cannot(
-                    f"use a batch of {found} samples",
-                    why=f"it was collated from {num_samples}, which are counted as seen",
-                    instead="return a sample for each in collate_fn, or, where it packs them, "
-                    "pass DataSpec(data, get_num_samples_in_batch=...)",
-                )
+            raise DataError.cannot(
+                f"use a batch of {found} samples",
+                why=f"it was collated from {num_samples}, which are counted as seen",
+                instead="return a sample for each in collate_fn, or, where it packs them, "
+                "pass DataSpec(data, get_num_samples_in_batch=...)",
             )
 
 

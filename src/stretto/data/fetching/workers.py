@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from stretto.data.fetching.fetch import Fetch
 from stretto.data.randomness import sample_seed, seed_generators
 from stretto.data.spec import Collate, DataSpec
-from stretto.errors import DataError, cannot, shown
+from stretto.errors import DataError, shown
 from stretto.timing.number import whole
 
 Element: TypeAlias = tuple[int, list[int]]
@@ -55,12 +55,10 @@ class Workers:
         _check_count("num_workers", self.num_workers, least=0)
         _check_count("prefetch_factor", self.prefetch_factor, least=1)
         if self.prefetch_factor is not None and self.num_workers == 0:
-            raise DataError(
-                cannot(
-                    f"use prefetch_factor={self.prefetch_factor}",
-                    why="nothing is fetched ahead without workers",
-                    instead="write num_workers=2, or leave it out",
-                )
+            raise DataError.cannot(
+                f"use prefetch_factor={self.prefetch_factor}",
+                why="nothing is fetched ahead without workers",
+                instead="write num_workers=2, or leave it out",
             )
 
     def merged(self, data: Any) -> Workers:
@@ -151,12 +149,10 @@ def batched(spec: DataSpec, workers: Workers, chunk_size: int) -> Iterable[Any]:
         given = {"num_workers": workers.num_workers or None, "collate_fn": workers.collate_fn}
         for name, value in given.items():
             if value is not None:
-                raise DataError(
-                    cannot(
-                        f"use {name}={shown(value)} with data of type {type(data).__name__}",
-                        why="they are batches already",
-                        instead=f"leave it out, or pass a DataLoader that has its own {name}",
-                    )
+                raise DataError.cannot(
+                    f"use {name}={shown(value)} with data of type {type(data).__name__}",
+                    why="they are batches already",
+                    instead=f"leave it out, or pass a DataLoader that has its own {name}",
                 )
     batches: Iterable[Any] = data
     return batches
@@ -232,13 +228,11 @@ def _end(batches: Iterator[Any]) -> None:
 
 
 def _dead_worker(error: Exception) -> DataError:
-    return DataError(
-        cannot(
-            "read samples with these workers",
-            why=f"one of them ended ({_said(error)})",
-            instead="use fewer of them if memory ran out, or num_workers=0 to see an error of the "
-            "data set itself; then resume",
-        )
+    return DataError.cannot(
+        "read samples with these workers",
+        why=f"one of them ended ({_said(error)})",
+        instead="use fewer of them if memory ran out, or num_workers=0 to see an error of the "
+        "data set itself; then resume",
     )
 
 
@@ -253,10 +247,8 @@ def _as_it_is(batch: Any) -> Any:
 def _check_count(name: str, value: int | None, *, least: int) -> None:
     number = least if value is None else whole(value)
     if number is None or number < least:
-        raise DataError(
-            cannot(
-                f"use {name}={shown(value)}",
-                why=f"it is not an integer of at least {least}",
-                instead="write a number such as 2, or leave it out",
-            )
+        raise DataError.cannot(
+            f"use {name}={shown(value)}",
+            why=f"it is not an integer of at least {least}",
+            instead="write a number such as 2, or leave it out",
         )

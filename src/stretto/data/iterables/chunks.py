@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 
 from stretto.data.randomness import sample_seed, seed_generators
 from stretto.data.spec import DataSpec, is_one_shot
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError
 from stretto.runtime.packing import packed, unpack
 from stretto.runtime.random_state import kept_generators
 
@@ -261,30 +261,24 @@ class _Progress:
 
 
 def _read_twice(batches: Any, epoch: int) -> DataError:
-    return DataError(
-        cannot(
-            f"read epoch {epoch} of data of type {type(batches).__name__}",
-            why="it can be iterated over only once",
-            instead="pass an object whose __iter__ starts anew, or end the run with its data",
-        )
+    return DataError.cannot(
+        f"read epoch {epoch} of data of type {type(batches).__name__}",
+        why="it can be iterated over only once",
+        instead="pass an object whose __iter__ starts anew, or end the run with its data",
     )
 
 
 def _torn(batches: Any) -> DataError:
-    return DataError(
-        cannot(
-            f"go on reading data of type {type(batches).__name__}",
-            why="reading it has failed",
-            instead="resume from a saved position, in a new loader",
-        )
+    return DataError.cannot(
+        f"go on reading data of type {type(batches).__name__}",
+        why="reading it has failed",
+        instead="resume from a saved position, in a new loader",
     )
 
 
 def _too_short(count: int, found: int) -> DataError:
-    return DataError(
-        cannot(
-            f"return to sample {count} of the epoch",
-            why=f"the data end after {found}",
-            instead="resume with the data that the run was saved with",
-        )
+    return DataError.cannot(
+        f"return to sample {count} of the epoch",
+        why=f"the data end after {found}",
+        instead="resume with the data that the run was saved with",
     )

@@ -7,7 +7,7 @@ from typing import final
 
 from stretto.data.fetching.feed import Feed, FetchedStep, Plans, pinned
 from stretto.data.iterables.streams import Stream
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError
 from stretto.planning import StepPlan
 from stretto.timing import Horizon
 
@@ -84,20 +84,16 @@ class IterableFeed(Feed):
         return taken, tuple(taken - end for end in ends_at)
 
     def _empty(self) -> DataError:
-        return DataError(
-            cannot(
-                f"read data of type {self._kind}",
-                why="an epoch of it has no samples",
-                instead="pass an iterable that yields at least one batch each time",
-            )
+        return DataError.cannot(
+            f"read data of type {self._kind}",
+            why="an epoch of it has no samples",
+            instead="pass an iterable that yields at least one batch each time",
         )
 
 
 def _wrong_length(num_samples: int, why: str) -> DataError:
-    return DataError(
-        cannot(
-            f"read an epoch of {num_samples} samples",
-            why=why,
-            instead="pass the right num_samples, or leave it out where no time needs it",
-        )
+    return DataError.cannot(
+        f"read an epoch of {num_samples} samples",
+        why=why,
+        instead="pass the right num_samples, or leave it out where no time needs it",
     )

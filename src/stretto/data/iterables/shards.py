@@ -16,7 +16,7 @@ from stretto.data.containers import opened
 from stretto.data.fetching.feed import Part
 from stretto.data.iterables.chunks import ChunkSource
 from stretto.data.ranks import gathered_texts, is_all
-from stretto.errors import CheckpointError, DataError, cannot
+from stretto.errors import CheckpointError, DataError
 
 _FAILED = "failed"
 
@@ -39,25 +39,21 @@ def check_streams(part: Part, source: ChunkSource, *, is_sharded: bool) -> None:
         text, count = max(same.items(), key=lambda item: item[1], default=("", 0))
         if count > 1:
             ranks = " and ".join(str(rank) for rank, one in enumerate(found) if one == text)
-            raise DataError(
-                cannot(
-                    f"read data of type {source.kind} as streams that are sharded",
-                    why=f"the first batch is the same on ranks {ranks}, and every sample would be "
-                    "trained on several times",
-                    instead="leave sharded=True out if the streams are the same; else give each "
-                    "rank its own share of the samples",
-                )
+            raise DataError.cannot(
+                f"read data of type {source.kind} as streams that are sharded",
+                why=f"the first batch is the same on ranks {ranks}, and every sample would be "
+                "trained on several times",
+                instead="leave sharded=True out if the streams are the same; else give each "
+                "rank its own share of the samples",
             )
     elif len(set(found)) > 1:
-        raise DataError(
-            cannot(
-                f"read data of type {source.kind} on {part.world_size} ranks",
-                why="the first batch is not the same on every rank, and each rank would keep only "
-                "its share of what it reads",
-                instead="pass DataSpec(data, sharded=True) if each rank has its own part of the "
-                "samples; else give all ranks the same order; write sharded=False if only random "
-                "augmentation differs",
-            )
+        raise DataError.cannot(
+            f"read data of type {source.kind} on {part.world_size} ranks",
+            why="the first batch is not the same on every rank, and each rank would keep only "
+            "its share of what it reads",
+            instead="pass DataSpec(data, sharded=True) if each rank has its own part of the "
+            "samples; else give all ranks the same order; write sharded=False if only random "
+            "augmentation differs",
         )
 
 
@@ -114,13 +110,11 @@ def record_of_rank(part: Part, saved: Mapping[str, Any]) -> dict[str, Any]:
     """
     ranks = saved["ranks"]
     if len(ranks) != part.world_size:
-        raise CheckpointError(
-            cannot(
-                f"go on from the saved position with world_size={part.world_size}",
-                why=f"it has the places in the streams of {len(ranks)} ranks, and others cannot go "
-                "on from them",
-                instead=f"resume with world_size={len(ranks)}, or start a new run from the weights",
-            )
+        raise CheckpointError.cannot(
+            f"go on from the saved position with world_size={part.world_size}",
+            why=f"it has the places in the streams of {len(ranks)} ranks, and others cannot go "
+            "on from them",
+            instead=f"resume with world_size={len(ranks)}, or start a new run from the weights",
         )
     own: dict[str, Any] = ranks[part.rank]
     return own

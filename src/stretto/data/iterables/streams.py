@@ -10,7 +10,7 @@ from stretto.batching import Split
 from stretto.data.fetching.feed import CountedBatch, Part, Shares, evenly, first_sample
 from stretto.data.iterables.chunks import ChunkSource, Range
 from stretto.data.spec import DataSpec
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError
 
 Gather: TypeAlias = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 """Returns the values of every rank, in rank order; each rank must call it."""
@@ -190,10 +190,8 @@ def _dealt(count: int, ranks: Sequence[int], world_size: int) -> tuple[int, ...]
 def _check_samples(source: ChunkSource, everybody: Sequence[_Taken]) -> None:
     without = next((rank for rank, one in enumerate(everybody) if not one.has_sample), None)
     if without is not None and any(one.has_sample for one in everybody):
-        raise DataError(
-            cannot(
-                f"share a batch of data of type {source.kind} over {len(everybody)} ranks",
-                why=f"the stream of rank {without} has no samples",
-                instead="give every rank at least one file or shard, or start fewer ranks",
-            )
+        raise DataError.cannot(
+            f"share a batch of data of type {source.kind} over {len(everybody)} ranks",
+            why=f"the stream of rank {without} has no samples",
+            instead="give every rank at least one file or shard, or start fewer ranks",
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stretto.batching import NoRule, Signals, checked_size, couplings_in
 from stretto.data import Step
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 from stretto.noise import NoiseEstimator, NoiseTerms
 from stretto.training.callback import Callback
 from stretto.training.run import Run
@@ -105,10 +105,6 @@ class AdaScale(Callback):
 
 
 def _done_already(by: object, instead: str) -> TrainingError:
-    return TrainingError(
-        cannot(
-            "follow the batch size by AdaScale",
-            why=f"{by!r} does so already",
-            instead=instead,
-        )
+    return TrainingError.cannot(
+        "follow the batch size by AdaScale", why=f"{by!r} does so already", instead=instead
     )

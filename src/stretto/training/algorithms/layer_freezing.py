@@ -9,7 +9,7 @@ from typing import final
 from torch import nn
 
 from stretto.data import Step
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 from stretto.timing import Time, TimeLike
 from stretto.training.algorithms.modules import find_modules
 from stretto.training.algorithms.window import progress
@@ -50,12 +50,10 @@ class LayerFreezing(Callback):
         level: float = 1.0,
     ) -> None:
         if not layers or not 0 < level <= 1:
-            raise TrainingError(
-                cannot(
-                    f"freeze {level} of the layers {list(layers)}",
-                    why="there must be layers, and a part of them in (0, 1]",
-                    instead="write LayerFreezing(['embed', 'blocks.0'], level=1.0)",
-                )
+            raise TrainingError.cannot(
+                f"freeze {level} of the layers {list(layers)}",
+                why="there must be layers, and a part of them in (0, 1]",
+                instead="write LayerFreezing(['embed', 'blocks.0'], level=1.0)",
             )
         self._layers = tuple(layers)
         self._start, self._end, self._level = Time(start), Time(end), level

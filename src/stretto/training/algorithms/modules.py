@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 
 _SHOWN = 8
 """Names listed in a message."""
@@ -26,13 +26,11 @@ def find_modules(model: nn.Module, names: Sequence[str], what: str) -> list[nn.M
         if name not in modules:
             known = [repr(other) for other in modules if other]
             more = ", ..." if len(known) > _SHOWN else ""
-            raise TrainingError(
-                cannot(
-                    f"{what} {name!r}",
-                    why="the model has no such module",
-                    instead=f"write {', '.join(known[:_SHOWN])}{more}"
-                    if known
-                    else "leave it out: this model has no parts",
-                )
+            raise TrainingError.cannot(
+                f"{what} {name!r}",
+                why="the model has no such module",
+                instead=f"write {', '.join(known[:_SHOWN])}{more}"
+                if known
+                else "leave it out: this model has no parts",
             )
     return [modules[name] for name in names]

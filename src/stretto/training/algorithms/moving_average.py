@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stretto.checkpoint.sharding import is_dtensor
 from stretto.data import Step
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 from stretto.timing import Time, TimeLike, Timestamp, Trigger, parse_trigger
 from stretto.training.callback import Callback
 from stretto.training.run import Run
@@ -64,12 +64,10 @@ class ExponentialMovingAverage(Callback):
         is_time = self._half_life is not None and self._half_life.amount > 0
         is_decay = decay is not None and 0 <= decay < 1
         if (decay is None) == (half_life is None) or not (is_time or is_decay):
-            raise TrainingError(
-                cannot(
-                    f"average weights with decay={decay!r} and half_life={half_life!r}",
-                    why="one of the two must be given: a decay in [0, 1), or a time above 0",
-                    instead="write ExponentialMovingAverage(half_life='10_000sp')",
-                )
+            raise TrainingError.cannot(
+                f"average weights with decay={decay!r} and half_life={half_life!r}",
+                why="one of the two must be given: a decay in [0, 1), or a time above 0",
+                instead="write ExponentialMovingAverage(half_life='10_000sp')",
             )
         self._weights: dict[str, Tensor] = {}
         self._averages: dict[str, Tensor] = {}

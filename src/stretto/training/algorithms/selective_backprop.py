@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stretto.data import Step
 from stretto.data.containers import mapped
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 from stretto.timing import Time, TimeLike
 from stretto.training.algorithms.window import progress
 from stretto.training.callback import Callback
@@ -47,12 +47,10 @@ class SelectiveBackprop(Callback):
         keep: float = 0.5,
     ) -> None:
         if not 0 < keep < 1:
-            raise TrainingError(
-                cannot(
-                    f"keep {keep} of the samples",
-                    why="it is not between 0 and 1",
-                    instead="write a part such as 0.5",
-                )
+            raise TrainingError.cannot(
+                f"keep {keep} of the samples",
+                why="it is not between 0 and 1",
+                instead="write a part such as 0.5",
             )
         self._losses = sample_losses
         self._start, self._end, self._keep = Time(start), Time(end), keep

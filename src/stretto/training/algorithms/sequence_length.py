@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stretto.data import Step
 from stretto.data.containers import mapped
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 from stretto.timing import Time, TimeLike
 from stretto.training.algorithms.window import progress
 from stretto.training.callback import Callback
@@ -41,12 +41,10 @@ class SequenceLengthWarmup(Callback):
 
     def __init__(self, start: int, end: int, *, over: TimeLike, multiple_of: int = 8) -> None:
         if not 1 <= start <= end or multiple_of < 1:
-            raise TrainingError(
-                cannot(
-                    f"grow sequences from {start} to {end} by multiples of {multiple_of}",
-                    why="lengths are at least 1 and grow",
-                    instead="write SequenceLengthWarmup(start=32, end=128, over='30%')",
-                )
+            raise TrainingError.cannot(
+                f"grow sequences from {start} to {end} by multiples of {multiple_of}",
+                why="lengths are at least 1 and grow",
+                instead="write SequenceLengthWarmup(start=32, end=128, over='30%')",
             )
         self._start, self._stop, self._multiple = start, end, multiple_of
         self._over = Time(over)

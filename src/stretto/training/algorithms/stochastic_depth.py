@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stretto.data import Step
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 from stretto.timing import Time, TimeLike
 from stretto.training.algorithms.modules import find_modules
 from stretto.training.algorithms.window import progress
@@ -42,12 +42,10 @@ class StochasticDepth(Callback):
         self, blocks: Sequence[str], *, rate: float = 0.2, warmup: TimeLike | None = None
     ) -> None:
         if not blocks or not 0 < rate < 1:
-            raise TrainingError(
-                cannot(
-                    f"leave out the blocks {list(blocks)} at a rate of {rate}",
-                    why="there must be blocks, and a rate between 0 and 1",
-                    instead="write StochasticDepth(['blocks.0'], rate=0.2)",
-                )
+            raise TrainingError.cannot(
+                f"leave out the blocks {list(blocks)} at a rate of {rate}",
+                why="there must be blocks, and a rate between 0 and 1",
+                instead="write StochasticDepth(['blocks.0'], rate=0.2)",
             )
         self._blocks = tuple(blocks)
         self._rate = rate

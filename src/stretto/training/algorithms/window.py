@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 from stretto.timing import Horizon, Time, Timestamp
 
 
@@ -23,12 +23,10 @@ def progress(horizon: Horizon, start: Time, end: Time) -> Callable[[Timestamp], 
     horizon.check_moves(axis)
     first, last = horizon.ticks(start, axis), horizon.ticks(end, axis)
     if last <= first:
-        raise TrainingError(
-            cannot(
-                f"change how the model is trained from {start} to {end}",
-                why="the end does not come after the start",
-                instead="write an end that is later",
-            )
+        raise TrainingError.cannot(
+            f"change how the model is trained from {start} to {end}",
+            why="the end does not come after the start",
+            instead="write an end that is later",
         )
 
     def passed(timestamp: Timestamp) -> float:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 from stretto.training.logs.appending import check_appendable
 
 LOCK = "run.lock"
@@ -59,12 +59,10 @@ def _lock(file: IO[bytes], folder: Path) -> None:
     except BlockingIOError:
         file.seek(0)
         holder = file.read(200).decode(errors="replace").strip()
-        raise TrainingError(
-            cannot(
-                f"train in {folder}",
-                why=f"another run is writing there ({holder or 'unknown'})",
-                instead="wait until it ends, or choose another folder",
-            )
+        raise TrainingError.cannot(
+            f"train in {folder}",
+            why=f"another run is writing there ({holder or 'unknown'})",
+            instead="wait until it ends, or choose another folder",
         ) from None
     except OSError:
         return
@@ -85,10 +83,8 @@ def unwritable(folder: Path, error: OSError) -> TrainingError:
     """Return the error for a run folder that cannot be written to."""
     name = Path(os.fsdecode(error.filename or folder)).name
     why = (error.strerror or str(error)).lower()
-    return TrainingError(
-        cannot(
-            f"keep a run in {folder}",
-            why=why if name == folder.name else f"{name}: {why}",
-            instead="choose a folder that can be written to",
-        )
+    return TrainingError.cannot(
+        f"keep a run in {folder}",
+        why=why if name == folder.name else f"{name}: {why}",
+        instead="choose a folder that can be written to",
     )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stretto.errors import CheckpointError, StrettoError, cannot, shown
+from stretto.errors import CheckpointError, StrettoError, shown
 
 UNFIT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """Exceptions that Python raises for an invalid record."""
@@ -27,24 +27,20 @@ def section(path: Path, name: str) -> Iterator[None]:
     except StrettoError as error:
         raise error.recast(type(error), where=f"{name!r} in {path}") from error
     except UNFIT as error:
-        raise CheckpointError(
-            cannot(
-                f"resume from {path}",
-                why=f"{name!r} in its state.json is not that of a run "
-                f"({type(error).__name__}: {error})",
-                instead="resume from another checkpoint",
-            )
+        raise CheckpointError.cannot(
+            f"resume from {path}",
+            why=f"{name!r} in its state.json is not that of a run "
+            f"({type(error).__name__}: {error})",
+            instead="resume from another checkpoint",
         ) from error
 
 
 def unfit(path: Path, name: str, error: Exception) -> CheckpointError:
     """Return the error for an optimizer that fails in its first update after a resume."""
-    return CheckpointError(
-        cannot(
-            f"update the weights with {name}",
-            why=f"it cannot compute with its state from {path} ({type(error).__name__}: {error})",
-            instead=f"resume with {name} built as it was then, or from another checkpoint",
-        )
+    return CheckpointError.cannot(
+        f"update the weights with {name}",
+        why=f"it cannot compute with its state from {path} ({type(error).__name__}: {error})",
+        instead=f"resume with {name} built as it was then, or from another checkpoint",
     )
 
 

@@ -11,7 +11,7 @@ from stretto.checkpoint import CheckpointReader, latest_good, open_checkpoint
 from stretto.checkpoint.folder import candidates, find_newest, position
 from stretto.checkpoint.manifest import read_errors
 from stretto.checkpoint.reading import find
-from stretto.errors import CheckpointError, TrainingError, cannot
+from stretto.errors import CheckpointError, TrainingError
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.lock import locked, set_aside, unwritable
 from stretto.training.distributed.agreement import check_agreement
@@ -115,12 +115,10 @@ def _find(asked: str | Path, run_folder: Path | None) -> Path | None:
         open_checkpoint(path)  # every byte of it
         return path
     if run_folder is None:
-        raise TrainingError(
-            cannot(
-                f"resume from {asked!r}",
-                why="the run has no folder",
-                instead="pass folder='runs/name', or the path of a checkpoint",
-            )
+        raise TrainingError.cannot(
+            f"resume from {asked!r}",
+            why="the run has no folder",
+            instead="pass folder='runs/name', or the path of a checkpoint",
         )
     if str(asked) == "auto":
         return latest_good(run_folder / FOLDER)
@@ -151,10 +149,8 @@ def newest_of(run_folder: Path) -> Path:
 
 
 def _none(run_folder: Path, instead: str) -> CheckpointError:
-    return CheckpointError(
-        cannot(
-            f"resume from the latest checkpoint in {run_folder}",
-            why="it holds none",
-            instead=f"{instead} folder",
-        )
+    return CheckpointError.cannot(
+        f"resume from the latest checkpoint in {run_folder}",
+        why="it holds none",
+        instead=f"{instead} folder",
     )

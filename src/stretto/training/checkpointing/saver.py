@@ -25,7 +25,7 @@ from stretto.checkpoint import (
     write_part,
 )
 from stretto.checkpoint.staging import Staged
-from stretto.errors import CheckpointError, TrainingError, cannot
+from stretto.errors import CheckpointError, TrainingError
 from stretto.settings import Checkpointing
 from stretto.timing import BoundTrigger, Timestamp
 from stretto.training.checkpointing.resuming import FOLDER
@@ -65,12 +65,10 @@ class Saver:
         best: Best,
     ) -> None:
         if settings is not None and folder is None:
-            raise TrainingError(
-                cannot(
-                    "write checkpoints",
-                    why="the run has no folder",
-                    instead="pass folder='runs/name', or leave checkpoint out",
-                )
+            raise TrainingError.cannot(
+                "write checkpoints",
+                why="the run has no folder",
+                instead="pass folder='runs/name', or leave checkpoint out",
             )
         self.folder = folder / FOLDER if folder is not None else None
         self._settings = settings
@@ -294,8 +292,8 @@ class _Job:
             except OSError as error:
                 why = f"{file.name}: {error.strerror or error}"
                 instead = "make room, or put the file back"
-                raise CheckpointError(
-                    cannot(f"write {self.path}", why=why, instead=instead)
+                raise CheckpointError.cannot(
+                    f"write {self.path}", why=why, instead=instead
                 ) from error
         finish_checkpoint(self.path, self._records, world_size=self._writers)
         newest, others = self._stay

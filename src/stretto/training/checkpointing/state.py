@@ -23,7 +23,7 @@ from stretto.checkpoint import (
 from stretto.checkpoint.sharding import is_sharded
 from stretto.checkpoint.staging import Tensors
 from stretto.data import StepLoader
-from stretto.errors import CheckpointError, cannot
+from stretto.errors import CheckpointError
 from stretto.runtime import TrainStep
 from stretto.runtime.packing import pack, packed, unpack
 from stretto.runtime.random_state import RandomState
@@ -189,13 +189,11 @@ class RunState:
         try:
             self._model.load_state_dict(state)
         except RuntimeError as error:
-            raise CheckpointError(
-                cannot(
-                    f"resume from {path}",
-                    why="its weights are another model's "
-                    f"({textwrap.shorten(str(error), 300, placeholder=' ...')})",
-                    instead="build the model that it was saved from, or choose a new folder",
-                )
+            raise CheckpointError.cannot(
+                f"resume from {path}",
+                why="its weights are another model's "
+                f"({textwrap.shorten(str(error), 300, placeholder=' ...')})",
+                instead="build the model that it was saved from, or choose a new folder",
             ) from None
 
     def _restore_records(

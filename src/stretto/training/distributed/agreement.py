@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from stretto.data import DataSpec
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 from stretto.optim.joined import each_of
 from stretto.runtime import TrainStep
 from stretto.settings import Checkpointing, Loading, Stepping
@@ -53,12 +53,10 @@ def check_agreement(settings: Mapping[str, str], ranks: Ranks, *, call: str) -> 
     if len(set(ranks.gather(hashlib.sha256(text.encode()).hexdigest(), call=call))) == 1:
         return
     difference = first_difference([json.loads(one) for one in ranks.gather(text)])
-    raise TrainingError(
-        cannot(
-            f"train on {ranks.world_size} ranks with different settings",
-            why=difference,
-            instead="write the same settings on every rank",
-        )
+    raise TrainingError.cannot(
+        f"train on {ranks.world_size} ranks with different settings",
+        why=difference,
+        instead="write the same settings on every rank",
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stretto.checkpoint.sharding import is_dtensor, is_sharded
 from stretto.data.containers import mapped
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 from stretto.runtime.gradients import is_fully_sharded
 
 if TYPE_CHECKING:
@@ -118,4 +118,4 @@ def _silenced(tensor: Tensor) -> Tensor:
 
 def _refused(model: nn.Module, why: str, instead: str) -> TrainingError:
     name = type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")
-    return TrainingError(cannot(f"train this {name}", why=why, instead=instead))
+    return TrainingError.cannot(f"train this {name}", why=why, instead=instead)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, final
 
 import torch.distributed as dist
 
-from stretto.errors import Argument, StrettoError, Text, TrainingError, cannot
+from stretto.errors import Argument, StrettoError, Text, TrainingError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -110,8 +110,8 @@ class Peers:
                 "meet other ranks on one of them alone), or write a longer rank_timeout"
             )
         said = textwrap.shorten(str(error), 200, placeholder=" ...")
-        return TrainingError(
-            cannot("go on with the other ranks", why=f"{why} ({said})", instead=instead)
+        return TrainingError.cannot(
+            "go on with the other ranks", why=f"{why} ({said})", instead=instead
         )
 
     def _missing(self, grace: timedelta, is_late: bool) -> list[int] | None:  # noqa: FBT001

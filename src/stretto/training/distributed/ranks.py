@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.checkpoint.sharding import is_dtensor
-from stretto.errors import StrettoError, TrainingError, cannot
+from stretto.errors import StrettoError, TrainingError
 from stretto.runtime.collectives import all_gather_texts, all_sum, is_started
 from stretto.runtime.gradients import is_fully_sharded, touching_all
 from stretto.training.distributed.fully_sharded import check_sharding
@@ -224,12 +224,10 @@ class _NothingToLearn(nn.Module):
 def _apart(calls: Sequence[str]) -> TrainingError:
     first = {call: calls.index(call) for call in calls}
     made = (f"rank {rank} has called {call or 'another method'}" for call, rank in first.items())
-    return TrainingError(
-        cannot(
-            "go on with the other ranks",
-            why=" and ".join(made),
-            instead="call Trainer(), resume() and fit() on every rank, in the same order",
-        )
+    return TrainingError.cannot(
+        "go on with the other ranks",
+        why=" and ".join(made),
+        instead="call Trainer(), resume() and fit() on every rank, in the same order",
     )
 
 
@@ -247,11 +245,9 @@ def _device(name: str | None) -> torch.device:
         device = own if name == "cuda" else device
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise TrainingError(
-            cannot(
-                f"compute on {name!r}",
-                why=str(error).splitlines()[0],
-                instead="write 'cpu', or leave the device out",
-            )
+        raise TrainingError.cannot(
+            f"compute on {name!r}",
+            why=str(error).splitlines()[0],
+            instead="write 'cpu', or leave the device out",
         ) from None
     return device

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -66,12 +66,10 @@ def agree_on_name(
     look = _Proposer(store, own, world_size) if rank == 0 else _Follower(store, own, rank)
     while (name := look()) is None:
         if clock() > deadline:
-            raise TrainingError(
-                cannot(
-                    f"begin on {world_size} ranks",
-                    why=f"not all of them came within {_PATIENCE_SECONDS} s",
-                    instead="look for the error of the one that did not",
-                )
+            raise TrainingError.cannot(
+                f"begin on {world_size} ranks",
+                why=f"not all of them came within {_PATIENCE_SECONDS} s",
+                instead="look for the error of the one that did not",
             )
         sleep(_WAIT_SECONDS)
     return name

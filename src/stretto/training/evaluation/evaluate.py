@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from stretto.data import DataSpec, StepLoader, move_batch
 from stretto.data.fetching.feed import evenly
 from stretto.data.spec import Collate
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 from stretto.runtime.gradients import is_fully_sharded
 from stretto.runtime.out_of_memory import attempt
 from stretto.runtime.random_state import RandomState
@@ -143,12 +143,10 @@ class Evaluator:
                 return results
             self._most = num_samples // 2
             if not self._most:
-                raise TrainingError(
-                    cannot(
-                        f"evaluate on {self.name!r}",
-                        why=f"memory runs out with one sample ({done.out_of_memory})",
-                        instead="use shorter samples, or precision='bf16'",
-                    )
+                raise TrainingError.cannot(
+                    f"evaluate on {self.name!r}",
+                    why=f"memory runs out with one sample ({done.out_of_memory})",
+                    instead="use shorter samples, or precision='bf16'",
                 )
         sums: list[float] | None = None
         start = 0
@@ -212,11 +210,9 @@ def _added(one: list[float], other: list[float]) -> list[float]:
 def _scalar(name: str, value: Any) -> Tensor:
     tensor = torch.as_tensor(value).detach()
     if tensor.dim():
-        raise TrainingError(
-            cannot(
-                f"average {name!r} over batches",
-                why=f"the function returned a tensor of shape {list(tensor.shape)}",
-                instead="return a scalar, such as errors.mean()",
-            )
+        raise TrainingError.cannot(
+            f"average {name!r} over batches",
+            why=f"the function returned a tensor of shape {list(tensor.shape)}",
+            instead="return a scalar, such as errors.mean()",
         )
     return tensor

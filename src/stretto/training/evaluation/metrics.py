@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.data.tokens import needs_label_shift
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 from stretto.runtime.out_of_memory import attempt
 
 if TYPE_CHECKING:
@@ -65,21 +65,17 @@ def check_metric(name: str, metric: object) -> None:
         TrainingError: it is a class, or neither a function nor an object with all three methods.
     """
     if isinstance(metric, type):
-        raise TrainingError(
-            cannot(
-                f"measure {name!r} with the class {metric.__name__}",
-                why="it is not an instance",
-                instead=f"call it: {metric.__name__}(...)",
-            )
+        raise TrainingError.cannot(
+            f"measure {name!r} with the class {metric.__name__}",
+            why="it is not an instance",
+            instead=f"call it: {metric.__name__}(...)",
         )
     if not callable(metric) and not is_object(metric):
-        raise TrainingError(
-            cannot(
-                f"measure {name!r} with an object of type {type(metric).__name__}",
-                why="it is not a function, and does not have update, compute and reset",
-                instead="pass a function (model, batch) -> mean over the batch, or a metric such "
-                "as torchmetrics has",
-            )
+        raise TrainingError.cannot(
+            f"measure {name!r} with an object of type {type(metric).__name__}",
+            why="it is not a function, and does not have update, compute and reset",
+            instead="pass a function (model, batch) -> mean over the batch, or a metric such "
+            "as torchmetrics has",
         )
 
 
@@ -94,16 +90,14 @@ def check_merging(metrics: Mapping[str, object]) -> None:
             continue
         given = type(metric).__name__
         is_switched_off = _is_torchmetrics(metric)
-        raise TrainingError(
-            cannot(
-                f"measure {name!r} with {given} on several ranks",
-                why="it was built with sync_on_compute=False"
-                if is_switched_off
-                else "each rank has only its own samples, and it cannot be merged",
-                instead="leave sync_on_compute out"
-                if is_switched_off
-                else "give it a method merge_state(others), or use a metric of torchmetrics",
-            )
+        raise TrainingError.cannot(
+            f"measure {name!r} with {given} on several ranks",
+            why="it was built with sync_on_compute=False"
+            if is_switched_off
+            else "each rank has only its own samples, and it cannot be merged",
+            instead="leave sync_on_compute out"
+            if is_switched_off
+            else "give it a method merge_state(others), or use a metric of torchmetrics",
         )
 
 
@@ -125,12 +119,10 @@ def default_predict(model: Callable[..., Any], batch: Any) -> tuple[Any, Any]:
         found, labels = model(**batch), batch["labels"]
         outputs = getattr(found, "logits", None)
         if outputs is None:
-            raise TrainingError(
-                cannot(
-                    "update metrics from batches with labels",
-                    why=f"the model returns {type(found).__name__}, which has no logits",
-                    instead=WRITE_PREDICT,
-                )
+            raise TrainingError.cannot(
+                "update metrics from batches with labels",
+                why=f"the model returns {type(found).__name__}, which has no logits",
+                instead=WRITE_PREDICT,
             )
     if (
         needs_label_shift(batch)
@@ -149,12 +141,10 @@ def check_predictable(batch: Any) -> None:
     """
     is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
     if not is_pair and not (isinstance(batch, Mapping) and "labels" in batch):
-        raise TrainingError(
-            cannot(
-                f"update metrics from batches of type {type(batch).__name__}",
-                why="they are neither pairs (inputs, targets) nor mappings with 'labels'",
-                instead=WRITE_PREDICT,
-            )
+        raise TrainingError.cannot(
+            f"update metrics from batches of type {type(batch).__name__}",
+            why="they are neither pairs (inputs, targets) nor mappings with 'labels'",
+            instead=WRITE_PREDICT,
         )
 
 
@@ -194,12 +184,10 @@ class MetricObjects:
         """
         arguments = self._predict(model, batch)
         if not isinstance(arguments, (tuple, list)):
-            raise TrainingError(
-                cannot(
-                    "update metrics with what predict returned",
-                    why=f"it is of type {type(arguments).__name__}",
-                    instead="return a tuple of the arguments of update, such as (outputs, targets)",
-                )
+            raise TrainingError.cannot(
+                "update metrics with what predict returned",
+                why=f"it is of type {type(arguments).__name__}",
+                instead="return a tuple of the arguments of update, such as (outputs, targets)",
             )
         return arguments
 
@@ -214,12 +202,10 @@ class MetricObjects:
         for name, metric in self._metrics.items():
             done = attempt(partial(metric.update, *arguments))
             if done.out_of_memory is not None:
-                raise TrainingError(
-                    cannot(
-                        f"update {name!r}",
-                        why=f"memory runs out ({done.out_of_memory})",
-                        instead="write a smaller batch_size in the Evaluation",
-                    )
+                raise TrainingError.cannot(
+                    f"update {name!r}",
+                    why=f"memory runs out ({done.out_of_memory})",
+                    instead="write a smaller batch_size in the Evaluation",
                 )
 
     def values(self) -> dict[str, float]:
@@ -295,13 +281,11 @@ def _check_gathering(name: str, metric: Any, updates: Sequence[int]) -> None:
     """Refuse list states of different lengths; gathering them would deadlock."""
     counts = {number for number in updates if number}
     if len(counts) > 1 and any(map(_gathers_lists, metric.modules())):
-        raise TrainingError(
-            cannot(
-                f"compute {name!r} over {len(updates)} ranks",
-                why=f"it gathers a tensor for each batch, and ranks have {min(counts)} to "
-                f"{max(counts)} batches",
-                instead="choose a batch_size in the Evaluation with which all ranks have as many",
-            )
+        raise TrainingError.cannot(
+            f"compute {name!r} over {len(updates)} ranks",
+            why=f"it gathers a tensor for each batch, and ranks have {min(counts)} to "
+            f"{max(counts)} batches",
+            instead="choose a batch_size in the Evaluation with which all ranks have as many",
         )
 
 
@@ -335,12 +319,10 @@ def _scalar(name: str, value: object) -> float:
     shape = getattr(value, "shape", None)
     if shape is not None and math.prod(shape) == 1:
         return float(value.item())  # type: ignore[attr-defined]
-    raise TrainingError(
-        cannot(
-            f"log {name!r}",
-            why=f"compute() returned a {type(value).__name__}"
-            + ("" if shape is None else f" of shape {list(shape)}"),
-            instead="use a metric that computes a scalar or a dict of scalars, for example one "
-            "with average='macro'",
-        )
+    raise TrainingError.cannot(
+        f"log {name!r}",
+        why=f"compute() returned a {type(value).__name__}"
+        + ("" if shape is None else f" of shape {list(shape)}"),
+        instead="use a metric that computes a scalar or a dict of scalars, for example one "
+        "with average='macro'",
     )

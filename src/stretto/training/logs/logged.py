@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, cast, final
 
 from torch import Tensor
 
-from stretto.errors import TrainingError, cannot, shown
+from stretto.errors import TrainingError, shown
 from stretto.settings import one_of
 from stretto.training.checkpointing.records import number
 from stretto.training.distributed.ranks import Ranks
@@ -73,12 +73,10 @@ class Logged:
         """
         merged = self._merged(ranks)
         for name in sorted(merged.keys() & set(taken)):
-            raise TrainingError(
-                cannot(
-                    f"log {shown(name)}",
-                    why="a line of metrics has a value of that name already",
-                    instead="choose another name",
-                )
+            raise TrainingError.cannot(
+                f"log {shown(name)}",
+                why="a line of metrics has a value of that name already",
+                instead="choose another name",
             )
         self._values = {}
         return {name: one.result() for name, one in merged.items()}
@@ -162,16 +160,14 @@ def _scalar(name: str, value: Tensor) -> Tensor:
 
 
 def _no_number(name: str, why: str) -> TrainingError:
-    return TrainingError(
-        cannot(f"log {shown(name)}", why=why, instead="log a number, or a tensor of one number")
+    return TrainingError.cannot(
+        f"log {shown(name)}", why=why, instead="log a number, or a tensor of one number"
     )
 
 
 def _two_reductions(name: str, one: str, other: str) -> TrainingError:
-    return TrainingError(
-        cannot(
-            f"log {shown(name)} with reduce={other!r}",
-            why=f"it was logged with reduce={one!r} since the last line of metrics",
-            instead="choose one of the two, or another name",
-        )
+    return TrainingError.cannot(
+        f"log {shown(name)} with reduce={other!r}",
+        why=f"it was logged with reduce={one!r} since the last line of metrics",
+        instead="choose one of the two, or another name",
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from stretto.errors import CheckpointError, TrainingError, cannot
+from stretto.errors import CheckpointError, TrainingError
 from stretto.timing import Horizon, Timestamp
 from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.checkpointing.lock import set_aside, unwritable
@@ -330,16 +330,14 @@ class Recorder:
 
 
 def _no_checkpoint(folder: Path | None, why: str) -> CheckpointError:
-    return CheckpointError(
-        cannot(f"write a checkpoint of {folder}", why=why, instead="make room, or put them back")
+    return CheckpointError.cannot(
+        f"write a checkpoint of {folder}", why=why, instead="make room, or put them back"
     )
 
 
 def _another_run(folder: Path) -> TrainingError:
-    return TrainingError(
-        cannot(
-            f"begin a run in {folder}",
-            why="it holds one already",
-            instead="choose another folder, or call trainer.resume() first to go on with that one",
-        )
+    return TrainingError.cannot(
+        f"begin a run in {folder}",
+        why="it holds one already",
+        instead="choose another folder, or call trainer.resume() first to go on with that one",
     )

@@ -14,7 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 from stretto.runtime.out_of_memory import is_out_of_memory
 
 _NAMES = ("Adadelta", "Adafactor", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop")
@@ -68,7 +68,7 @@ def allocate_state(optimizer: Optimizer, *, leave_out: Collection[int] = ()) -> 
 def no_memory(what: str, why: str, error: Exception, *, instead: str) -> TrainingError:
     """Return the error for memory that ran out where nothing can be repeated."""
     said = " ".join(str(error).split())[:200] or type(error).__name__
-    return TrainingError(cannot(what, why=f"{why} ({said})", instead=instead))
+    return TrainingError.cannot(what, why=f"{why} ({said})", instead=instead)
 
 
 def _allocate(optimizer: Optimizer, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:

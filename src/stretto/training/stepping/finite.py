@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from stretto.errors import Argument, TrainingError, cannot
+from stretto.errors import Argument, TrainingError
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.records import count
 
@@ -99,14 +99,12 @@ class SkippedSteps:
         self.in_a_row += 1
         if self.in_a_row >= MOST_IN_A_ROW:
             self.in_a_row = 0
-            raise TrainingError(
-                cannot(
-                    f"go on behind {at.get('sp')}",
-                    why=f"{MOST_IN_A_ROW} steps in a row had a loss or gradient that is nan or "
-                    "infinite",
-                    instead="resume from an earlier checkpoint with a lower learning rate or "
-                    "clip_norm=1.0",
-                )
+            raise TrainingError.cannot(
+                f"go on behind {at.get('sp')}",
+                why=f"{MOST_IN_A_ROW} steps in a row had a loss or gradient that is nan or "
+                "infinite",
+                instead="resume from an earlier checkpoint with a lower learning rate or "
+                "clip_norm=1.0",
             )
 
     def end_row(self) -> None:
@@ -124,17 +122,15 @@ class SkippedSteps:
 
 def spoiled(at: Timestamp) -> TrainingError:
     """Return the error for a step that is not finite, where that ends the run."""
-    return TrainingError(
-        cannot(
-            f"take the step at {at.get('sp')}",
-            why="its loss or gradient is nan or infinite; the weights are still those before it",
-            instead=(
-                "lower the learning rate, clip with ",
-                Argument("clip_norm", 1.0),
-                ", or leave such steps out with ",
-                Argument("non_finite", "skip"),
-            ),
-        )
+    return TrainingError.cannot(
+        f"take the step at {at.get('sp')}",
+        why="its loss or gradient is nan or infinite; the weights are still those before it",
+        instead=(
+            "lower the learning rate, clip with ",
+            Argument("clip_norm", 1.0),
+            ", or leave such steps out with ",
+            Argument("non_finite", "skip"),
+        ),
     )
 
 

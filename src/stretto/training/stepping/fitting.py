@@ -11,7 +11,7 @@ from torch import nn
 from stretto.batching import BatchSizePolicy, awaits_maximum, with_maximum
 from stretto.data import DataSpec, StepLoader
 from stretto.data.spec import Collate
-from stretto.errors import FitError, TrainingError, cannot
+from stretto.errors import FitError, TrainingError
 from stretto.planning import Plan
 from stretto.runtime import TrainStep
 from stretto.runtime.gradients import is_fully_sharded
@@ -167,20 +167,16 @@ def largest_share(plan: Plan | None, loader: StepLoader) -> int:
 
 def _check(model: nn.Module, loader: StepLoader) -> None:
     if not loader.spec.is_map_style:
-        raise TrainingError(
-            cannot(
-                "find a batch size that fits",
-                why="the data are an iterable, of which no sample can be looked at beforehand",
-                instead="write a number, such as what 'stretto find-batch-size' answers",
-            )
+        raise TrainingError.cannot(
+            "find a batch size that fits",
+            why="the data are an iterable, of which no sample can be looked at beforehand",
+            instead="write a number, such as what 'stretto find-batch-size' answers",
         )
     if is_fully_sharded(model):
-        raise TrainingError(
-            cannot(
-                "find a batch size that fits",
-                why="the model is spread over ranks, and each needs memory for what it gathers",
-                instead="write a number",
-            )
+        raise TrainingError.cannot(
+            "find a batch size that fits",
+            why="the model is spread over ranks, and each needs memory for what it gathers",
+            instead="write a number",
         )
 
 

@@ -16,7 +16,7 @@ from stretto.batching.adaptive.following import (
     metrics_of,
 )
 from stretto.data import Step, StepLoader
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 from stretto.noise import NoiseSums
 from stretto.settings import Stepping
 from stretto.training.callback import Callback, Events
@@ -111,11 +111,9 @@ def keeps_gradients_apart(reads: frozenset[str], callbacks: Iterable[type]) -> b
 def _steps_between(measure_noise: Literal["auto"] | int | None) -> int:
     """In how many steps noise is measured once, where it is read."""
     if measure_noise is None:
-        raise TrainingError(
-            cannot(
-                "follow the noise of the gradient",
-                why="it is not measured: measure_noise is None",
-                instead="leave measure_noise out, or write in how many steps to measure it once",
-            )
+        raise TrainingError.cannot(
+            "follow the noise of the gradient",
+            why="it is not measured: measure_noise is None",
+            instead="leave measure_noise out, or write in how many steps to measure it once",
         )
     return 1 if measure_noise == "auto" else measure_noise

@@ -15,7 +15,7 @@ from torch import nn
 
 from stretto.data import DataSpec, MicroBatch, Step
 from stretto.data.fetching.feed import evenly
-from stretto.errors import DataError, TrainingError, cannot
+from stretto.errors import DataError, TrainingError
 from stretto.runtime.gradients import is_fully_sharded
 from stretto.runtime.out_of_memory import attempt, is_out_of_memory, release_memory
 from stretto.runtime.rewind import Rewind
@@ -181,13 +181,11 @@ class SafetyNet:
                 if most == 1
                 else f"resume from the last checkpoint with micro_batch_size={(most + 1) // 2}"
             )
-            raise TrainingError(
-                cannot(
-                    f"take the step at {step.timestamp.get('sp')} in micro-batches of {most:,}",
-                    why=f"memory ran out on rank {self._ranks.rank}, and the others wait for it in "
-                    f"the middle of the step ({_brief(str(error))})",
-                    instead=smaller,
-                )
+            raise TrainingError.cannot(
+                f"take the step at {step.timestamp.get('sp')} in micro-batches of {most:,}",
+                why=f"memory ran out on rank {self._ranks.rank}, and the others wait for it in "
+                f"the middle of the step ({_brief(str(error))})",
+                instead=smaller,
             ) from error
 
     def _pieces(self, step: Step) -> Sequence[MicroBatch]:
@@ -255,12 +253,10 @@ class SafetyNet:
         most = max(int(text) for text in self._ranks.gather(str(most)))
         why = next(text for text in self._ranks.gather(said or "") if text)
         if most == 1:
-            raise TrainingError(
-                cannot(
-                    f"take the step at {at.get('sp')}",
-                    why=f"memory runs out with one sample ({_brief(why)})",
-                    instead="use shorter samples, a smaller model, or precision='bf16'",
-                )
+            raise TrainingError.cannot(
+                f"take the step at {at.get('sp')}",
+                why=f"memory runs out with one sample ({_brief(why)})",
+                instead="use shorter samples, a smaller model, or precision='bf16'",
             )
         self.splits += 1
         self.size = (most + 1) // 2

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from stretto.data import Step, count_target_tokens
 from stretto.data.tokens import needs_label_shift
-from stretto.errors import TrainingError, cannot
+from stretto.errors import TrainingError
 from stretto.settings import Stepping
 
 
@@ -56,12 +56,10 @@ class TargetTokens:
 
 def nothing_to_learn(step: Step) -> TrainingError:
     """Return the error for a step without a unit."""
-    return TrainingError(
-        cannot(
-            f"take the step at {step.timestamp.get('sp')}",
-            why="its batch has nothing to weigh the loss by, such as target tokens",
-            instead="give labels other than -100, or weigh by samples",
-        )
+    return TrainingError.cannot(
+        f"take the step at {step.timestamp.get('sp')}",
+        why="its batch has nothing to weigh the loss by, such as target tokens",
+        instead="give labels other than -100, or weigh by samples",
     )
 
 
