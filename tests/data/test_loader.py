@@ -378,7 +378,6 @@ def test_packed_batches_are_counted_as_the_data_say() -> None:
         ({"last_batch": "cut"}, ConversionError, "last_batch='cut'"),
         ({"batch_size": 11, "last_batch": "drop"}, BatchSizeError, "an epoch has only 10"),
         ({"seed": 1.5}, DataError, "seed 1.5"),
-        ({"chunk_size": 0, "num_workers": 1}, BatchSizeError, "0 as a chunk size"),
         (
             {
                 "data": DataSpec(list(range(5)), tokens_per_sample=2),
@@ -548,7 +547,7 @@ def test_a_loader_takes_integers_of_numpy(num_workers: int) -> None:
     spec = DataSpec(list(range(10)), num_samples=count(10), tokens_per_sample=count(3))
     loader = StepLoader(
         spec, count(4), max_duration="1ep", micro_batch_size=count(2), seed=count(2**40),
-        rank=count(0), world_size=count(1), num_workers=count(num_workers), chunk_size=count(4),
+        rank=count(0), world_size=count(1), num_workers=count(num_workers),
     )  # fmt: skip
     seen = sorted(value for step in loader for micro in step for value in micro.batch.tolist())
     assert seen == list(range(10))

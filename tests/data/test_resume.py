@@ -365,8 +365,9 @@ class Samples(IterableDataset[int]):
         return iter(range(20))
 
 
+@pytest.mark.usefixtures("small_chunks")
 def test_a_torch_iterable_yields_samples() -> None:
-    assert_resumes(lambda: StepLoader(Samples(), 7, max_duration="2ep", chunk_size=4), values)
+    assert_resumes(lambda: StepLoader(Samples(), 7, max_duration="2ep"), values)
 
 
 def test_a_shuffled_order_of_a_data_loaders_own_is_repeated() -> None:

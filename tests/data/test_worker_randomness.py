@@ -50,6 +50,7 @@ def same(one: list[list[Any]], other: list[list[Any]]) -> bool:
 
 
 @pytest.mark.parametrize("sizes", ["0sp:6 40sp:10", lambda timestamp, current: 7])
+@pytest.mark.usefixtures("small_chunks")
 def test_what_workers_draw_is_the_same_after_a_resume_and_for_any_number_of_them(
     sizes: Any,
 ) -> None:
@@ -60,7 +61,6 @@ def test_what_workers_draw_is_the_same_after_a_resume_and_for_any_number_of_them
             max_duration="2ep",
             micro_batch_size=4,
             num_workers=workers,
-            chunk_size=16,
         )
 
     whole = batches(loader(2))

@@ -112,7 +112,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("data-iterable-collate", lambda: loader(Batches(4), collate_fn=len)),
     ("data-iterable-keyed", lambda: loader(Batches(4), keyed_randomness=True)),
     ("data-micro-batch-size", lambda: loader(micro_batch_size=0)),
-    ("data-chunk-size", lambda: loader(chunk_size=-1)),
     ("data-num-workers", lambda: loader(num_workers=1.5)),
     ("data-prefetch-without-workers", lambda: loader(num_workers=0, prefetch_factor=2)),
     ("data-rank-alone", lambda: loader(rank=1)),

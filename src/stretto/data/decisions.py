@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, repeat
-from typing import final
+from typing import Any, final
 
-from stretto.batching import NO_SIGNALS, BoundPolicy, PolicyState, Signals
+from stretto.batching import NO_SIGNALS, PolicyState, Signals
+from stretto.data import state as saved
 from stretto.data.fetching.feed import Plans
-from stretto.planning import StepPlan, next_step, walk
-from stretto.timing import Horizon, Timer, Timestamp, TimeUnit
+from stretto.planning import Prepared, StepPlan, next_step, walk
+from stretto.timing import Timer, Timestamp, TimeUnit
 from stretto.timing.epochs import end_tick, equal_batches, repeats_before
 
 _UNMEASURED_STEPS = 20
@@ -28,16 +29,16 @@ class Decisions:
     It holds no reference to the loader, so a loader that is collected stops its workers.
 
     Args:
-        horizon: the run.
-        policy: the batch size policy, bound to it.
-        timer: the clock of the run.
+        run: the run.
+        timer: its clock.
     """
 
-    def __init__(self, horizon: Horizon, policy: BoundPolicy, timer: Timer) -> None:
-        self._horizon = horizon
-        self._policy = policy
+    def __init__(self, run: Prepared, timer: Timer) -> None:
+        self._run = run
+        self._horizon = run.horizon
+        self._policy = run.bound_policy
         self._timer = timer
-        self.state: PolicyState = policy.start()
+        self.state: PolicyState = run.bound_policy.start()
         """The policy's state after the last finished batch."""
         self.signals = NO_SIGNALS
         """What that batch measured."""
@@ -47,10 +48,13 @@ class Decisions:
         """What was decided for the last finished batch."""
         self.end: Timestamp | None = None
         """The clock at the end of the run; None until then."""
-        self._unmeasured = 0 if "noise" in policy.reads else -1
+        self._unmeasured = 0 if "noise" in run.bound_policy.reads else -1
 
-    def ahead(self) -> Plans:
-        """Yield the rest of the run's batches, decided as far ahead as the caller asks."""
+    def plans(self, *, is_ahead: bool) -> Plans:
+        """Yield the rest of the run's batches, decided ahead of the run or at each step."""
+        return self._ahead() if is_ahead else chain.from_iterable(self._alike())
+
+    def _ahead(self) -> Plans:
         timestamp = self._timer.timestamp
         plans = walk(self._horizon, self._policy, timestamp=timestamp, state=self.state)
         while True:
@@ -60,10 +64,6 @@ class Decisions:
                 self.end = stop.value
                 return
             yield plan, plan.timestamp.sample
-
-    def at_each_step(self) -> Plans:
-        """Yield the rest of the run's batches, each decided when the caller asks for it."""
-        return chain.from_iterable(self._alike())
 
     def _alike(self) -> Iterator[Plans]:
         """Yield groups of batches that share one decision."""
@@ -95,10 +95,28 @@ class Decisions:
         """Return the values behind the policy's last decision, by name, for the log."""
         return self._policy.log_values(self.state)
 
-    def resume(self, state: PolicyState, signals: Signals) -> None:
-        """Continue from a checkpoint, without the check that noise is measured."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON."""
+        return {
+            "policy": saved.policy_record(self._run.policy, self.state),
+            "signals": saved.signals_record(self.signals),
+            "size": self.size,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Continue from a record, without the check that noise is measured.
+
+        Returns:
+            False if the record has the state of another policy, so this one starts anew.
+        """
+        own = saved.policy_state(self._run.policy, self._policy, state["policy"])
+        saved.check_state(self._policy, self._timer.timestamp, own or {})
         self._unmeasured = -1
-        self.restart(state, signals)
+        self.restart(
+            self._policy.start() if own is None else own, saved.signals_of(state["signals"])
+        )
+        self.size = state.get("size")
+        return own is not None or not state["policy"]["state"]
 
     def restart(self, state: PolicyState, signals: Signals) -> None:
         """Continue from the timer's present time."""

@@ -5,23 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, BatchSizePolicy, PolicyLike, Signals
 from stretto.data import state as saved
 from stretto.data.decisions import Decisions
-from stretto.data.fetching.feed import FetchedStep
+from stretto.data.fetching.feed import FetchedStep, Part
 from stretto.data.fetching.workers import Workers
 from stretto.data.prepared import prepared_for
-from stretto.data.ranks import agreed, check_shares, is_all, part_of
-from stretto.data.source import Reading, Source, make_source
+from stretto.data.ranks import check_shares, part_of
+from stretto.data.source import Source, make_source
 from stretto.data.spec import Collate, DataSpec
 from stretto.data.step import MicroBatch, Step
 from stretto.data.token_counter import TokenCounter
 from stretto.errors import DataError, cannot
-from stretto.planning import PlannedSizes, Prepared
-from stretto.timing import Horizon, LastBatch, TimeLike, Timer, Timestamp, TimeUnit, tick
+from stretto.planning import Prepared
+from stretto.timing import LastBatch, TimeLike, Timer, Timestamp
 
 
 @final
@@ -32,15 +33,8 @@ class StepLoader(Iterator[Step]):
     run's clock: it counts a step when you call `finish` or ask for the next one.
 
     >>> loader = StepLoader([1, 2, 3, 4, 5, 6], "0sp:1 50%:2", max_duration="1ep", shuffle=False)
-    >>> for step in loader:
-    ...     print(step.timestamp.sample, [micro.batch.tolist() for micro in step])
-    0 [[1]]
-    1 [[2]]
-    2 [[3]]
-    3 [[4, 5]]
-    5 [[6]]
-    >>> loader.timer.epoch, loader.timer.batch
-    (1, 5)
+    >>> [(step.timestamp.sample, step.size) for step in loader]
+    [(0, 1), (1, 1), (2, 1), (3, 2), (5, 1)]
 
     Args:
         data: a map-style data set, a `DataLoader`, an iterable of collated batches, or a
@@ -50,22 +44,11 @@ class StepLoader(Iterator[Step]):
             without `max_duration` and `last_batch`.
         max_duration: how long the run is, in any unit but `dur`.
         micro_batch_size: the most samples of one micro-batch; None: a rank's whole share.
-        seed: the seed of the order (and of keyed randomness); nothing else depends on it.
-        shuffle: whether each epoch has its own order; None: yes, or what the given `DataLoader`
-            does. An iterable has its own order.
-        last_batch: what happens if an epoch ends inside a batch: `keep` the smaller batch, `drop`
-            it, or `carry` it on into the next epoch; None: `drop` for a `DataLoader` with
-            `drop_last=True`, else `keep`.
         rank: this process among those that share each batch; None: torch.distributed's.
         world_size: how many processes share each batch; None: torch.distributed's.
-        num_workers: processes that fetch; None: as the `DataLoader`, or 0.
-        prefetch_factor: elements that each worker fetches ahead.
-        pin_memory: whether batches are copied to pinned memory, if there is an accelerator.
-        collate_fn: makes a batch of a list of samples; None: torch's default.
-        keyed_randomness: whether randomness inside each sample depends on (seed, epoch, sample)
-            alone, so it is the same for any number of workers and ranks and any batch sizes.
-        chunk_size: samples that a worker fetches at once if sizes are decided during the run.
         clock: a monotonic clock in nanoseconds.
+
+    The other arguments are the fields of `stretto.Loading`.
 
     Raises:
         StrettoError: the arguments do not fit; the message says what to write instead.
@@ -88,82 +71,51 @@ class StepLoader(Iterator[Step]):
         pin_memory: bool | None = None,
         collate_fn: Collate | None = None,
         keyed_randomness: bool = False,
-        chunk_size: int | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        spec = DataSpec.of(data)
-        self.prepared = prepared_for(spec, batch_size, max_duration, last_batch)
-        self._part = part_of(rank, world_size, micro_batch_size)
+        self.spec = DataSpec.of(data)
+        self.prepared = prepared_for(self.spec, batch_size, max_duration, last_batch)
         self.policy: BatchSizePolicy = self.prepared.policy
         self.horizon = self.prepared.horizon
         self.timer = Timer(self.horizon, clock=clock)
-        bound = self.prepared.bound_policy
-        self._reading = Reading(
-            spec,
-            Workers(
-                num_workers=num_workers,
-                prefetch_factor=prefetch_factor,
-                pin_memory=pin_memory,
-                collate_fn=collate_fn,
-            ),
-            self._part,
+        self.is_planned = self.prepared.is_planned
+        """Whether every batch is known before the run. Not if sizes follow measurements, the wall
+        clock or counted tokens, or if an epoch of unknown length may end inside a batch."""
+        self.has_dropped_state = False
+        """Whether the loaded state belongs to another policy, so this one starts anew."""
+        workers = Workers(num_workers, prefetch_factor, pin_memory, collate_fn)
+        self._make_source = partial(
+            make_source,
+            self.spec,
+            self.prepared,
+            workers,
             seed=seed,
             shuffle=shuffle,
             is_keyed=keyed_randomness,
-            chunk_size=chunk_size,
         )
-        self._needs_tokens = _reads(self.horizon, bound.units, TimeUnit.TOKEN)
-        self._source: Source = make_source(self._reading, self.horizon, is_planned=self.is_planned)
-        self._tokens = TokenCounter(spec, self._source, is_needed=self._needs_tokens)
+        self.reads = self.prepared.bound_policy.reads
+        """The signals that the policy reads (see `BoundPolicy.reads`)."""
         # If only the clock can tell when the run is over, it is checked before each step.
         self._asks_clock = (
             self.horizon.end_sample is None and self.horizon.max_duration.unit != "ba"
         )
-        self._reads_seconds = _reads(self.horizon, bound.units, TimeUnit.SECOND)
+        self._decisions = Decisions(self.prepared, self.timer)
         self._fetched_steps: Iterator[FetchedStep] | None = None
         self._pending: tuple[Step, FetchedStep] | None = None
-        self._decisions = Decisions(self.horizon, bound, self.timer)
-        self.reads = bound.reads
-        """The signals that the policy reads (see `BoundPolicy.reads`)."""
-        self.has_dropped_state = False
-        """Whether the loaded state belongs to another policy, so this one starts anew."""
+        self._read(part_of(rank, world_size, micro_batch_size))
 
-    @property
-    def rank(self) -> int:
-        """This process among those that share each batch."""
-        return self._part.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many processes share each batch."""
-        return self._part.world_size
-
-    @property
-    def micro_batch_size(self) -> int | None:
-        """The most samples of one micro-batch; None: a rank's whole share."""
-        return self._part.micro_batch_size
-
-    @property
-    def spec(self) -> DataSpec:
-        """The data."""
-        return self._reading.spec
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether every batch is known before the run.
-
-        Not if sizes follow measurements, the wall clock or counted tokens, or if an epoch of
-        unknown length may end inside a batch.
-        """
-        return self.prepared.is_planned
+    def _read(self, part: Part) -> None:
+        """Read this part of the data."""
+        self._part = part
+        self.rank, self.world_size, self.micro_batch_size = part
+        self._source: Source = self._make_source(part)
+        self._tokens = TokenCounter(self._source, self.prepared, self.timer)
+        self._agreed, self._cross = self._tokens.agreed, self._tokens.cross
 
     @property
     def tracks_tokens(self) -> bool:
         """Whether the tokens of a batch are known; may read one sample to find out."""
         return self._tokens.is_tracked
-
-    def __iter__(self) -> Iterator[Step]:
-        return self
 
     def __len__(self) -> int:
         """Return the number of steps in the whole run, finished ones included.
@@ -174,13 +126,10 @@ class StepLoader(Iterator[Step]):
         Raises:
             TypeError: the number is not known before the run; see `is_planned`.
         """
-        run, sizes = self.horizon.max_duration, self.horizon.batch_sizes
-        if run.unit is TimeUnit.BATCH:
-            return int(run.amount)
-        count = sizes.num_batches if isinstance(sizes, PlannedSizes) else None
+        count = self.prepared.num_batches
         if count is None:
             message = cannot(
-                f"tell how many steps a run of {run} has",
+                f"tell how many steps a run of {self.horizon.max_duration} has",
                 why="only the run itself can tell, with these batch sizes and data",
                 instead="write max_duration in 'ba', or count what loader.timer.batch says",
             )
@@ -290,12 +239,9 @@ class StepLoader(Iterator[Step]):
     def take_back(self) -> None:
         """Yield the open step once more: it could not be run.
 
-        >>> loader = StepLoader([1, 2, 3, 4], 2, max_duration="1ep", shuffle=False)
-        >>> next(loader).timestamp.sample
-        0
-        >>> loader.take_back()
-        >>> next(loader).timestamp.sample
-        0
+        >>> loader = StepLoader([1, 2, 3, 4], 2, max_duration="1ep")
+        >>> next(loader).timestamp == (loader.take_back() or next(loader).timestamp)
+        True
         """
         if self._pending is None:
             return
@@ -321,27 +267,25 @@ class StepLoader(Iterator[Step]):
 
         The batches and their samples do not change.
 
-        >>> loader = StepLoader([1, 2, 3, 4], 4, max_duration="1ep", shuffle=False)
+        >>> loader = StepLoader([1, 2, 3, 4], 4, max_duration="1ep")
         >>> loader.set_micro_batch_size(3)
-        >>> [micro.batch.tolist() for micro in next(loader)]
-        [[1, 2], [3, 4]]
+        >>> [micro.num_samples for micro in next(loader)]
+        [2, 2]
 
         Raises:
             DataError: the data are an iterable, or a step is open.
             BatchSizeError: `size` is not a batch size.
         """
-        if not self.spec.is_map_style or self._pending is not None:
-            is_open = self._pending is not None
+        is_open = self._pending is not None
+        if is_open or not self.spec.is_map_style:
             raise DataError.cannot(
                 f"change the micro-batch size to {size}",
                 why="a step is open" if is_open else "the data are an iterable",
                 instead="call finish() first" if is_open else "pass it when the loader is made",
             )
-        self._part = part_of(self._part.rank, self._part.world_size, size)
-        self._reading = replace(self._reading, part=self._part)
+        part = part_of(self.rank, self.world_size, size)
         self.close()
-        self._source = make_source(self._reading, self.horizon, is_planned=self.is_planned)
-        self._tokens = TokenCounter(self._reading.spec, self._source, is_needed=self._needs_tokens)
+        self._read(part)
 
     def close(self) -> None:
         """Stop the workers. Iterating again continues from the clock."""
@@ -357,20 +301,16 @@ class StepLoader(Iterator[Step]):
         micro-batches. If each rank has its own stream, the record holds the place of each: then
         every rank must call this, and you must resume with as many ranks.
 
-        >>> loader = StepLoader([1, 2, 3, 4], 2, max_duration="1ep", shuffle=False)
-        >>> step = next(loader)
-        >>> loader.state_dict()["clock"]["sample"], loader.finish().sample
+        >>> loader = StepLoader([1, 2, 3, 4], 2, max_duration="1ep")
+        >>> step, before, after = next(loader), loader.state_dict(), loader.finish()
+        >>> before["clock"]["sample"], loader.state_dict()["clock"]["sample"]
         (0, 2)
-        >>> loader.state_dict()["clock"]["sample"]
-        2
         """
         return {
             "version": saved.VERSION,
             "clock": self.timer.state_dict(),
-            "policy": saved.policy_record(self.policy, self._decisions.state),
-            "signals": saved.signals_record(self._decisions.signals),
-            "size": self._decisions.size,
-            "order": saved.order_record(self._source.order, is_sharded=bool(self.spec.sharded)),
+            **self._decisions.state_dict(),
+            "order": self._source.order_record,
             "source": self._source.state_dict(self.timer.timestamp),
         }
 
@@ -387,74 +327,22 @@ class StepLoader(Iterator[Step]):
         self._pending = None
         with saved.read():
             saved.check_version(state)
-            saved.check_order(
-                state["order"],
-                saved.order_record(self._source.order, is_sharded=bool(self.spec.sharded)),
-            )
+            saved.check_order(state["order"], self._source.order_record)
             self.timer.load_state_dict(state["clock"])
-            bound = self.prepared.bound_policy
-            own = saved.policy_state(self.policy, bound, state["policy"])
-            saved.check_state(bound, self.timer.timestamp, own or {})
-            self.has_dropped_state = bool(state["policy"]["state"]) and own is None
-            signals, source = saved.signals_of(state["signals"]), state["source"]
-            self._decisions.resume(bound.start() if own is None else own, signals)
-            self._decisions.size = state.get("size")
+            self.has_dropped_state = not self._decisions.load_state_dict(state)
+            source = state["source"]
         self._source.load_state_dict(source)  # outside `read`: errors of the data are not damage
 
     def _open(self) -> Iterator[FetchedStep]:
-        if self._part.world_size > 1:
-            now, decide = self.timer.timestamp, self._decisions.decide
-            check_shares(self._part, self.prepared, now, decide)
-            self._source.check_streams()
+        source, decisions = self._source, self._decisions
+        if self.world_size > 1:
+            check_shares(self._part, self.prepared, self.timer.timestamp, decisions.decide)
+            source.check_streams()
         self.timer.start()  # time before the first step does not count
-        decisions = self._decisions
-        is_ahead = self._source.looks_ahead
-        return self._source.feed.steps(decisions.ahead() if is_ahead else decisions.at_each_step())
+        return source.feed.steps(decisions.plans(is_ahead=source.looks_ahead))
 
     def _arrive(self) -> None:
         """Skip what `drop` leaves out at the end of the run."""
         end = self._decisions.end
         if end is not None and end.sample > self.timer.sample:
             self.timer.end_epoch()
-
-    def _agreed(
-        self,
-        step: Step,
-        tokens: int | None,
-        seconds: float | None,
-        signals: Signals,
-    ) -> tuple[int | None, float | None]:
-        """Return the tokens of all ranks and the seconds of one, if needed and not given.
-
-        A caller who passes both has made the ranks agree. Otherwise the signals are compared.
-        """
-        counts = tokens is None and self._tokens.is_counted
-        measures = seconds is None and self._reads_seconds
-        is_open = tokens is None or seconds is None
-        if counts or measures or (is_open and self.reads and is_all(self._part)):
-            passed = self.timer.seconds_since_update()
-            decision = (step.timestamp.sample, step.batch_size, signals)
-            total, passed = agreed(self._part, step.num_tokens, passed, decision)
-            return (total if counts else tokens), (passed if measures else seconds)
-        return tokens, seconds
-
-    def _cross(self, fetched: FetchedStep, step: Step, tokens: int, seconds: float | None) -> None:
-        """Move the clock over a batch in which epochs end."""
-        timer, size = self.timer, fetched.size
-
-        def of_last(samples: int) -> int:
-            return self._tokens.last(step, samples, tokens)
-
-        is_whole = timer.sample_in_epoch + size == self.horizon.dataset_num_samples
-        if is_whole or fetched.crossings == (0,):  # nothing carried or dropped
-            self._tokens.compare(timer.token_in_epoch + tokens)
-        if fetched.plan.ends_epochs:
-            tick(timer, self.horizon, size, tokens=tokens, seconds=seconds, tokens_of_last=of_last)
-            return
-        timer.update(samples=size, tokens=tokens, seconds=seconds)
-        for carried in fetched.crossings:
-            timer.end_epoch(samples=carried, tokens=of_last(carried))
-
-
-def _reads(run: Horizon, units: frozenset[TimeUnit], unit: TimeUnit) -> bool:
-    return run.max_duration.unit == unit or unit in units

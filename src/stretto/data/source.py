@@ -7,7 +7,6 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader, RandomSampler
 
-from stretto.batching import checked_size
 from stretto.data.fetching.feed import Feed, Part
 from stretto.data.fetching.fetch import Fetch
 from stretto.data.fetching.map_feeds import (
@@ -26,24 +25,11 @@ from stretto.data.ranks import gathered
 from stretto.data.spec import DataSpec, is_one_shot
 from stretto.errors import DataError
 from stretto.ordering import SampleOrder
+from stretto.planning import Prepared
 from stretto.runtime.random_state import kept_generators
 from stretto.timing import Horizon, Timestamp, TimeUnit
 
-_LEAST_CHUNK = 128  # a batch from a worker costs 0.7 ms, whatever its size: few large ones are best
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The settings of reading data."""
-
-    spec: DataSpec
-    workers: Workers
-    part: Part
-    seed: int
-    shuffle: bool | None
-    is_keyed: bool
-    chunk_size: int | None
+LEAST_CHUNK = 128  # a batch from a worker costs 0.7 ms, whatever its size: few large ones are best
 
 
 @final
@@ -56,15 +42,18 @@ class Source:
     """None for iterables."""
     chunks: ChunkSource | None
     """None for map-style data sets."""
-    reading: Reading
-    """How they are read."""
+    spec: DataSpec
+    part: Part
     looks_ahead: bool = False
     """Whether batches must be decided ahead of the step."""
 
     @property
-    def order(self) -> SampleOrder | None:
-        """The order of samples; None if the data have their own."""
-        return None if self.map_source is None else self.map_source.order
+    def order_record(self) -> dict[str, Any]:
+        """What determines the order of samples, as JSON; for iterables, which ranks read."""
+        if self.map_source is None:
+            return {"sharded": True} if self.spec.sharded else {}
+        order = self.map_source.order
+        return {"num_samples": order.num_samples, "seed": order.seed, "shuffle": order.shuffle}
 
     def check_streams(self) -> None:
         """Compare the streams of all ranks, which all must call it.
@@ -72,9 +61,9 @@ class Source:
         Raises:
             DataError: they differ and are not said to be sharded, or are said to be and do not.
         """
-        sharded = self.reading.spec.sharded
+        sharded = self.spec.sharded
         if self.chunks is not None and sharded is not False:
-            check_streams(self.reading.part, self.chunks, is_sharded=bool(sharded))
+            check_streams(self.part, self.chunks, is_sharded=bool(sharded))
 
     def example_batch(self, indices: list[int]) -> Any:
         """Return the batch of these samples of a map-style data set."""
@@ -90,45 +79,57 @@ class Source:
         if self.chunks is None:
             return None
         chunks = self.chunks
-        if not self.reading.spec.sharded:
+        if not self.spec.sharded:
             return chunks.state_dict(timestamp.epoch)
-        return record_of_all(self.reading.part, lambda: chunks.state_dict(timestamp.epoch))
+        return record_of_all(self.part, lambda: chunks.state_dict(timestamp.epoch))
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Return to the position of `state_dict`."""
         if self.chunks is not None and state is not None:
-            if self.reading.spec.sharded:
-                state = record_of_rank(self.reading.part, state)
+            if self.spec.sharded:
+                state = record_of_rank(self.part, state)
             self.chunks.load_state_dict(state)
 
 
-def make_source(reading: Reading, horizon: Horizon, *, is_planned: bool) -> Source:
-    """Return the source for data, workers and sizes.
+def make_source(
+    spec: DataSpec,
+    run: Prepared,
+    workers: Workers,
+    part: Part,
+    *,
+    seed: int,
+    shuffle: bool | None,
+    is_keyed: bool,
+) -> Source:
+    """Return the source of this rank's part of the data.
 
     Raises:
         DataError: the data cannot be read in this way.
     """
-    spec = reading.spec
-    workers = reading.workers.merged(spec.data)
-    size = reading.chunk_size
-    chunk_size = _chunk_size(reading.part) if size is None else checked_size(size, "a chunk size")
+    workers, end = workers.merged(spec.data), run.horizon.end_sample
+    # At least 128 samples, in whole micro-batches.
+    micro_batch = part.micro_batch_size or 1
+    chunk_size = -(-LEAST_CHUNK // micro_batch) * micro_batch
     if not spec.is_map_style:
-        _check_iterable(reading, horizon)
-        chunks = ChunkSource(spec, batched(spec, workers, chunk_size), seed=reading.seed)
-        stream = _stream(chunks, spec, reading.part)
-        feed: Feed = IterableFeed(stream, kind=chunks.kind, horizon=horizon, pins=workers.pins)
-        return Source(feed, None, chunks, reading)
-    source = _map_source(reading, workers)
+        _check_iterable(spec, run.horizon, is_keyed=is_keyed)
+        chunks = ChunkSource(spec, batched(spec, workers, chunk_size), seed=seed)
+        feed: Feed = IterableFeed(
+            _stream(chunks, spec, part), kind=chunks.kind, horizon=run.horizon, pins=workers.pins
+        )
+        return Source(feed, None, chunks, spec, part)
+    order = SampleOrder(len(spec.dataset), seed, is_shuffled(spec, asked=shuffle))
+    fetch = Fetch(spec.dataset, workers.collate_fn, keyed_seed=seed if is_keyed else None)
+    source = MapSource(spec, order, part, fetch, workers, is_keyed)
     if not workers.num_workers:
-        return Source(DirectFeed(source), source, None, reading)
-    if is_planned:
-        return Source(PlannedFeed(source), source, None, reading, looks_ahead=True)
+        feed = DirectFeed(source)
+    elif run.is_planned:
+        return Source(PlannedFeed(source), source, None, spec, part, looks_ahead=True)
     # A batch does not show whether views of it equal batches collated from fewer samples.
-    cuts = source.fetch.is_default or spec.split_batch is not None
-    kind = ChunkFeed if cuts else SampleFeed
-    return Source(
-        kind(source, chunk_size=chunk_size, end=horizon.end_sample), source, None, reading
-    )
+    elif fetch.is_default or spec.split_batch is not None:
+        feed = ChunkFeed(source, chunk_size=chunk_size, end=end)
+    else:
+        feed = SampleFeed(source, chunk_size=chunk_size, end=end)
+    return Source(feed, source, None, spec, part)
 
 
 def _stream(chunks: ChunkSource, spec: DataSpec, part: Part) -> Stream:
@@ -149,22 +150,8 @@ def is_shuffled(spec: DataSpec, *, asked: bool | None) -> bool:
     return not isinstance(spec.data, DataLoader) or isinstance(spec.data.sampler, RandomSampler)
 
 
-def _map_source(reading: Reading, workers: Workers) -> MapSource:
-    spec = reading.spec
-    order = SampleOrder(len(spec.dataset), reading.seed, is_shuffled(spec, asked=reading.shuffle))
-    keyed_seed = reading.seed if reading.is_keyed else None
-    fetch = Fetch(spec.dataset, workers.collate_fn, keyed_seed=keyed_seed)
-    return MapSource(spec, order, reading.part, fetch, workers, reading.is_keyed)
-
-
-def _chunk_size(part: Part) -> int:
-    """At least 128 samples, in whole micro-batches."""
-    micro = part.micro_batch_size
-    return _LEAST_CHUNK if micro is None else -(-_LEAST_CHUNK // micro) * micro
-
-
-def _check_iterable(reading: Reading, horizon: Horizon) -> None:
-    if reading.is_keyed:
+def _check_iterable(spec: DataSpec, horizon: Horizon, *, is_keyed: bool) -> None:
+    if is_keyed:
         raise DataError.cannot(
             "key the randomness of an iterable",
             why="its samples have no index and are made before they arrive here",
@@ -172,9 +159,9 @@ def _check_iterable(reading: Reading, horizon: Horizon) -> None:
             where="keyed_randomness",
         )
     run = horizon.max_duration
-    if is_one_shot(reading.spec.data) and run.unit is TimeUnit.EPOCH and run.amount > 1:
+    if is_one_shot(spec.data) and run.unit is TimeUnit.EPOCH and run.amount > 1:
         raise DataError.cannot(
-            f"run for {run} on data of type {type(reading.spec.data).__name__}",
+            f"run for {run} on data of type {type(spec.data).__name__}",
             why="it can be iterated over only once",
             instead="pass an object whose __iter__ starts anew, or write max_duration='1ep'",
         )

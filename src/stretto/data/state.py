@@ -11,19 +11,11 @@ from typing import Any
 from stretto.batching import BatchSizePolicy, BoundPolicy, PeriodSizes, PolicyState, Signals
 from stretto.batching.wrappers import SizeMap
 from stretto.errors import CheckpointError, StrettoError
-from stretto.ordering import SampleOrder
 from stretto.timing import Timestamp
 
 VERSION = 1
 _LOUD = Signals(loss=1.0, metric=1.0, noise_numerator=1.0, noise_denominator=1.0)
 """Something of all that a policy may read."""
-
-
-def order_record(order: SampleOrder | None, *, is_sharded: bool) -> dict[str, Any]:
-    """Return what determines the order of samples; for iterables, which ranks read."""
-    if order is None:
-        return {"sharded": True} if is_sharded else {}
-    return {"num_samples": order.num_samples, "seed": order.seed, "shuffle": order.shuffle}
 
 
 def check_order(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:

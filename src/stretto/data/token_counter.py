@@ -1,16 +1,21 @@
-"""`TokenCounter`: counts the tokens of micro-batches, only if needed."""
+"""`TokenCounter`: counts the tokens of steps, if needed, and agrees on them with other ranks."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, final
 
+from stretto.batching import Signals
+from stretto.data.fetching.feed import FetchedStep
+from stretto.data.ranks import agreed, is_all
 from stretto.data.source import Source
-from stretto.data.spec import DataSpec
 from stretto.data.step import MicroBatch, Step
 from stretto.errors import DataError
+from stretto.planning import Prepared
 from stretto.runtime.random_state import kept_generators
+from stretto.timing import Timer, TimeUnit, tick
 
 
 @final
@@ -18,25 +23,28 @@ class TokenCounter:
     """Counts tokens; multiplies if every sample has equally many.
 
     Args:
-        spec: the data.
-        source: provides a sample to check whether its tokens can be counted.
-        is_needed: whether the length of the run or the batch size is in tokens.
+        source: the data.
+        run: the run.
+        timer: its clock.
 
     Raises:
         DataError: tokens are needed, and the data cannot count them.
     """
 
-    def __init__(self, spec: DataSpec, source: Source, *, is_needed: bool) -> None:
-        self._spec = spec
+    def __init__(self, source: Source, run: Prepared, timer: Timer) -> None:
+        self._spec = spec = source.spec
         self._source = source
-        self._is_needed = is_needed
+        self._run = run
+        self._timer = timer
+        self._units = run.bound_policy.units | {run.facts.max_duration.unit}
+        self._is_needed = TimeUnit.TOKEN in self._units
         self.each = spec.known_tokens_per_sample
         """The tokens of every sample, 0 if none are tracked; None: they must be counted."""
         self._stated = spec.known_num_tokens if self.each is None else None
         self._tells: bool | None = None
         if self.each is not None or spec.get_num_tokens_in_batch is not None:
             self._tells = True
-        if is_needed and not self.is_tracked:
+        if self._is_needed and not self.is_tracked:
             raise _uncountable()
 
     @property
@@ -74,7 +82,38 @@ class TokenCounter:
         if not tells:
             self.each = 0
 
-    def compare(self, counted: int) -> None:
+    def agreed(
+        self, step: Step, tokens: int | None, seconds: float | None, signals: Signals
+    ) -> tuple[int | None, float | None]:
+        """Return the tokens of all ranks and the seconds of one, if needed and not given.
+
+        A caller who passes both has made the ranks agree. Otherwise the signals are compared.
+        """
+        part, is_open = self._source.part, tokens is None or seconds is None
+        counts = tokens is None and self.is_counted
+        measures = seconds is None and TimeUnit.SECOND in self._units
+        if counts or measures or (is_open and self._run.bound_policy.reads and is_all(part)):
+            passed = self._timer.seconds_since_update()
+            decision = (step.timestamp.sample, step.batch_size, signals)
+            total, passed = agreed(part, step.num_tokens, passed, decision)
+            return (total if counts else tokens), (passed if measures else seconds)
+        return tokens, seconds
+
+    def cross(self, fetched: FetchedStep, step: Step, tokens: int, seconds: float | None) -> None:
+        """Move the clock over a batch in which epochs end."""
+        timer, horizon, size = self._timer, self._run.horizon, fetched.size
+        of_last = partial(self._of_last, step, tokens)
+        is_whole = timer.sample_in_epoch + size == horizon.dataset_num_samples
+        if is_whole or fetched.crossings == (0,):  # nothing carried or dropped
+            self._compare(timer.token_in_epoch + tokens)
+        if fetched.plan.ends_epochs:
+            tick(timer, horizon, size, tokens=tokens, seconds=seconds, tokens_of_last=of_last)
+            return
+        timer.update(samples=size, tokens=tokens, seconds=seconds)
+        for carried in fetched.crossings:
+            timer.end_epoch(samples=carried, tokens=of_last(carried))
+
+    def _compare(self, counted: int) -> None:
         """Warn once if the `counted` tokens of an epoch differ from the stated number."""
         stated, self._stated = self._stated, None
         if stated is not None and counted and counted != stated:
@@ -86,7 +125,7 @@ class TokenCounter:
                 stacklevel=5,  # the loop that asks the loader for steps
             )
 
-    def last(self, step: Step, samples: int, tokens: int) -> int:
+    def _of_last(self, step: Step, tokens: int, samples: int) -> int:
         """Return how many of the `tokens` of a step its last `samples` have.
 
         Counted if this rank has the whole step; otherwise their share, rounded down.

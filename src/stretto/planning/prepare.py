@@ -23,7 +23,7 @@ from stretto.planning.clock import unplannable
 from stretto.planning.length import check_length
 from stretto.planning.sizes import ENDLESS, PlannedSizes, UnknownSizes, horizon_of
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike, as_schedule
-from stretto.timing import BoundTrigger, Horizon, TimeLike, Trigger, parse_trigger
+from stretto.timing import BoundTrigger, Horizon, TimeLike, TimeUnit, Trigger, parse_trigger
 
 At: TypeAlias = Callable[..., AbstractContextManager[object]]
 """`at("schedules", "lr")` is entered while that part is bound, so errors can say where."""
@@ -54,6 +54,14 @@ class Prepared:
     def is_planned(self) -> bool:
         """Whether every batch is known before the run."""
         return self.sizes is not None and self.sizes.is_exact
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches in the run; None if only the run can tell."""
+        run = self.facts.max_duration
+        if run.unit is TimeUnit.BATCH:
+            return int(run.amount)
+        return self.sizes.num_batches if self.sizes is not None and self.is_planned else None
 
     @property
     def decided_between(self) -> tuple[int, int] | None:

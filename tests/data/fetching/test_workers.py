@@ -111,10 +111,11 @@ def test_the_size_is_decided_at_the_step_however_far_workers_are_ahead(
         assert next(loader).size == size
 
 
+@pytest.mark.usefixtures("small_chunks")
 def test_chunks_are_cut_into_views_on_a_fixed_grid() -> None:
     loader = StepLoader(
         Numbers(64), cycled([10, 3], planned=False), max_duration="1ep", num_workers=1,
-        chunk_size=8, micro_batch_size=4, shuffle=False,
+        micro_batch_size=4, shuffle=False,
     )  # fmt: skip
     pieces = [[values(micro.batch) for micro in step] for step in loader]
     assert pieces[0] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -123,21 +124,23 @@ def test_chunks_are_cut_into_views_on_a_fixed_grid() -> None:
 
 
 @pytest.mark.parametrize("planned", [True, False], ids=["planned", "reactive"])
+@pytest.mark.usefixtures("small_chunks")
 def test_a_run_with_workers_is_cut_and_resumed(planned: bool) -> None:
     assert_resumes(
         lambda: StepLoader(
             Numbers(20), cycled([9, 4], planned=planned), max_duration="1.5ep", num_workers=1,
-            chunk_size=8, micro_batch_size=3,
+            micro_batch_size=3,
         ),
         values,
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("small_chunks")
 def test_other_workers_and_micro_batches_may_go_on() -> None:
     def make(num_workers: int, micro: int, planned: bool) -> StepLoader:
         return StepLoader(
             Numbers(50), cycled([7, 4], planned=planned), max_duration="1ep",
-            num_workers=num_workers, micro_batch_size=micro, chunk_size=8,
+            num_workers=num_workers, micro_batch_size=micro,
         )  # fmt: skip
 
     whole = steps(make(0, 99, True))
@@ -159,10 +162,11 @@ def test_other_workers_and_micro_batches_may_go_on() -> None:
         {"num_workers": 2},
         {"micro_batch_size": 2},
         {"batch_size": 11},
-        {"num_workers": 1, "batch_size": cycled([2, 9], planned=False), "chunk_size": 5},
+        {"num_workers": 1, "batch_size": cycled([2, 9], planned=False)},
     ],
     ids=["workers", "micro-batches", "another size", "chunks"],
 )
+@pytest.mark.usefixtures("small_chunks")
 def test_keyed_chance_depends_on_the_sample_alone(settings: dict[str, Any]) -> None:
     def rows(**given: Any) -> list[Any]:
         loader = StepLoader(
@@ -305,6 +309,7 @@ ADAPTIVE = [LinearRamp(3, 14, "150tok"), Falling()]
 
 @pytest.mark.parametrize("batch_size", ADAPTIVE, ids=["ramp in tokens", "adaptive"])
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.usefixtures("small_chunks")
 def test_packed_batches_of_sizes_decided_at_the_step_are_the_same_with_any_workers(
     batch_size: BatchSizePolicy, rank: int
 ) -> None:
@@ -315,14 +320,15 @@ def test_packed_batches_of_sizes_decided_at_the_step_are_the_same_with_any_worke
 
     without = run(0)
     assert len({size for _, _, size, _ in without}) > 5
-    assert run(2, chunk_size=7) == without
+    assert run(2) == without
     assert run(1, last_batch="drop") == run(0, last_batch="drop")
 
 
 @pytest.mark.parametrize("batch_size", ADAPTIVE, ids=["ramp in tokens", "adaptive"])
+@pytest.mark.usefixtures("small_chunks")
 def test_a_packed_run_with_workers_is_cut_and_resumed(batch_size: BatchSizePolicy) -> None:
     def make(num_workers: int) -> StepLoader:
-        return packed_loader(batch_size, num_workers, chunk_size=8)
+        return packed_loader(batch_size, num_workers)
 
     whole = packed_steps(make(0))
     for cut, before, after in ((2, 1, 2), (9, 2, 0), (5, 0, 1)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, final
 
 from stretto.batching import Split
@@ -46,9 +45,7 @@ class Feed(ABC):
         """
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """The rank whose samples are read, and how many are read at once."""
 
     rank: int

@@ -28,7 +28,7 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Workers:
     """How samples are fetched; None means the setting of the `DataLoader`, if given.
 
