@@ -124,6 +124,22 @@ def test_a_state_is_read_again_only_after_a_draw() -> None:
     assert fourth.python_state == random.getstate() != first.python_state
 
 
+def test_as_many_draws_as_a_generator_has_words_are_noticed() -> None:
+    """The position is then where it was; the words are others."""
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    random.random(), np.random.bytes(8)  # noqa: NPY002
+    first = RandomState.now()
+    for _ in range(624):
+        random.getrandbits(32)
+    np.random.bytes(624 * 4)  # noqa: NPY002
+    second = RandomState.now(first)
+    assert second.python_state[1][-1] == first.python_state[1][-1]
+    assert second.numpy_state["state"]["pos"] == first.numpy_state["state"]["pos"]
+    assert second.python_state == random.getstate() != first.python_state
+    assert second.numpy_state is not first.numpy_state
+
+
 def test_normal_numbers_that_come_in_pairs_are_put_back() -> None:
     """The second of a pair is kept outside the generator, whose memory does not change then."""
     random.seed(1)

@@ -132,7 +132,10 @@ def may_hold(batch: Any, num_samples: int) -> bool:
         return True
     if isinstance(batch, (list, tuple)) and len(batch) == num_samples:
         return True
-    return any(may_hold(item, num_samples) for item in _items(batch))
+    for item in _items(batch):  # noqa: SIM110  asked for every batch, and a generator costs 0.5 us
+        if may_hold(item, num_samples):
+            return True
+    return False
 
 
 def take_samples(batch: Any, part: slice, num_samples: int | None = None) -> Any:
@@ -217,9 +220,10 @@ _NO_ARRAYS = frozenset({list, tuple, dict, str, int, float, type(None)})
 
 def _length(node: Any) -> int | None:
     """Return the first dimension of a tensor or array; None if there is none."""
-    if isinstance(node, Tensor):
+    kind = type(node)
+    if kind is Tensor or isinstance(node, Tensor):  # the second is slow: torch overrides it
         return node.size(0) if node.dim() else None
-    if type(node) in _NO_ARRAYS:
+    if kind in _NO_ARRAYS:
         return None
     shape = getattr(node, "shape", None)
     return int(shape[0]) if isinstance(shape, tuple) and shape else None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from stretto.runtime.random_state import GENERATOR, RandomState, numpy_words, python_words
+from stretto.runtime.random_state import GENERATOR, RandomState, numpy_mark, python_mark
 
 _ALWAYS_COPIED_BYTES = 1 << 20
 """Up to this size a buffer is copied without asking whether it has changed."""
@@ -46,6 +46,7 @@ class Rewind:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._has_device = torch.accelerator.is_available()
         self._random: RandomState | None = None
         self._torch_state: Tensor | None = None
         """Newer than the one in `_random`, whose other states still hold."""
@@ -58,7 +59,7 @@ class Rewind:
 
     def take(self) -> None:
         """Save the present state."""
-        if self._random is None or not _is_current(self._random):
+        if self._random is None or self._has_device or not _is_current(self._random):
             self._random = RandomState.now(self._random)
         self._torch_state = torch.default_generator.get_state()
         if self._searches < _SEARCHES:
@@ -147,15 +148,16 @@ class _Buffer:
 
 
 def _is_current(state: RandomState) -> bool:
-    """Return whether no generator was used since, but perhaps torch's on the CPU.
+    """Return whether neither Python's generator nor NumPy's was used since; false if not known.
 
-    False also if that is not known, as with an accelerator. It is here, and not with the state, as
-    every step asks: no function of another file is entered.
+    It is here, and not with the state, as every step asks: no function of another file is entered.
     """
-    python, memory, numpy = state.python_memory, state.numpy_memory, sys.modules.get("numpy")
-    if python is None or GENERATOR.gauss_next is not None or torch.accelerator.is_available():
+    if state.python_mark is None or state.numpy_mark is None:
         return False
-    if python != python_words().raw or memory is None or numpy is None:
-        return False
-    bits = numpy.random.get_bit_generator()
-    return type(bits) is numpy.random.MT19937 and bool(memory == numpy_words(bits).raw)
+    bits, mark = state.numpy_mark
+    return (
+        GENERATOR.gauss_next is None
+        and bool(python_mark().raw == state.python_mark)
+        and sys.modules["numpy"].random.get_bit_generator() is bits
+        and bool(numpy_mark(bits).raw == mark)
+    )

@@ -97,7 +97,13 @@ class TrainStep(ABC):
     def clear(self) -> None:
         """Forget what was accumulated: after an update, and before a step is repeated."""
         for optimizer in self.optimizers:
-            optimizer.zero_grad()
+            if type(optimizer).zero_grad is not Optimizer.zero_grad:
+                optimizer.zero_grad()
+                continue
+            # What torch's own does, without its label for the profiler: 3 us instead of 25.
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def average_gradients(self) -> None:
         """Average the gradients over ranks, for a second pass within `update`."""

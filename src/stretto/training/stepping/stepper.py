@@ -89,6 +89,8 @@ class Stepper:
         )
         """Whether the units of all ranks are known only once the gradient is there. A step of your
         own may compute with its weights in `update` too, so it gets them whole."""
+        self._is_plain = self._is_alone and self.count is None and not self._is_sum
+        """Whether the loader has weighed the micro-batches, and no other rank waits."""
         self._is_settled = False
 
     @property
@@ -150,6 +152,12 @@ class Stepper:
         self, step: Step, micro_batches: Sequence[MicroBatch], *, averages: bool
     ) -> Gradient:
         num_micro_batches, meter = len(micro_batches), self.meter
+        if self._is_plain and meter is None and not self._step.transforms:
+            own = []
+            for micro in micro_batches:
+                units = micro.num_samples
+                own.append(MicroLoss(self._pass(micro, micro.weight), units, units))
+            return Gradient(own, 0, None, num_micro_batches)
         if meter is not None:
             meter.has_finite_gradient = False  # a step that failed may have left it
             meter = meter if meter.is_due(step) else None
@@ -157,31 +165,26 @@ class Stepper:
             micro_batches = meter.begin(micro_batches)
         if self._step.transforms:
             micro_batches = [self._transformed(micro) for micro in micro_batches]
-        counts = None if self.count is None else self._counts(micro_batches, self.count)
-        whole = step.size if counts is None else self._whole(step, counts)
+        counts = self._counts(micro_batches)
+        whole = step.size if self.count is None else self._whole(step, counts)
         if not whole:
             raise nothing_to_learn(step)
         losses = []
-        for index, micro in enumerate(micro_batches):
-            if counts is not None:
-                units = counts[index]
-            else:
-                units = micro.num_samples if micro.weight else 0
-            if self._is_alone and meter is None:
-                loss = self._pass(micro, units, whole)
-            else:
-                is_last = index == len(micro_batches) - 1
-                meets = averages and is_last and self._averages_itself
-                one = Pass(micro, units, divisor=whole, is_last=is_last, is_averaged=meets)
-                measured = _NOTHING if meter is None else meter.measure(one)
-                with self._without_sync(is_last=meets, meter=meter), measured, self._muted(units):
-                    loss = self._pass(micro, units, whole)
-            if loss is not None:
-                factor = 1.0 if self._is_sum else float(units)
-                losses.append(MicroLoss(loss, factor, float(units)))
+        for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
+            is_last = index == len(micro_batches) - 1
+            meets = averages and is_last and self._averages_itself
+            one = Pass(micro, units, divisor=whole, is_last=is_last, is_averaged=meets)
+            measured = _NOTHING if meter is None else meter.measure(one)
+            factor = 1 if self._is_sum else units
+            with self._without_sync(is_last=meets, meter=meter), measured, self._muted(units):
+                if units:
+                    loss = self._pass(micro, factor * self._ranks.world_size / whole)
+                    losses.append(MicroLoss(loss, factor, units))
+                elif self._passes_meet:  # others wait for it, or its forward has effects of its own
+                    self._step.forward_backward(self._moved(micro.batch), 0.0)
         if averages and not (self._averages_itself or self._is_alone):
             self._ranks.average(self._model)
-        own_units = sum(counts) if self._divides_late and counts is not None else 0
+        own_units = sum(counts) if self._divides_late else 0
         tokens = self._tokens(micro_batches) if self._step.transforms else None
         return Gradient(losses, own_units, tokens, num_micro_batches)
 
@@ -189,13 +192,8 @@ class Stepper:
         """What the weights of all micro-batches are parts of."""
         return step.size if self._divides_late else self._ranks.agree((sum(counts),))[0]
 
-    def _pass(self, micro: MicroBatch, units: int, whole: float) -> Tensor | None:
-        """Run the step on one micro-batch, and return its loss; None: nothing is learned from."""
-        if not units:
-            if self._passes_meet:  # others wait for it, or its forward has effects of its own
-                self._step.forward_backward(self._moved(micro.batch), 0.0)
-            return None
-        weight = (1 if self._is_sum else units) * self._ranks.world_size / whole
+    def _pass(self, micro: MicroBatch, weight: float) -> Tensor:
+        """Run the step on one micro-batch, and return its loss."""
         # One micro-batch at a time, so that no more of them lie on the device than are used.
         batch = self._moved(micro.batch) if self._moves else micro.batch
         loss = self._step.forward_backward(batch, weight)
@@ -310,10 +308,11 @@ class Stepper:
         known = [count for count in counts if count is not None]
         return sum(known) if known else None
 
-    def _counts(
-        self, micro_batches: Sequence[MicroBatch], count: Callable[[Any], int]
-    ) -> list[int]:
-        return [count(micro.batch) if micro.weight else 0 for micro in micro_batches]
+    def _counts(self, micro_batches: Sequence[MicroBatch]) -> list[int]:
+        """Count the units of each micro-batch; none in a dummy."""
+        if self.count is None:
+            return [micro.num_samples if micro.weight else 0 for micro in micro_batches]
+        return [self.count(micro.batch) if micro.weight else 0 for micro in micro_batches]
 
     def _transformed(self, micro: MicroBatch) -> MicroBatch:
         batch = self._moved(micro.batch)
