@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -71,6 +71,21 @@ def named(node: Any) -> Mapping[str, Any]:
     return {}
 
 
+def nodes(batch: Any) -> Iterator[Any]:
+    """Yield a batch and all that is in it; a container comes before its items.
+
+    >>> list(nodes([1, {"x": 2}]))
+    [[1, {'x': 2}], 1, {'x': 2}, 2]
+    """
+    yield batch
+    kind = type(batch)
+    if kind is Tensor or kind in _PLAIN:
+        return
+    container = opened(batch)
+    for item in container.items if container else ():
+        yield from nodes(item)
+
+
 def mapped(function: Callable[[Tensor], Tensor], node: Any) -> Any:
     """Return a batch with `function` applied to each of its tensors.
 
@@ -112,7 +127,7 @@ def count_samples(batch: Any) -> int:
     """
     found = _first_length(batch)
     if found is None:
-        found = _first_list(batch)
+        found = next((len(node) for node in nodes(batch) if _is_flat_list(node)), None)
     if found is None:
         raise DataError.cannot(
             f"count the samples of a batch of type {type(batch).__name__}",
@@ -132,7 +147,8 @@ def may_hold(batch: Any, num_samples: int) -> bool:
         return True
     if isinstance(batch, (list, tuple)) and len(batch) == num_samples:
         return True
-    for item in _items(batch):  # noqa: SIM110  asked for every batch, and a generator costs 0.5 us
+    container = opened(batch)
+    for item in container.items if container else ():  # noqa: SIM110  hot, and a generator is slow
         if may_hold(item, num_samples):
             return True
     return False
@@ -215,7 +231,8 @@ class _Cut:
         return any(_first_length(item) != self.num_samples for item in node)
 
 
-_NO_ARRAYS = frozenset({list, tuple, dict, str, int, float, type(None)})
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+_NO_ARRAYS = _PLAIN | {list, tuple, dict}
 
 
 def _length(node: Any) -> int | None:
@@ -229,42 +246,13 @@ def _length(node: Any) -> int | None:
     return int(shape[0]) if isinstance(shape, tuple) and shape else None
 
 
-def _items(node: Any) -> Iterable[Any]:
-    """Return the items of a container; a leaf has none."""
-    kind = type(node)
-    items: Iterable[Any] = ()
-    if kind is list or kind is tuple:
-        items = node
-    elif kind is dict:
-        items = node.values()
-    else:
-        container = opened(node)
-        items = () if container is None else container.items
-    return items
+def _first_length(batch: Any) -> int | None:
+    lengths = map(_length, nodes(batch))
+    return next((length for length in lengths if length is not None), None)
 
 
-def _first_length(node: Any) -> int | None:
-    length = _length(node)
-    if length is not None:
-        return length
-    for item in _items(node):
-        length = _first_length(item)
-        if length is not None:
-            return length
-    return None
-
-
-def _first_list(node: Any) -> int | None:
-    container = opened(node)
-    if container is None:
-        return None
-    if isinstance(node, (list, tuple)) and all(opened(item) is None for item in node):
-        return len(node)
-    for item in container.items:
-        length = _first_list(item)
-        if length is not None:
-            return length
-    return None
+def _is_flat_list(node: Any) -> bool:
+    return isinstance(node, (list, tuple)) and all(opened(item) is None for item in node)
 
 
 def _mapping_like(node: Mapping[Any, Any], items: list[Any]) -> Any:

@@ -339,7 +339,7 @@ class StepLoader(Iterator[Step]):
             check_shares(self._part, self.prepared, self.timer.timestamp, decisions.decide)
             source.check_streams()
         self.timer.start()  # time before the first step does not count
-        return source.feed.steps(decisions.plans(is_ahead=source.looks_ahead))
+        return source.steps(decisions.plans(is_ahead=source.looks_ahead))
 
     def _arrive(self) -> None:
         """Skip what `drop` leaves out at the end of the run."""

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from torch.utils.data import DataLoader, RandomSampler
 
-from stretto.data.fetching.feed import Feed, Part
+from stretto.data.fetching.feed import Part, Steps
 from stretto.data.fetching.fetch import Fetch
-from stretto.data.fetching.map_feeds import (
-    ChunkFeed,
-    DirectFeed,
+from stretto.data.fetching.map_style import (
+    Chunks,
     MapSource,
-    PlannedFeed,
-    SampleFeed,
+    chunk_steps,
+    direct_steps,
+    planned_steps,
+    sample_steps,
 )
 from stretto.data.fetching.workers import Workers, batched
 from stretto.data.iterables.chunks import ChunkSource
-from stretto.data.iterables.iterable_feed import IterableFeed
 from stretto.data.iterables.shards import check_streams, record_of_all, record_of_rank
+from stretto.data.iterables.steps import cut_steps
 from stretto.data.iterables.streams import OwnStreams, SameStream, Stream
 from stretto.data.ranks import gathered
 from stretto.data.spec import DataSpec, is_one_shot
@@ -37,7 +39,7 @@ LEAST_CHUNK = 128  # a batch from a worker costs 0.7 ms, whatever its size: few 
 class Source:
     """Where a loader's batches come from."""
 
-    feed: Feed
+    steps: Steps
     map_source: MapSource | None
     """None for iterables."""
     chunks: ChunkSource | None
@@ -113,23 +115,22 @@ def make_source(
     if not spec.is_map_style:
         _check_iterable(spec, run.horizon, is_keyed=is_keyed)
         chunks = ChunkSource(spec, batched(spec, workers, chunk_size), seed=seed)
-        feed: Feed = IterableFeed(
-            _stream(chunks, spec, part), kind=chunks.kind, horizon=run.horizon, pins=workers.pins
-        )
-        return Source(feed, None, chunks, spec, part)
+        stream = _stream(chunks, spec, part)
+        steps: Steps = partial(cut_steps, stream, chunks.kind, run.horizon, pins=workers.pins)
+        return Source(steps, None, chunks, spec, part)
     order = SampleOrder(len(spec.dataset), seed, is_shuffled(spec, asked=shuffle))
     fetch = Fetch(spec.dataset, workers.collate_fn, keyed_seed=seed if is_keyed else None)
     source = MapSource(spec, order, part, fetch, workers, is_keyed)
     if not workers.num_workers:
-        feed = DirectFeed(source)
+        steps = partial(direct_steps, source)
     elif run.is_planned:
-        return Source(PlannedFeed(source), source, None, spec, part, looks_ahead=True)
-    # A batch does not show whether views of it equal batches collated from fewer samples.
-    elif fetch.is_default or spec.split_batch is not None:
-        feed = ChunkFeed(source, chunk_size=chunk_size, end=end)
+        return Source(partial(planned_steps, source), source, None, spec, part, looks_ahead=True)
     else:
-        feed = SampleFeed(source, chunk_size=chunk_size, end=end)
-    return Source(feed, source, None, spec, part)
+        grid = Chunks(chunk_size, None if end is None else source.place(end))
+        # A batch does not show whether views of it equal batches collated from fewer samples.
+        cuts = fetch.is_default or spec.split_batch is not None
+        steps = partial(chunk_steps if cuts else sample_steps, source, grid)
+    return Source(steps, source, None, spec, part)
 
 
 def _stream(chunks: ChunkSource, spec: DataSpec, part: Part) -> Stream:

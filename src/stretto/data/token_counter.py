@@ -55,7 +55,7 @@ class TokenCounter:
         """
         if self._tells is None and self._source.map_source is not None:
             with kept_generators():
-                batch = self._source.map_source.any_sample()
+                batch = self._source.map_source.fetch([0])
             self._note(tells=self._spec.count_tokens(batch) is not None)
         return self._tells is not False
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from stretto.data.containers import named, opened
+from stretto.data.containers import named, nodes
 from stretto.errors import DataError
 
 IGNORED_LABEL = -100
@@ -88,11 +88,8 @@ def longest_sequence(batch: Any) -> int | None:
     >>> longest_sequence((torch.zeros(2, 3), torch.zeros(2, 5), torch.zeros(2)))
     5
     """
-    if isinstance(batch, Tensor):
-        return batch.size(1) if batch.dim() > 1 else None
-    container = opened(batch)
-    lengths = map(longest_sequence, container.items if container else ())
-    return max((length for length in lengths if length is not None), default=None)
+    tensors = (node for node in nodes(batch) if isinstance(node, Tensor))
+    return max((tensor.size(1) for tensor in tensors if tensor.dim() > 1), default=None)
 
 
 def _labels_and_inputs(batch: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -159,14 +156,6 @@ def _is_tensor(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor)
 
 
-def _named_parts(node: Any) -> Iterator[Mapping[str, Any]]:
+def _named_parts(batch: Any) -> Iterator[Mapping[str, Any]]:
     """Yield all containers in a batch whose items have names."""
-    if isinstance(node, Tensor):
-        return
-    part = named(node)
-    if part:
-        yield part
-    container = opened(node)
-    for item in container.items if container else ():
-        if not isinstance(item, (Tensor, str, int, float)):
-            yield from _named_parts(item)
+    return filter(None, (named(node) for node in nodes(batch) if not isinstance(node, Tensor)))

@@ -1,18 +1,15 @@
-"""`Feed`: reads one rank's samples of each decided batch."""
+"""What a loader reads for one step, and how a batch is shared."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias, final
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 from stretto.batching import Split
 from stretto.data.containers import mapped
 from stretto.data.spec import DataSpec
 from stretto.planning import StepPlan
-
-_MOST_SHARES = 4096
-
 
 Plans: TypeAlias = Iterator[tuple[StepPlan, int]]
 """What is decided for each batch, and the position at which it starts."""
@@ -33,16 +30,12 @@ class FetchedStep(NamedTuple):
     """The batch's samples after each epoch end inside it; only for data of unknown size."""
 
 
-class Feed(ABC):
-    """Reads the data for decided batches, in order."""
+Steps: TypeAlias = Callable[[Plans], Iterator[FetchedStep]]
+"""Yields this rank's part of each batch, in order.
 
-    @abstractmethod
-    def steps(self, plans: Plans) -> Iterator[FetchedStep]:
-        """Yield this rank's part of each batch.
-
-        It takes a plan from `plans` only when it needs it. If sizes follow measurements, that is
-        when the loop asks for the batch.
-        """
+It takes a plan only when it needs it. If sizes follow measurements, that is when the loop asks for
+the batch.
+"""
 
 
 class Part(NamedTuple):
@@ -53,30 +46,19 @@ class Part(NamedTuple):
     micro_batch_size: int | None
 
 
-@final
-class Shares:
-    """The sizes of one rank's micro-batches in each batch; remembers them for repeated sizes.
+def share_sizes(part: Part, size: int, start: int) -> tuple[int, ...]:
+    """Return this rank's micro-batches of the batch `[start, start + size)`; 0 for a dummy.
 
-    >>> Shares(Part(rank=1, world_size=2, micro_batch_size=2)).sizes(7, start=1)
+    >>> share_sizes(Part(rank=1, world_size=2, micro_batch_size=2), 7, start=1)
     (2, 2)
     """
+    return _share_sizes(part, size, start % part.world_size)
 
-    def __init__(self, part: Part) -> None:
-        self._part = part
-        self._known: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def sizes(self, size: int, start: int) -> tuple[int, ...]:
-        """Return this rank's micro-batches of the batch `[start, start + size)`; 0 for a dummy."""
-        part = self._part
-        key = size, start % part.world_size
-        found = self._known.get(key)
-        if found is None:
-            split = Split(size, part.world_size, part.micro_batch_size, key[1])
-            found = split.micro_batch_sizes(part.rank)
-            if len(self._known) >= _MOST_SHARES:
-                self._known.clear()
-            self._known[key] = found
-        return found
+@lru_cache(maxsize=4096)  # sizes repeat
+def _share_sizes(part: Part, size: int, start: int) -> tuple[int, ...]:
+    split = Split(size, part.world_size, part.micro_batch_size, start)
+    return split.micro_batch_sizes(part.rank)
 
 
 def pinned(batch: Any) -> Any:

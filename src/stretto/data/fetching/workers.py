@@ -102,7 +102,7 @@ def start_workers(
     generator.manual_seed(sample_seed(seed, -1, rank))
     loader: DataLoader[Any] = DataLoader(
         _Seeded(fetch, seed, rank),  # type: ignore[arg-type]  # a data set of whole batches
-        sampler=_Once(elements),
+        sampler=elements,
         batch_size=None,
         collate_fn=_as_it_is,
         num_workers=workers.num_workers or 0,
@@ -156,17 +156,6 @@ def batched(spec: DataSpec, workers: Workers, chunk_size: int) -> Iterable[Any]:
                 )
     batches: Iterable[Any] = data
     return batches
-
-
-@final
-class _Once:
-    """A sampler that yields elements on demand."""
-
-    def __init__(self, elements: Iterator[Element]) -> None:
-        self._elements = elements
-
-    def __iter__(self) -> Iterator[Element]:
-        return self._elements
 
 
 @final

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.data.containers import opened
+from stretto.data.containers import nodes
 from stretto.data.fetching.feed import Part
 from stretto.data.iterables.chunks import ChunkSource
 from stretto.data.ranks import gathered_texts, is_all
@@ -67,21 +67,15 @@ def fingerprint(batch: Any) -> str:
     """
     digest = blake2b(digest_size=16)
 
-    def add(node: Any) -> None:
-        container = opened(node)
+    for node in nodes(batch):
         digest.update(type(node).__name__.encode())
-        if container is not None:
-            for item in container.items:
-                add(item)
-        elif isinstance(node, Tensor):
+        if isinstance(node, Tensor):
             digest.update(f"{node.dtype} {tuple(node.shape)}".encode())
             digest.update(_bytes(node))
         elif hasattr(node, "tobytes"):  # an array
             digest.update(node.tobytes())
         elif isinstance(node, (str, bytes, int, float)):
             digest.update(repr(node).encode())
-
-    add(batch)
     return digest.hexdigest()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias, final
 
 from stretto.batching import Split
-from stretto.data.fetching.feed import CountedBatch, Part, Shares, evenly, first_sample
+from stretto.data.fetching.feed import CountedBatch, Part, evenly, first_sample, share_sizes
 from stretto.data.iterables.chunks import ChunkSource, Range
 from stretto.data.spec import DataSpec
 from stretto.errors import DataError
@@ -51,7 +51,6 @@ class SameStream(Stream):
         self._source = source
         self._spec = spec
         self._part = part
-        self._shares = Shares(part)
         self._micro_batches: list[CountedBatch] = []
 
     @property
@@ -81,7 +80,7 @@ class SameStream(Stream):
         rank, world = self._part.rank, self._part.world_size
         batch, num_samples = one.chunk.batch, one.chunk.num_samples
         first = one.start + (rank - position) % world
-        for count in self._shares.sizes(one.size, position):
+        for count in share_sizes(self._part, one.size, position):
             if count == 0:
                 yield first_sample(self._spec, batch, num_samples)
             else:

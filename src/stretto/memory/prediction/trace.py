@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stretto.data.containers import mapped
+from stretto.data.containers import nodes
 from stretto.memory.prediction.fake_values import FakeValues
 from stretto.memory.prediction.modules import ModuleWatch
 from stretto.memory.prediction.recording import Allocation, Category, Event, Place, Recording
@@ -186,16 +186,9 @@ def step_tensors(step: WholeStep) -> list[Tensor]:
     return [*step.model.parameters(), *step.model.buffers(), *state_tensors(step)]
 
 
-def tensors_in(node: Any) -> list[Tensor]:
+def tensors_in(batch: Any) -> list[Tensor]:
     """Return all tensors in nested containers."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    mapped(note, node)
-    return found
+    return [node for node in nodes(batch) if isinstance(node, Tensor)]
 
 
 @contextlib.contextmanager

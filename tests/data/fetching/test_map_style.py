@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from stretto.data import DataSpec
 from stretto.data.fetching.feed import FetchedStep, Part, Plans, evenly
 from stretto.data.fetching.fetch import Fetch
-from stretto.data.fetching.map_feeds import ChunkFeed, MapSource
+from stretto.data.fetching.map_style import Chunks, MapSource, chunk_steps
 from stretto.data.fetching.workers import Workers
 from stretto.ordering import SampleOrder, share
 from stretto.planning import StepPlan
@@ -33,7 +33,8 @@ def fetched_steps(
     data = TensorDataset(torch.arange(n))
     order = SampleOrder(n, 1)
     source = MapSource(DataSpec(data), order, part, Fetch(data), Workers(), is_keyed=False)
-    return list(ChunkFeed(source, chunk_size=chunk_size, end=end).steps(batches))
+    chunks = Chunks(chunk_size, None if end is None else source.place(end))
+    return list(chunk_steps(source, chunks, batches))
 
 
 @given(
