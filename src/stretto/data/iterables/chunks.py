@@ -13,6 +13,7 @@ from stretto.errors import DataError
 from stretto.runtime.packing import packed, unpack
 from stretto.runtime.random_state import kept_generators
 
+_SKIPPED_AT_ONCE = 4096
 _SILENT_SAMPLES = 100_000  # skipping fewer samples is too quick for a progress bar
 
 
@@ -187,15 +188,11 @@ class ChunkSource:
             first = False
 
     def _skip(self, count: int) -> None:
-        with _Progress(count) as advance:
-            left = count
-            while left:
-                ranges = self.take(min(left, 4096))
-                if not ranges:
-                    raise _too_short(count, count - left)
-                passed = sum(one.stop - one.start for one in ranges)
-                left -= passed
-                advance(passed)
+        for start in _shown(range(0, count, _SKIPPED_AT_ONCE), count):
+            wanted = min(_SKIPPED_AT_ONCE, count - start)
+            found = sum(one.size for one in self.take(wanted))
+            if found < wanted:
+                raise _too_short(count, start + found)
 
 
 def has_whole_state(source: Any) -> bool:
@@ -234,30 +231,15 @@ def _tell_epoch(batches: Any, epoch: int) -> None:
             set_epoch(epoch)
 
 
-class _Progress:
-    """A progress bar on a terminal while samples are skipped by reading."""
+def _shown(steps: range, num_samples: int) -> Iterable[int]:
+    """Show a progress bar on a terminal if many samples are skipped by reading."""
+    if num_samples < _SILENT_SAMPLES or not sys.stderr.isatty():
+        return steps
+    from rich.console import Console
+    from rich.progress import track
 
-    def __init__(self, count: int) -> None:
-        self._bar: Any = None
-        if count >= _SILENT_SAMPLES and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("skipping samples already seen", total=count)
-
-    def __enter__(self) -> _Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __call__(self, passed: int) -> None:
-        if self._bar is not None:
-            self._bar.advance(self._task, passed)
+    console = Console(stderr=True)
+    return track(steps, "skipping samples already seen", console=console, transient=True)
 
 
 def _read_twice(batches: Any, epoch: int) -> DataError:

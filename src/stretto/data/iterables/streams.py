@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias, final
 
@@ -16,29 +15,8 @@ Gather: TypeAlias = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 """Returns the values of every rank, in rank order; each rank must call it."""
 
 
-class Stream(ABC):
-    """The samples of an iterable in global order."""
-
-    @property
-    @abstractmethod
-    def is_at_end(self) -> bool:
-        """Whether no rank has a sample of the epoch left, as of the last `take`."""
-
-    @abstractmethod
-    def take(self, count: int, position: int) -> int:
-        """Take the next `count` samples over all ranks; return how many the epoch still had."""
-
-    @abstractmethod
-    def micro_batches(self) -> list[CountedBatch]:
-        """Return this rank's micro-batches of what was taken since the last call."""
-
-    @abstractmethod
-    def next_epoch(self) -> None:
-        """End the epoch."""
-
-
 @final
-class SameStream(Stream):
+class SameStream:
     """Every rank reads the whole stream and keeps its own positions.
 
     Args:
@@ -101,7 +79,7 @@ class _Taken(NamedTuple):
 
 
 @final
-class OwnStreams(Stream):
+class OwnStreams:
     """Every rank reads its own stream and takes its share of each batch from it.
 
     If a stream has fewer samples left than its rank's share, the other ranks take the missing ones.
@@ -173,6 +151,10 @@ class OwnStreams(Stream):
                 start += size
         source = self._source
         return _Taken(taken, source.is_at_end, len(self._micro_batches), source.example is not None)
+
+
+Stream: TypeAlias = SameStream | OwnStreams
+"""The samples of an iterable in global order."""
 
 
 def _dealt(count: int, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
