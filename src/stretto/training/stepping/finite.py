@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import partial
 from math import isfinite
-from operator import attrgetter
 from typing import final
 
 import torch
@@ -59,10 +58,13 @@ class FiniteCheck:
             gradients = [grad for p in parameters if (grad := p.grad) is not None]
             if not gradients:
                 continue
-            if not self._is_plain or any(map(_IS_SPARSE, gradients)):
-                gradients = [_local(gradient) for gradient in gradients]
-            # What loss scaling asks for every step, in one kernel; 1 leaves the gradient alone.
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, one)
+            if self._is_plain:
+                try:
+                    _mark_infinite(gradients, flag, one)
+                    continue
+                except NotImplementedError:
+                    pass  # one of them is sparse
+            _mark_infinite([_local(gradient) for gradient in gradients], flag, one)
         # Read only now: reading waits for the device.
         are_finite = True
         for loss in losses:
@@ -134,7 +136,8 @@ def spoiled(at: Timestamp) -> TrainingError:
     )
 
 
-_IS_SPARSE = attrgetter("is_sparse")
+# What loss scaling asks for every step, in one kernel; a scale of 1 leaves the gradient alone.
+_mark_infinite = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def _local(gradient: Tensor) -> Tensor:
