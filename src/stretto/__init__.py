@@ -81,6 +81,7 @@ _MODULES = (
     "data",
     "errors",
     "experiments",
+    "integrations",
     "memory",
     "noise",
     "optim",

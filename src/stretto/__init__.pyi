@@ -4,6 +4,7 @@ from stretto import checkpoint as checkpoint
 from stretto import data as data
 from stretto import errors as errors
 from stretto import experiments as experiments
+from stretto import integrations as integrations
 from stretto import memory as memory
 from stretto import noise as noise
 from stretto import optim as optim

@@ -69,9 +69,10 @@ class DataSpec:
     tokens_per_sample: int | None = None
     """Tokens in every sample, if all have equally many; None: the data set's
     `tokens_per_sample`, or unknown."""
-    get_num_samples_in_batch: Callable[[Any], int] | None = None
+    get_num_samples_in_batch: Callable[[Any], int | None] | None = None
     """Counts the samples of a batch; None: the data set's method of that name or
-    `get_batch_size(batch)`, or `count_samples`."""
+    `get_batch_size(batch)`, or `count_samples`. If it returns None for map-style data, a batch has
+    as many samples as were collated, whatever its shape."""
     get_num_tokens_in_batch: Callable[[Any], int] | None = None
     """Counts the tokens of a batch; None: the data set's method of that name or
     `get_num_tokens(batch)`, or `count_tokens`."""
@@ -170,7 +171,8 @@ class DataSpec:
     def count_samples(self, batch: Any) -> int:
         """Return the number of samples in a batch."""
         count = self.get_num_samples_in_batch
-        return count_samples(batch) if count is None else count(batch)
+        found = None if count is None else count(batch)
+        return count_samples(batch) if found is None else found
 
     def count_tokens(self, batch: Any) -> int | None:
         """Return the number of tokens in a batch; None if unknown.

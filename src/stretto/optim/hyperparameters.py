@@ -96,7 +96,7 @@ class Hyperparameters:
         horizon: the run.
         rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, a
             function `size -> factor`; None: not at all.
-        bound: the schedules as `prepare` has bound them to the run; None: they are bound here.
+        bound: those schedules that `prepare` has bound to the run; the others are bound here.
 
     Raises:
         ScheduleError: there is no such hyper-parameter or group, a schedule does not fit the run,
@@ -129,9 +129,11 @@ class Hyperparameters:
             factor != as_schedule(1.0) for factor in factors.values()
         )
         check_pairs(factors, rule=self.rule)
-        if bound is None:
-            bound = {name: factor.bind(horizon) for name, factor in factors.items()}
-        each = {name: _Factor(factor, bound[name]) for name, factor in factors.items()}
+        known = bound or {}
+        each = {
+            name: _Factor(factor, known[name] if name in known else factor.bind(horizon))
+            for name, factor in factors.items()
+        }
         followed = [_of_group(each, number, group) for number, group in enumerate(groups)]
         # The initial values of each group, and its number in its own optimizer.
         bases = [

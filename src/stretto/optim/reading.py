@@ -24,7 +24,7 @@ def read_schedules(optimizer: Optimizer, schedules: Mapping[str, Any]) -> dict[s
             why="it does not say what each is for",
             instead="write {'lr': ...}",
         )
-    found = {name: _one(value) for name, value in schedules.items()}
+    found = {name: as_one_schedule(value) for name, value in schedules.items()}
     groups = optimizer.param_groups
     for name in found:
         _check(name, groups)
@@ -33,7 +33,8 @@ def read_schedules(optimizer: Optimizer, schedules: Mapping[str, Any]) -> dict[s
     return {"lr": as_schedule(1.0), **found} if "lr" in groups[0] else found
 
 
-def _one(value: Any) -> Schedule:
+def as_one_schedule(value: Any) -> Schedule:
+    """Return a schedule as it is given, or the product of several."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return Product(*value)
     return as_schedule(value)

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from stretto.data.containers import may_hold
+from stretto.data.containers import count_samples, may_hold
 from stretto.data.fetching.feed import (
     CountedBatch,
     FetchedStep,
@@ -74,10 +74,11 @@ class MapSource:
 
     def check(self, batch: Any, num_samples: int) -> None:
         """Refuse a batch with another number of samples than requested."""
-        if self.spec.get_num_samples_in_batch is None and may_hold(batch, num_samples):
+        count = self.spec.get_num_samples_in_batch
+        if count is None and may_hold(batch, num_samples):
             return
-        found = self.spec.count_samples(batch)
-        if found != num_samples:
+        found = count_samples(batch) if count is None else count(batch)
+        if found is not None and found != num_samples:
             raise DataError.cannot(
                 f"use a batch of {found} samples",
                 why=f"it was collated from {num_samples}, which are counted as seen",

@@ -1,0 +1,55 @@
+"""Errors of runs in loops that are not stretto's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from stretto.integrations import ExternalRun, prepare
+
+
+def make() -> ExternalRun:
+    return prepare(list(range(20)), 4, max_duration="1ep")
+
+
+def bound(*groups: list[torch.Tensor]) -> ExternalRun:
+    return make().bind(optimizer(*groups))
+
+
+def optimizer(*groups: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": one} for one in groups or ([torch.zeros(1)],)], lr=0.1)
+
+
+def other_groups() -> object:
+    return bound().bind(optimizer([torch.zeros(1)], [torch.zeros(1)]))
+
+
+def fetched_ahead() -> object:
+    run = bound()
+    return [run.begin(), run.begin()]
+
+
+def finished_late() -> object:
+    run = bound()
+    first = run.begin()
+    run.finish()
+    run.begin()
+    return run.finish(step=first)
+
+
+def no_unit() -> object:
+    run = bound()
+    step = run.begin()
+    assert step is not None
+    return run.weights(step, lambda _: 0)
+
+
+CASES: list[tuple[str, Callable[[], object]]] = [
+    ("external-not-bound", lambda: make().begin()),
+    ("external-other-groups", other_groups),
+    ("external-other-state", lambda: make().load_state_dict({"version": 2})),
+    ("external-fetched-ahead", fetched_ahead),
+    ("external-finished-late", finished_late),
+    ("external-no-unit", no_unit),
+]

@@ -1,0 +1,119 @@
+"""Counts in closed form, against a walk over all steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.batching import BatchSizePolicy, BoundPolicy, Signals
+from stretto.errors import StrettoError
+from stretto.integrations import ExternalRun, prepare
+from stretto.settings import Loading
+
+
+class LossDecides(BatchSizePolicy, BoundPolicy):
+    is_static, units, bounds, reads = False, frozenset(), (3, 17), frozenset({"loss"})
+
+    def bind(self, horizon: Any) -> BoundPolicy:
+        return self
+
+    def start(self) -> dict[str, Any]:
+        return {}
+
+    def decide(self, timestamp: Any, state: Any, signals: Signals) -> tuple[int, Any]:
+        return (3 if signals.loss is None else int(signals.loss)), state
+
+
+def make(**settings: Any) -> ExternalRun:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    places = {name: settings.pop(name) for name in ("rank", "world_size")}
+    data, batch_size = range(settings.pop("num_samples")), settings.pop("batch_size")
+    loading = Loading(shuffle=False, last_batch=settings.pop("last_batch"))
+    return prepare(data, batch_size, loading=loading, **settings).bind(optimizer, **places)
+
+
+RUNS = st.fixed_dictionaries(
+    {
+        "num_samples": st.integers(5, 60),
+        "max_duration": st.sampled_from(["1ep", "3ep", "2.5ep", "70sp", "11ba"]),
+        "last_batch": st.sampled_from(["keep", "drop", "carry"]),
+        "micro_batch_size": st.sampled_from([None, 1, 3]),
+        "rank": st.just(0),
+        "world_size": st.integers(1, 3),
+    }
+)
+
+
+@given(
+    RUNS,
+    st.lists(st.tuples(st.integers(1, 90), st.integers(3, 20)), max_size=3),
+    st.integers(3, 20),
+)
+def test_planned_steps_are_counted_exactly(
+    settings: dict[str, Any], changes: list[tuple[int, int]], first: int
+) -> None:
+    sizes = {"0sp": first} | {f"{at}sp": size for at, size in changes}
+    try:
+        run = make(**settings, batch_size=sizes)
+    except StrettoError:  # a batch larger than an epoch
+        return
+    steps: Counter[int] = Counter()
+    micro_batches: Counter[int] = Counter()
+    left = []
+    while not run.is_done:
+        for step in run.steps():
+            left.append(run.steps_left.exact)
+            steps[step.timestamp.epoch] += 1
+            micro_batches[step.timestamp.epoch] += len(step)
+            run.finish()
+    assert run.num_steps.exact == steps.total()
+    assert left == list(range(steps.total(), 0, -1))
+    for epoch in range(max(steps) + 2):
+        assert run.steps_in_epoch(epoch).exact == steps[epoch]
+        assert run.micro_batches_in_epoch(epoch).exact == micro_batches[epoch]
+
+
+@given(RUNS, st.lists(st.integers(3, 17), min_size=1, max_size=10))
+def test_decided_steps_lie_between_the_bounds(settings: dict[str, Any], losses: list[int]) -> None:
+    settings |= {"num_samples": max(settings["num_samples"], 20)}
+    run = make(**settings, batch_size=LossDecides())
+    steps: Counter[int] = Counter()
+    bounds = []
+    while not run.is_done:
+        for step in run.steps():
+            bounds.append(run.steps_left)
+            steps[step.timestamp.epoch] += 1
+            run.finish(Signals(loss=losses[steps.total() % len(losses)]))
+    for before, (least, most) in enumerate(bounds):
+        assert least <= steps.total() - before
+        assert most is not None
+        assert most >= steps.total() - before
+    for epoch in range(max(steps) + 1):
+        least, most = run.steps_in_epoch(epoch)
+        assert most is not None
+        assert least <= steps[epoch] <= most
+        assert run.micro_batches_in_epoch(epoch) == (0, None)
+
+
+def test_a_run_that_the_clock_ends_has_no_count() -> None:
+    run = make(
+        num_samples=20, max_duration="1h", batch_size=4, last_batch=None, micro_batch_size=None,
+        rank=0, world_size=1,
+    )  # fmt: skip
+    assert run.num_steps == (0, None)
+    assert run.steps_in_epoch(2).most == 5
+
+
+@pytest.mark.parametrize("epoch", [0, 10**12])
+def test_counting_takes_no_walk(epoch: int) -> None:
+    run = make(
+        num_samples=10**9, max_duration="1e13ep", batch_size="0ep:512 1ep:4096", last_batch="keep",
+        micro_batch_size=256, rank=0, world_size=1,
+    )  # fmt: skip
+    size = 4096 if epoch else 512
+    assert run.steps_in_epoch(epoch).exact == -(-(10**9) // size)
