@@ -30,7 +30,7 @@ from stretto.examples.text import next_byte_loss
 from stretto.examples.tiny_gpt import TinyGPT
 from stretto.memory import find_batch_size, predict, probe
 from stretto.memory.finding.finder import FindMethod
-from stretto.memory.limits import allocated_bytes
+from stretto.memory.measuring.limits import allocated_bytes
 from stretto.memory.measuring.real import record_step
 from stretto.memory.prediction.trace import state_tensors
 from stretto.runtime import SupervisedStep

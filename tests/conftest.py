@@ -38,7 +38,7 @@ RANKS_END_SECONDS = 240
 
 LIMITED = """
 import resource
-from stretto.memory.limits import process_status
+from stretto.memory.measuring.limits import process_status
 
 def leave(room):
     resource.setrlimit(resource.RLIMIT_DATA, (process_status()["VmData"] + room, -1))

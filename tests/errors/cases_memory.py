@@ -10,9 +10,9 @@ from torch import nn
 
 from stretto.memory import find_batch_size, sandbox
 from stretto.memory.amounts import Margin, parse_bytes
-from stretto.memory.finding.candidates import CandidateSizes, search
-from stretto.memory.finding.request import Together
-from stretto.memory.limits import free_memory
+from stretto.memory.finding.request import Agreement
+from stretto.memory.measuring.limits import free_memory
+from stretto.memory.search import CandidateSizes, search
 from stretto.runtime import SupervisedStep
 
 
@@ -36,7 +36,6 @@ CASES = [
     ("memory-no-number", lambda: parse_bytes("lots")),
     ("memory-margin-of-all", lambda: Margin.parse("100%")),
     ("memory-minimum", lambda: CandidateSizes(minimum=0)),
-    ("memory-no-power-of-two", lambda: CandidateSizes(power_of_two=True, multiple_of=3)),
     ("memory-no-size", lambda: CandidateSizes(minimum=5, maximum=7, multiple_of=4)),
     ("memory-nothing-fits", lambda: search(lambda size: False, CandidateSizes())),
     ("memory-method", lambda: find(method="guess")),
@@ -48,5 +47,5 @@ CASES = [
     ("memory-sandbox-lazy", lambda: enter(nn.LazyLinear(3))),
     ("memory-sandbox-other", lambda: enter(nn.Linear(1, 1), object())),
     ("memory-unknown", lambda: free_memory(torch.device("cpu"), root=Path("nowhere"))),
-    ("memory-other-rank", lambda: Together(lambda number: -1).least(lambda: 5)),
+    ("memory-other-rank", lambda: Agreement(lambda number: -1).minimum(lambda: 5)),
 ]

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from stretto.memory.finding.request import Together
+from stretto.memory.finding.request import Agreement
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))  # for memory_families
 
-OnRanks: TypeAlias = Callable[[Sequence[Callable[[Together], Any]]], list[Any]]
+OnRanks: TypeAlias = Callable[[Sequence[Callable[[Agreement], Any]]], list[Any]]
 
 
 class Meeting:
@@ -40,13 +40,13 @@ class Meeting:
 def on_ranks() -> OnRanks:
     """Run a function on each rank, and return their results or errors."""
 
-    def run_all(work: Sequence[Callable[[Together], Any]]) -> list[Any]:
+    def run_all(work: Sequence[Callable[[Agreement], Any]]) -> list[Any]:
         meeting = Meeting(len(work))
         results: list[Any] = [None] * len(work)
 
         def run(rank: int) -> None:
             try:
-                results[rank] = work[rank](Together(meeting.agree))
+                results[rank] = work[rank](Agreement(meeting.agree))
             except Exception as error:  # noqa: BLE001  it is what is looked at
                 results[rank] = error
 

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from stretto.errors import FitError
-from stretto.memory.finding.request import Together
+from stretto.memory.finding.request import Agreement
 
 
 def test_one_rank() -> None:
-    assert Together().least(lambda: 5) == 5
-    assert Together().all(lambda: True)
+    assert Agreement().minimum(lambda: 5) == 5
+    assert Agreement().all(lambda: True)
     with pytest.raises(ValueError, match="invalid literal"):
-        Together().least(lambda: int("x"))
+        Agreement().minimum(lambda: int("x"))
 
 
 def test_the_least_of_all(on_ranks: Any) -> None:
-    assert on_ranks([lambda t: t.least(lambda: 7), lambda t: t.least(lambda: 5)]) == [5, 5]
+    assert on_ranks([lambda t: t.minimum(lambda: 7), lambda t: t.minimum(lambda: 5)]) == [5, 5]
     assert on_ranks([lambda t: t.all(lambda: True), lambda t: t.all(lambda: False)]) == [False] * 2
 
 
@@ -29,7 +29,7 @@ def test_an_error_on_one_rank_ends_all(on_ranks: Any) -> None:
     def fail() -> int:
         raise ValueError("a mistake in the model")
 
-    first, second = on_ranks([lambda t: t.least(lambda: 7), lambda t: t.least(fail)])
+    first, second = on_ranks([lambda t: t.minimum(lambda: 7), lambda t: t.minimum(fail)])
     assert isinstance(first, FitError)
     assert "another rank has failed" in str(first)
     assert isinstance(second, ValueError)
@@ -44,5 +44,5 @@ def test_processes_with_different_memory_find_one_answer(
     launch_ranks(Path(__file__).with_name("distributed_find.py"), tmp_path, ranks=3)
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     for one in seen:
-        assert one == {"try": [11, 12], "halve": [8, 16], "same": True, "weights": one["weights"]}
+        assert one == {"try": [11, 12], "same": True, "weights": one["weights"]}
     assert seen[0]["weights"] == seen[1]["weights"] == seen[2]["weights"]

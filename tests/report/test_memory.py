@@ -13,7 +13,7 @@ from torch import nn
 from stretto.errors import ConfigError, FitError
 from stretto.memory import Answer, find_batch_size
 from stretto.memory.finding.result import Cost
-from stretto.memory.limits import MemoryLimit
+from stretto.memory.measuring.limits import MemoryLimit
 from stretto.report.memory_picture import draw_memory, memory_areas
 from stretto.report.memory_table import memory_table
 from stretto.runtime import SupervisedStep

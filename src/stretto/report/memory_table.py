@@ -11,7 +11,7 @@ HEADS = ("batch size", "peak", "headroom", "")
 def memory_table(answer: Answer) -> str:
     """Return one line for each size around an answer; empty if it comes from trials.
 
-    >>> from stretto.memory.limits import MemoryLimit
+    >>> from stretto.memory.measuring.limits import MemoryLimit
     >>> from stretto.memory.finding.result import Cost
     >>> answer = Answer(8, "exact", 9, MemoryLimit(1024, "as stated"), 24, 990, Cost(),
     ...                 peaks={4: 500, 8: 990, 9: 1110})

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import FitError
-from stretto.memory.finding.candidates import largest
 from stretto.memory.prediction.curve import evaluate, newton
 from stretto.memory.prediction.fit import fit, settled
 from stretto.memory.prediction.recording import Allocation, Event, Place, Recording
+from stretto.memory.search import largest
 
 FORWARD, OPTIMIZER = Place("forward", "m"), Place("optimizer", "")
 

@@ -7,12 +7,12 @@ from typing import Any, final
 
 from stretto.errors import FitError
 from stretto.memory.amounts import show_bytes
-from stretto.memory.finding.candidates import CandidateSizes, Found, search
-from stretto.memory.finding.request import Together
+from stretto.memory.finding.request import Agreement
 from stretto.memory.finding.result import MemoryEstimator
-from stretto.memory.limits import MemoryLimit
 from stretto.memory.measuring.calibration import Overhead
+from stretto.memory.measuring.limits import MemoryLimit
 from stretto.memory.measuring.probe import Probe
+from stretto.memory.search import CandidateSizes, Found, search
 from stretto.runtime.out_of_memory import Attempt, attempt
 
 MOST_MENDS = 8
@@ -45,12 +45,12 @@ class EstimatorRunner:
 
     Args:
         sizes: the candidates.
-        together: lets ranks agree.
+        agreement: lets ranks agree.
     """
 
-    def __init__(self, sizes: CandidateSizes, together: Together) -> None:
+    def __init__(self, sizes: CandidateSizes, agreement: Agreement) -> None:
         self._sizes = sizes
-        self._together = together
+        self._agreement = agreement
         self.tolerated: type[Exception] = FitError
         """Errors of real steps after which the next method is used."""
         self.made: list[Any] = []
@@ -96,7 +96,12 @@ class EstimatorRunner:
         def find() -> int:
             smallest = self._sizes.smallest
             if not fits(smallest):
-                raise _nothing_fits(smallest, limit, reserve, estimator.peak(smallest))
+                need = show_bytes(estimator.peak(smallest))
+                raise NothingFitsError.cannot(
+                    f"fit {smallest:,} sample{'s' * (smallest > 1)} into {limit}",
+                    why=f"a step needs {need}, and {show_bytes(reserve)} stay free",
+                    instead="make the model or its samples smaller, or give it more memory",
+                )
             guess = estimator.guess(usable)
             own[:] = [search(fits, self._sizes, guess=guess, within=0.0 if guess is None else NEAR)]
             return own[0].size
@@ -137,7 +142,7 @@ class EstimatorRunner:
 
             if self._agreed(work, self.tolerated) == _NO:
                 return None
-            if self._together.all(fits):
+            if self._agreement.all(fits):
                 return found
             found = self.largest(estimator, limit, reserve)
         return None
@@ -174,7 +179,7 @@ class EstimatorRunner:
                 said.append(no_estimate(f"memory ran out in a small step: {done.out_of_memory}"))
             return done.result or 0
 
-        least = self._together.least(carefully)
+        least = self._agreement.minimum(carefully)
         if least:
             return least
         if not said:
@@ -188,16 +193,3 @@ class EstimatorRunner:
 def needs(estimator: MemoryEstimator, overhead: Overhead | None, size: int) -> int:
     """Return the estimated bytes of a step of that size, with overhead."""
     return estimator.peak(size) + (0 if overhead is None else overhead.at(size))
-
-
-def _nothing_fits(size: int, limit: MemoryLimit, reserve: int, need: int) -> NothingFitsError:
-    return NothingFitsError.cannot(
-        f"fit {samples(size)} into {limit}",
-        why=f"a step needs {show_bytes(need)}, and {show_bytes(reserve)} stay free",
-        instead="make the model or its samples smaller, or give it more memory",
-    )
-
-
-def samples(size: int) -> str:
-    """Return a number of samples as text."""
-    return f"{size:,} sample" if size == 1 else f"{size:,} samples"

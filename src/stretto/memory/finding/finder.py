@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -13,18 +13,17 @@ from stretto.data import move_batch
 from stretto.errors import FitError, shown
 from stretto.memory.amounts import Margin, parse_bytes
 from stretto.memory.batches import resize_batch
-from stretto.memory.finding.candidates import CandidateSizes
 from stretto.memory.finding.methods import Finder
-from stretto.memory.finding.request import Request, Together
+from stretto.memory.finding.request import Agreement, Request
 from stretto.memory.finding.result import Answer
-from stretto.memory.limits import MemoryLimit, allocated_bytes, free_memory
+from stretto.memory.measuring.limits import MemoryLimit, allocated_bytes, free_memory
 from stretto.memory.prediction.trace import step_tensors
+from stretto.memory.search import CandidateSizes
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
 from stretto.runtime.out_of_memory import release_memory
 
-FindMethod = Literal["auto", "predict", "probe", "try", "halve"]
-METHODS: tuple[FindMethod, ...] = ("auto", "predict", "probe", "try", "halve")
+FindMethod = Literal["auto", "predict", "probe", "try"]
 MARGIN = "1.5%"
 """The default margin: run-to-run variation of a step on a busy machine."""
 MARGIN_OF_PREDICTIONS = "5%"
@@ -47,7 +46,6 @@ def find_batch_size(
     minimum: int = 1,
     maximum: int = 1 << 24,
     multiple_of: int = 1,
-    power_of_two: bool = False,
     check: bool = False,
     agree_minimum: Callable[[int], int] | None = None,
 ) -> Answer:
@@ -61,8 +59,6 @@ def find_batch_size(
     - `predict`: uses fake tensors only. It needs neither memory nor the device.
     - `probe`: extrapolates from a few real steps of two or three samples.
     - `try`: runs real steps; doubles the size, then bisects, until memory runs out.
-    - `halve`: runs real steps from `maximum` down. It needs the fewest steps, but the answer may be
-      only half of what fits.
 
     Args:
         step: the training step.
@@ -83,7 +79,6 @@ def find_batch_size(
         minimum: the smallest candidate.
         maximum: the largest candidate.
         multiple_of: sizes are multiples of this.
-        power_of_two: whether sizes are powers of two.
         check: whether to verify the answer with a real step in any case.
         agree_minimum: returns the minimum of a number over all ranks. Each rank calls
             `find_batch_size`, and all get the same answer.
@@ -101,7 +96,7 @@ def find_batch_size(
         FitError: no candidate fits, or the method cannot give an answer.
         ConfigError: an amount of memory cannot be read.
     """
-    _one_of("by", method, METHODS)
+    _one_of("by", method, get_args(FindMethod))
     _one_of("for", device, ("cpu", "cuda", None))
     start = time.perf_counter()
     whole = WholeStep.of(step, accumulation=accumulation, measures_noise=measures_noise)
@@ -113,7 +108,7 @@ def find_batch_size(
         step=whole,
         make_batch=_maker(batch, whole.device),
         make_fake=_maker(batch, None),
-        sizes=CandidateSizes(minimum, maximum, multiple_of, power_of_two),
+        sizes=CandidateSizes(minimum, maximum, multiple_of),
         limit=limit,
         reserve=reserve,
         reserve_of_probes=Margin.parse(MARGIN_OF_PROBES).of(limit.bytes),
@@ -121,7 +116,7 @@ def find_batch_size(
         device=device,
         is_checked=check,
     )
-    answer = Finder(request, Together(agree_minimum)).run(method)
+    answer = Finder(request, Agreement(agree_minimum)).run(method)
     cost = answer.cost._replace(seconds=time.perf_counter() - start)
     return dataclasses.replace(answer, cost=cost)
 

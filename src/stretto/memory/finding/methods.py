@@ -17,14 +17,14 @@ from typing import final
 
 from stretto.errors import FitError
 from stretto.memory.amounts import show_bytes
-from stretto.memory.finding.candidates import Found, Method, search
 from stretto.memory.finding.estimators import EstimatorRunner, NoEstimateError, needs, no_estimate
-from stretto.memory.finding.request import Request, Together
+from stretto.memory.finding.request import Agreement, Request
 from stretto.memory.finding.result import Answer, Cost, MemoryEstimator, peaks_around
 from stretto.memory.measuring.calibration import Overhead, RetainedMemory
 from stretto.memory.measuring.probe import Probe, probe
 from stretto.memory.measuring.trial import WARM_UP_SIZE, Trials, trials
 from stretto.memory.prediction.predict import Certainty, predict
+from stretto.memory.search import Found, search
 
 CALIBRATED_PART = 10
 """The larger of the two calibration steps has this fraction (1/10) of the answer."""
@@ -40,7 +40,7 @@ class Finder:
 
     Args:
         request: the step, the candidate sizes and the memory limit.
-        together: lets ranks agree on each answer.
+        agreement: lets ranks agree on each answer.
         predict: makes the estimator that uses fake tensors.
         probe: makes the estimator that runs small real steps.
     """
@@ -48,7 +48,7 @@ class Finder:
     def __init__(
         self,
         request: Request,
-        together: Together,
+        agreement: Agreement,
         *,
         predict: Callable[..., MemoryEstimator] = predict,
         probe: Callable[..., MemoryEstimator] = probe,
@@ -56,11 +56,11 @@ class Finder:
         self._request = request
         self._limit = request.limit
         self._reserve = request.reserve
-        self._together = together
+        self._agreement = agreement
         self._predict = predict
         self._probe = probe
         self._notes: list[str] = []
-        self._estimators = EstimatorRunner(request.sizes, together)
+        self._estimators = EstimatorRunner(request.sizes, agreement)
         self._trials: list[Trials] = []
 
     def run(self, method: str) -> Answer:
@@ -69,8 +69,8 @@ class Finder:
         Raises:
             FitError: no candidate fits, or the method cannot give an answer.
         """
-        if method in {"try", "halve"}:
-            return self._tried("bisect" if method == "try" else "halve")
+        if method == "try":
+            return self._tried()
         if method == "predict":
             return self._estimated(self._estimators.make(self._predicting), is_final=True)
         if method == "probe":
@@ -82,7 +82,7 @@ class Finder:
                 return ask()
             except NoEstimateError as error:
                 self._notes.append(f"not {name}: {error.message.why}")
-        return self._tried("bisect")
+        return self._tried()
 
     # Estimators
 
@@ -156,12 +156,12 @@ class Finder:
             sizes = {max(2, larger - 1)} if larger in seen else {max(2, larger // 2), larger}
             for size in sorted(sizes):
                 if not self._measure(tried, estimator, overhead, size, retained):
-                    return self._tried("bisect", guess=size // 2, tried=tried)
+                    return self._tried(guess=size // 2, tried=tried)
             # A run retains memory, such as buffers of libraries.
             left = retained.room_in_run(len(seen | tried.sizes))
             if left is not None and left < self._limit.bytes:
                 self._limit = self._limit._replace(bytes=left)
-            if not self._together.all(lambda: overhead.is_known):
+            if not self._agreement.all(lambda: overhead.is_known):
                 return self._checked(tried, estimator, found)
             corrected = self._fitting(estimator, overhead)
             if self._request.is_checked:
@@ -203,7 +203,7 @@ class Finder:
             overhead.note(size, took[0], estimator.peak(size) - self._request.static_bytes())
             return True
 
-        return self._together.all(work)
+        return self._agreement.all(work)
 
     def _checked(
         self,
@@ -220,11 +220,9 @@ class Finder:
                 return self._answer(
                     Found(size, self._request.sizes.above(size)), "tried", estimator, overhead
                 )
-        return self._tried("bisect", guess=found.size // 2, tried=tried)
+        return self._tried(guess=found.size // 2, tried=tried)
 
-    def _tried(
-        self, method: Method, guess: int | None = None, tried: Trials | None = None
-    ) -> Answer:
+    def _tried(self, guess: int | None = None, tried: Trials | None = None) -> Answer:
         """Return the answer of trials alone."""
         request = self._request
         if not request.is_here:
@@ -236,19 +234,17 @@ class Finder:
             )
         if tried is None:
             with self._trying() as opened:
-                return self._tried(method, guess, opened)
+                return self._tried(guess, opened)
         guess = None if guess is None else max(guess, request.sizes.smallest)
         try:
-            found = search(
-                lambda size: self._fits(tried, size), request.sizes, method=method, guess=guess
-            )
+            found = search(lambda size: self._fits(tried, size), request.sizes, guess=guess)
         except FitError as error:
             error.add_note(str(tried.last_error))
             raise
         return self._answer(found, "tried", None)
 
     def _fits(self, tried: Trials, size: int) -> bool:
-        return self._together.all(lambda: tried.fits(size))
+        return self._agreement.all(lambda: tried.fits(size))
 
     # The answer
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 from stretto.errors import FitError
-from stretto.memory.finding.candidates import CandidateSizes
-from stretto.memory.limits import MemoryLimit, allocated_bytes, free_memory
+from stretto.memory.measuring.limits import MemoryLimit, allocated_bytes, free_memory
 from stretto.memory.prediction.trace import step_tensors
+from stretto.memory.search import CandidateSizes
 from stretto.memory.step import WholeStep
 
 _FAILED = -1
@@ -47,20 +47,20 @@ class Request:
 
 
 @final
-class Together:
+class Agreement:
     """Lets ranks agree on the least of their numbers.
 
     Args:
         agree_minimum: returns the least of a number over all ranks; None: there is one rank.
 
-    >>> Together(lambda number: min(number, 3)).least(lambda: 8)
+    >>> Agreement(lambda number: min(number, 3)).minimum(lambda: 8)
     3
     """
 
     def __init__(self, agree_minimum: Callable[[int], int] | None = None) -> None:
         self._agree = agree_minimum
 
-    def least(self, work: Callable[[], int]) -> int:
+    def minimum(self, work: Callable[[], int]) -> int:
         """Do some work on every rank, and return the least number that came of it on any.
 
         An error on one rank ends the search on all: the others get a `FitError`, and none waits.
@@ -86,4 +86,4 @@ class Together:
 
     def all(self, work: Callable[[], bool]) -> bool:
         """Do some work on every rank, and return whether it succeeded on all."""
-        return self.least(lambda: int(work())) == 1
+        return self.minimum(lambda: int(work())) == 1

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, final
 
 from stretto.memory.amounts import show_bytes
-from stretto.memory.finding.candidates import CandidateSizes
-from stretto.memory.limits import MemoryLimit
+from stretto.memory.measuring.limits import MemoryLimit
 from stretto.memory.prediction.predict import Certainty
+from stretto.memory.search import CandidateSizes
 
 
 class MemoryEstimator(Protocol):

@@ -11,7 +11,7 @@ from typing import Any, final
 
 import torch
 
-from stretto.memory.limits import process_status
+from stretto.memory.measuring.limits import process_status
 from stretto.runtime.out_of_memory import release_memory
 
 CHANCE = 0.01

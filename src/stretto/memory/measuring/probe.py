@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, final
 
 from stretto.errors import FitError
-from stretto.memory.limits import allocated_bytes, free_memory, guard
+from stretto.memory.measuring.limits import allocated_bytes, free_memory, guard
 from stretto.memory.measuring.real import record_step
 from stretto.memory.measuring.sandbox import sandbox
 from stretto.memory.prediction.curve import MAXIMUM, MemoryCurve, Peak

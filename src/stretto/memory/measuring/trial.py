@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from stretto.errors import FitError
-from stretto.memory.limits import free_memory, guard
 from stretto.memory.measuring.calibration import footprint
+from stretto.memory.measuring.limits import free_memory, guard
 from stretto.memory.measuring.sandbox import sandbox
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple, final
 
-from stretto.memory.finding.candidates import largest
 from stretto.memory.prediction.recording import Category, Event, Place
+from stretto.memory.search import largest
 
 MAXIMUM = 1 << 24
 """The default largest size of a search."""

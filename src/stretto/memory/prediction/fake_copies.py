@@ -73,14 +73,17 @@ class FakeCopies:
 
     def batch(self, batch: Any) -> Any:
         """Return a copy of `batch` with fake tensors."""
-        return mapped(lambda tensor: tensor if _is_fake(tensor) else self.tensor(tensor), batch)
+        return mapped(self.tensor, batch)
 
     def tensor(self, real: Tensor) -> Tensor:
         """Return a fake of a tensor; fakes share storage if the tensors do."""
+        if isinstance(real, FakeTensor):
+            return real
         if id(real) in self._memo:
             known: Tensor = self._memo[id(real)]
             return known
-        is_known = real.numel() == 1 and not isinstance(real, nn.Parameter) and _has_value(real)
+        is_plain = real.device.type == "cpu" and not real.requires_grad
+        is_known = real.numel() == 1 and not isinstance(real, nn.Parameter) and is_plain
         value = real.item() if is_known else None
         with self.mode, torch.no_grad():
             if value is None:
@@ -132,11 +135,3 @@ class _Copying(TorchFunctionMode):
 
 class _NoTensor:
     """Shown to libraries as the class of fake tensors, so that no tensor is fake."""
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor)
-
-
-def _has_value(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and not tensor.requires_grad

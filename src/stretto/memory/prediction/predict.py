@@ -8,13 +8,13 @@ from typing import Any, Literal, final
 from torch import nn
 
 from stretto.errors import FitError
-from stretto.memory.finding.candidates import largest
 from stretto.memory.prediction.caching_allocator import fits, reserved
 from stretto.memory.prediction.curve import MAXIMUM, MemoryCurve, Peak
 from stretto.memory.prediction.fit import fit, settled
 from stretto.memory.prediction.modules import compiled_modules
 from stretto.memory.prediction.recording import Place, Recording
 from stretto.memory.prediction.tracer import Tracer
+from stretto.memory.search import largest
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
 

@@ -52,7 +52,11 @@ class Tracer:
         try:
             self._step = self._copies.step(step)
         except Exception as error:  # copying a user's model may raise anything
-            raise _cannot_copy(error) from error
+            raise FitError.cannot(
+                "copy a model with fake tensors",
+                why=f"copy.deepcopy of the model fails: {_first_line(error)}",
+                instead="probe with real steps, or give modules a __deepcopy__",
+            ) from error
         self._kernels: AbstractContextManager[Any] = contextlib.nullcontext()
         if for_cuda and self._device == "cpu":
             use_foreach(self._step.optimizers)
@@ -75,25 +79,13 @@ class Tracer:
         except StrettoError:
             raise
         except Exception as error:  # a user's model may raise anything
-            raise _cannot_follow(size, error) from error
+            raise FitError.cannot(
+                f"follow a step of {size} samples on fake tensors",
+                why=_first_line(error),
+                instead="probe with real steps",
+            ) from error
         finally:
             state.restore()
-
-
-def _cannot_copy(error: Exception) -> FitError:
-    return FitError.cannot(
-        "copy a model with fake tensors",
-        why=f"copy.deepcopy of the model fails: {_first_line(error)}",
-        instead="probe with real steps, or give modules a __deepcopy__",
-    )
-
-
-def _cannot_follow(size: int, error: Exception) -> FitError:
-    return FitError.cannot(
-        f"follow a step of {size} samples on fake tensors",
-        why=_first_line(error),
-        instead="probe with real steps",
-    )
 
 
 def _first_line(error: Exception) -> str:

@@ -182,7 +182,7 @@ def _check(model: nn.Module, loader: StepLoader) -> None:
 
 def _margin(model: nn.Module, ranks: Ranks) -> str | int:
     """What stays free: a few percent, and what averaging gradients keeps a copy of them in."""
-    from stretto.memory.limits import free_memory
+    from stretto.memory.measuring.limits import free_memory
 
     if ranks.world_size == 1:
         return MARGIN

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, final
+from typing import NamedTuple, final
 
 from stretto.errors import FitError, shown
 from stretto.timing.number import whole
-
-Method = Literal["bisect", "halve"]
 
 
 class Found(NamedTuple):
@@ -24,12 +22,11 @@ class Found(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class CandidateSizes:
-    """The candidate sizes in order: multiples of a number, or powers of two.
+    """The candidate sizes: the multiples of a number, between two bounds.
 
-    >>> [size for size in CandidateSizes(minimum=5, maximum=40, multiple_of=8)]
-    [8, 16, 24, 32, 40]
-    >>> [size for size in CandidateSizes(minimum=3, maximum=100, power_of_two=True)]
-    [4, 8, 16, 32, 64]
+    >>> sizes = CandidateSizes(minimum=5, maximum=40, multiple_of=8)
+    >>> sizes.smallest, sizes.at_most(30), sizes.above(30)
+    (8, 24, 32)
 
     Raises:
         FitError: there is no such size, or a bound is not a positive integer.
@@ -38,7 +35,6 @@ class CandidateSizes:
     minimum: int = 1
     maximum: int = 1 << 24
     multiple_of: int = 1
-    power_of_two: bool = False
 
     def __post_init__(self) -> None:
         for name in ("minimum", "maximum", "multiple_of"):
@@ -51,91 +47,50 @@ class CandidateSizes:
                     instead="write a positive number of samples",
                 )
             object.__setattr__(self, name, number)
-        if self.power_of_two and self.multiple_of & (self.multiple_of - 1):
-            raise FitError.cannot(
-                f"look for a power of two that is a multiple of {self.multiple_of}",
-                why="there is none",
-                instead="write a multiple_of that is a power of two, or power_of_two=False",
-            )
         if self.at_most(self.maximum) is None:
+            kind = "integer" if self.multiple_of == 1 else f"multiple of {self.multiple_of}"
             raise FitError.cannot(
                 f"look for a batch size from {self.minimum} to {self.maximum}",
-                why=f"there is no {self._kind} among them",
+                why=f"there is no {kind} among them",
                 instead="widen the bounds",
             )
-
-    def __iter__(self) -> Iterator[int]:
-        return map(self._size, range(self._first, self._index(self.maximum) + 1))
 
     @property
     def smallest(self) -> int:
         """The smallest candidate."""
-        return self._size(self._first)
-
-    @property
-    def largest(self) -> int:
-        """The largest candidate."""
-        return self._size(self._index(self.maximum))
+        return -(-self.minimum // self.multiple_of) * self.multiple_of
 
     def at_most(self, size: int) -> int | None:
         """Return the largest candidate up to `size`; None if all are larger."""
-        index = self._index(min(size, self.maximum))
-        return None if index < self._first else self._size(index)
+        found = min(size, self.maximum) // self.multiple_of * self.multiple_of
+        return None if found < self.smallest else found
 
     def above(self, size: int) -> int | None:
         """Return the smallest candidate above `size`; None if there is none."""
-        index = max(self._index(size) + 1, self._first)
-        return None if index > self._index(self.maximum) else self._size(index)
-
-    def halfway(self, low: int, high: int) -> int:
-        """Return the candidate halfway between two; of neighbours, the lower."""
-        return self._size((self._index(low) + self._index(high)) // 2)
-
-    @property
-    def _kind(self) -> str:
-        if self.multiple_of == 1:
-            return "power of two" if self.power_of_two else "integer"
-        return f"{'power of two that is a ' * self.power_of_two}multiple of {self.multiple_of}"
-
-    @property
-    def _first(self) -> int:
-        if self.power_of_two:
-            return (max(self.minimum, self.multiple_of) - 1).bit_length()
-        return -(-self.minimum // self.multiple_of)
-
-    def _size(self, index: int) -> int:
-        return 1 << index if self.power_of_two else index * self.multiple_of
-
-    def _index(self, size: int) -> int:
-        return size.bit_length() - 1 if self.power_of_two else size // self.multiple_of
+        found = max((size // self.multiple_of + 1) * self.multiple_of, self.smallest)
+        return None if found > self.maximum else found
 
 
 def search(
     fits: Callable[[int], bool],
     sizes: CandidateSizes,
     *,
-    method: Method = "bisect",
     guess: int | None = None,
     within: float = 0.0,
 ) -> Found:
     """Return the largest size that fits, among those that were tried.
 
-    `bisect` first encloses the answer between a size that fits and one that does not: it doubles
-    from two samples, or moves away from the guess in growing strides. Then it halves the interval.
-    `halve` starts at the largest size, or the guess, and halves it until it fits. It needs the
-    fewest trials, but the answer may be only half of what would fit.
+    The answer is first enclosed between a size that fits and one that does not: the size doubles
+    from two samples, or moves away from the guess in growing strides. Then the interval is halved.
 
     Args:
         fits: whether a size fits. If it does, all smaller sizes are assumed to fit.
         sizes: the candidates.
-        method: `"bisect"` or `"halve"`.
         guess: where to start.
         within: stop when the interval is at most this fraction of the answer.
 
     >>> search(lambda size: size <= 100, CandidateSizes(multiple_of=8))
     Found(size=96, too_large=104)
-    >>> search(lambda size: size <= 100, CandidateSizes(maximum=1000), method="halve").size
-    62
 
     Raises:
         FitError: the smallest size does not fit.
@@ -148,17 +103,18 @@ def search(
             failed.append(size)
         return is_small_enough
 
-    begin = None if guess is None else sizes.at_most(guess)
-    if method == "halve":
-        low = _halve(tried, sizes, sizes.largest if begin is None else begin)
-    else:
-        low = _bisect(tried, sizes, begin, within)
+    low, high = _enclose(tried, sizes, None if guess is None else sizes.at_most(guess))
     if low is None:
         raise FitError.cannot(
             f"find a batch size from {sizes.minimum} to {sizes.maximum}",
             why=f"{sizes.smallest} does not fit",
             instead="make the model or its samples smaller, or give it more memory",
         )
+    while high is not None and high - low > within * low:
+        middle = sizes.at_most((low + high) // 2)
+        if middle is None or middle == low:
+            break
+        low, high = (middle, high) if tried(middle) else (low, middle)
     return Found(low, min(failed, default=None))
 
 
@@ -167,30 +123,6 @@ def largest(fits: Callable[[int], bool], *, maximum: int, guess: int | None = No
     if not fits(1):
         return None
     return search(fits, CandidateSizes(maximum=maximum), guess=guess).size
-
-
-def _halve(fits: Callable[[int], bool], sizes: CandidateSizes, begin: int) -> int | None:
-    size = begin
-    while not fits(size):
-        if size == sizes.smallest:
-            return None
-        size = sizes.at_most(size // 2) or sizes.smallest
-    return size
-
-
-def _bisect(
-    fits: Callable[[int], bool], sizes: CandidateSizes, begin: int | None, within: float
-) -> int | None:
-    low, high = _enclose(fits, sizes, begin)
-    while low is not None and high is not None and high - low > within * low:
-        middle = sizes.halfway(low, high)
-        if middle == low:
-            break
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def _enclose(

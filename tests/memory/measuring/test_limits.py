@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from stretto.errors import FitError
-from stretto.memory import limits
-from stretto.memory.limits import allocated_bytes, free_memory
+from stretto.memory.measuring import limits
+from stretto.memory.measuring.limits import allocated_bytes, free_memory
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -110,7 +110,7 @@ def in_process(code: str) -> list[str]:
     setup = """
         import resource, torch
         from stretto.runtime import is_out_of_memory
-        from stretto.memory.limits import guard, free_memory, allocated_bytes
+        from stretto.memory.measuring.limits import guard, free_memory, allocated_bytes
         from stretto.runtime.out_of_memory import attempt, release_memory
         torch.set_num_threads(1)
         cpu, MiB = torch.device("cpu"), 2**20
