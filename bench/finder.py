@@ -20,6 +20,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def run(python: Path | str, *arguments: str) -> dict[str, Any]:
     return result
 
 
+@cache
 def does_fit(case: str, size: int) -> bool:
     """Return whether a plain loop has memory for steps of that size."""
     found = run(sys.executable, "fits", case, str(size))
