@@ -24,7 +24,7 @@ from peer_environments import FOLDER
 
 from stretto.errors import FitError
 from stretto.examples.tiny_gpt import TinyGPT
-from stretto.memory import predict, probe
+from stretto.memory import find_batch_size, predict, probe
 from stretto.memory.measuring.real import record_step
 from stretto.runtime import SupervisedStep
 
@@ -97,9 +97,14 @@ def measure_large(name: str) -> dict[str, Any]:
     step = SupervisedStep(model, optimizer, next_byte, precision="bf16", clip_norm=1.0)
     # Making an optimizer has imported torch's compiler, about 2 s and 70 MiB, in any program.
     before, start = high_water_mark(), time.process_time()
-    prediction = predict(step, lambda size: torch.zeros(size, length, dtype=torch.long))
-    size = prediction.largest(limit)
-    assert size is not None
+    answer = find_batch_size(
+        step,
+        lambda size: torch.zeros(size, length, dtype=torch.long),
+        method="predict",
+        device_memory=limit,
+        margin=0,
+    )
+    prediction, size = answer.estimator, answer.size
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "length": length,

@@ -16,7 +16,7 @@ from stretto.errors import ConfigError
 from stretto.memory import Answer, find_batch_size
 from stretto.memory.finding.estimators import NoEstimateError
 from stretto.memory.finding.finder import FindMethod
-from stretto.memory.prediction.curve import MAXIMUM
+from stretto.memory.search import MAXIMUM
 from stretto.report.memory_table import memory_table
 
 ABSTRACT = ("auto", "predict")

@@ -9,6 +9,9 @@ from typing import NamedTuple, final
 from stretto.errors import FitError, shown
 from stretto.timing.number import whole
 
+MAXIMUM = 1 << 24
+"""The default largest size."""
+
 
 class Found(NamedTuple):
     """The result of a search."""
@@ -33,7 +36,7 @@ class CandidateSizes:
     """
 
     minimum: int = 1
-    maximum: int = 1 << 24
+    maximum: int = MAXIMUM
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
@@ -116,13 +119,6 @@ def search(
             break
         low, high = (middle, high) if tried(middle) else (low, middle)
     return Found(low, min(failed, default=None))
-
-
-def largest(fits: Callable[[int], bool], *, maximum: int, guess: int | None = None) -> int | None:
-    """Return the largest size, up to `maximum`, that fits; None if a single sample does not."""
-    if not fits(1):
-        return None
-    return search(fits, CandidateSizes(maximum=maximum), guess=guess).size
 
 
 def _enclose(

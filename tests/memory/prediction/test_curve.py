@@ -12,7 +12,6 @@ from stretto.errors import FitError
 from stretto.memory.prediction.curve import evaluate, newton
 from stretto.memory.prediction.fit import fit, settled
 from stretto.memory.prediction.recording import Allocation, Event, Place, Recording
-from stretto.memory.search import largest
 
 FORWARD, OPTIMIZER = Place("forward", "m"), Place("optimizer", "")
 
@@ -54,12 +53,6 @@ def test_any_size_is_foretold(polynomials: list[tuple[int, ...]], data: st.DataO
 
 def _no_second_life(order: list[int]) -> list[int]:
     return [index for place, index in enumerate(order) if order[:place].count(index) < 2]
-
-
-@given(st.integers(0, 10**6), st.integers(1, 10**5))
-def test_largest_is_the_last_that_fits(answer: int, maximum: int) -> None:
-    found = largest(lambda size: size <= answer, maximum=maximum)
-    assert found == (min(answer, maximum) or None)
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=4))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stretto.errors import FitError
 from stretto.examples.tiny_gpt import TinyGPT
-from stretto.memory import predict
+from stretto.memory import find_batch_size, predict
 from stretto.memory.measuring.real import record_step
 from stretto.memory.step import WholeStep
 from stretto.runtime import SupervisedStep
@@ -76,22 +77,22 @@ def test_measuring_the_noise_keeps_one_more_gradient() -> None:
 def test_nothing_of_the_step_is_touched() -> None:
     step = gpt_step(clip_norm=1.0)
     before = [p.clone() for p in step.model.parameters()]
-    predict(step, tokens).largest(10**9)
+    assert predict(step, tokens).verify(100)
     assert all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True))
     assert all(p.grad is None for p in step.model.parameters())
     assert not step.optimizers[0].state
 
 
 def test_largest_is_verified_and_fits() -> None:
-    prediction = predict(gpt_step(), tokens)
-    largest = prediction.largest(10**8)
-    assert largest is not None
-    assert prediction.peak(largest) <= 10**8 < prediction.peak(largest + 1)
+    answer = find_batch_size(gpt_step(), tokens, method="predict", device_memory=10**8, margin=0)
+    prediction = answer.estimator
+    assert prediction.peak(answer.size) <= 10**8 < prediction.peak(answer.size + 1)
     assert prediction.num_steps == 4
 
 
 def test_not_even_one_sample_fits() -> None:
-    assert predict(gpt_step(), tokens).largest(1000) is None
+    with pytest.raises(FitError, match="1 sample into 1000 B"):
+        find_batch_size(gpt_step(), tokens, method="predict", device_memory=1000)
 
 
 def test_a_model_on_the_meta_device() -> None:

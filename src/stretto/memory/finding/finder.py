@@ -18,7 +18,7 @@ from stretto.memory.finding.request import Agreement, Request
 from stretto.memory.finding.result import Answer
 from stretto.memory.measuring.limits import MemoryLimit, allocated_bytes, free_memory
 from stretto.memory.prediction.trace import step_tensors
-from stretto.memory.search import CandidateSizes
+from stretto.memory.search import MAXIMUM, CandidateSizes
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
 from stretto.runtime.out_of_memory import release_memory
@@ -44,7 +44,7 @@ def find_batch_size(
     device: Literal["cpu", "cuda"] | None = None,
     margin: str | int | None = None,
     minimum: int = 1,
-    maximum: int = 1 << 24,
+    maximum: int = MAXIMUM,
     multiple_of: int = 1,
     check: bool = False,
     agree_minimum: Callable[[int], int] | None = None,

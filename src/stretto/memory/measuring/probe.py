@@ -13,7 +13,7 @@ from stretto.errors import FitError
 from stretto.memory.measuring.limits import allocated_bytes, free_memory, guard
 from stretto.memory.measuring.real import record_step
 from stretto.memory.measuring.sandbox import sandbox
-from stretto.memory.prediction.curve import MAXIMUM, MemoryCurve, Peak
+from stretto.memory.prediction.curve import MemoryCurve, Peak
 from stretto.memory.prediction.fit import fit
 from stretto.memory.prediction.predict import SIZES, Certainty
 from stretto.memory.prediction.trace import step_tensors
@@ -74,20 +74,6 @@ class Probe:
     def at(self, size: int) -> Peak:
         """Return the moment of the peak and the allocations at that moment."""
         return self.curve.at(size)
-
-    def largest(self, limit: int, *, maximum: int = MAXIMUM) -> int | None:
-        """Return the largest size, up to `maximum`, that needs at most `limit` bytes.
-
-        The curve is calibrated once, by a step of about a tenth of the size. None: not even one
-        sample fits.
-
-        Raises:
-            FitError: the larger step differs too much from the small ones.
-        """
-        size = self.curve.largest(limit, maximum=maximum)
-        if size is None or self.verify(size):
-            return size
-        return self.curve.largest(limit, maximum=maximum)
 
     def verify(self, size: int) -> bool:
         """Return whether a step of about a tenth of that size confirms the curve.

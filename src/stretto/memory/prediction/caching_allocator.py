@@ -30,18 +30,12 @@ class CachingAllocator:
 
     >>> allocator = CachingAllocator()
     >>> allocator.allocate(0, 3 * 2**20)  # from a segment of 20 MiB
-    True
     >>> allocator.reserved // 2**20
     20
-
-    Args:
-        limit: the most bytes that may be reserved; None: no limit.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self.reserved = 0
-        self.peak = 0
         self._next_address = 0
         # Blocks by address: (size, segment, is small). A segment begins where a block of it does.
         self._used: dict[int, tuple[int, bool]] = {}
@@ -49,20 +43,17 @@ class CachingAllocator:
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._starts: dict[int, int] = {}
         self._ends: dict[int, int] = {}
-        self._segments: dict[int, int] = {}
         self._segment_of: dict[int, int] = {}
 
-    def allocate(self, key: int, size: int) -> bool:
-        """Allocate a block for `key`; return whether it succeeded."""
+    def allocate(self, key: int, size: int) -> None:
+        """Allocate a block for `key`."""
         if size == 0:
-            return True
+            return
         size = max(_ROUND, -(-size // _ROUND) * _ROUND)
         is_small = size <= _SMALL
         block = self._take(size, is_small=is_small)
         if block is None:
-            segment = _segment_size(size)
-            if not self._reserve(segment, is_small=is_small):
-                return False
+            self._reserve(_segment_size(size), is_small=is_small)
             block = self._take(size, is_small=is_small)
             assert block is not None
         address, found = block
@@ -73,7 +64,6 @@ class CachingAllocator:
             size = found
         self._used[address] = size, is_small
         self._addresses[key] = address
-        return True
 
     def free(self, key: int) -> None:
         """Free the block of `key` and merge it with free neighbours in its segment."""
@@ -101,27 +91,11 @@ class CachingAllocator:
         self._drop_free(address, is_small=is_small)
         return address, found
 
-    def _reserve(self, size: int, *, is_small: bool) -> bool:
-        if self._limit is not None and self.reserved + size > self._limit:
-            self._release()
-            if self.reserved + size > self._limit:
-                return False
+    def _reserve(self, size: int, *, is_small: bool) -> None:
         address = self._next_address
         self._next_address += size + _LARGE_ROUND  # segments are never neighbours
-        self._segments[address] = size
         self.reserved += size
-        self.peak = max(self.peak, self.reserved)
         self._add_free(address, size, address, is_small=is_small)
-        return True
-
-    def _release(self) -> None:
-        """Release segments that are completely free."""
-        for is_small, pool in self._free.items():
-            for size, address in list(pool):
-                if self._segments.get(address) == size:
-                    self._drop_free(address, is_small=is_small)
-                    del self._segments[address]
-                    self.reserved -= size
 
     def _add_free(self, address: int, size: int, segment: int, *, is_small: bool) -> None:
         bisect.insort(self._free[is_small], (size, address))
@@ -142,21 +116,7 @@ def reserved(curve: MemoryCurve, size: int) -> int:
 
     The first step creates the optimizer state between blocks that it frees later.
     """
-    allocator = CachingAllocator()
-    _replay(allocator, curve, size)
-    return allocator.peak
-
-
-def fits(curve: MemoryCurve, size: int, limit: int) -> bool:
-    """Return whether steps of that size succeed if at most `limit` bytes can be reserved.
-
-    Near the limit the allocator releases free segments, so a step may need less than `reserved`.
-    """
-    return _replay(CachingAllocator(limit), curve, size)
-
-
-def _replay(allocator: CachingAllocator, curve: MemoryCurve, size: int) -> bool:
-    counts = curve.bytes_at(size)
+    allocator, counts = CachingAllocator(), curve.bytes_at(size)
     kept = {
         index
         for index, one in enumerate(curve.allocations)
@@ -164,17 +124,16 @@ def _replay(allocator: CachingAllocator, curve: MemoryCurve, size: int) -> bool:
     }
     late = {index for index in kept if curve.allocations[index].category == "optimizer"}
 
-    def allocate_all(indices: set[int]) -> bool:
-        return all(allocator.allocate(index, counts[index]) for index in sorted(indices))
+    def allocate_all(indices: set[int]) -> None:
+        for index in sorted(indices):
+            allocator.allocate(index, counts[index])
 
-    if not allocate_all(kept - late):
-        return False
+    allocate_all(kept - late)
     for _ in range(STEPS):
         live: set[int] = set()
         for event in curve.events:
             if late and event.place.phase == "optimizer":
-                if not allocate_all(late):
-                    return False
+                allocate_all(late)
                 late = set()
             index = event.allocation
             if index in kept:
@@ -182,13 +141,12 @@ def _replay(allocator: CachingAllocator, curve: MemoryCurve, size: int) -> bool:
             if event.is_free:
                 live.discard(index)
                 allocator.free(index)
-            elif not allocator.allocate(index, counts[index]):
-                return False
             else:
+                allocator.allocate(index, counts[index])
                 live.add(index)
         for index in live:
             allocator.free(index)
-    return True
+    return allocator.reserved
 
 
 def _segment_size(size: int) -> int:

@@ -10,10 +10,7 @@ from fractions import Fraction
 from typing import NamedTuple, final
 
 from stretto.memory.prediction.recording import Category, Event, Place
-from stretto.memory.search import largest
-
-MAXIMUM = 1 << 24
-"""The default largest size of a search."""
+from stretto.memory.search import CandidateSizes, search
 
 
 class FittedAllocation(NamedTuple):
@@ -85,12 +82,16 @@ class MemoryCurve:
         """Return the bytes of each allocation for a batch of that size."""
         return [evaluate(self.sizes, newton(self.sizes, a.bytes), size) for a in self.allocations]
 
-    def largest(self, limit: int, *, maximum: int = MAXIMUM) -> int | None:
-        """Return the largest size, up to `maximum`, whose peak is at most `limit` bytes.
+    def largest(self, limit: int) -> int | None:
+        """Return the largest size whose peak is at most `limit` bytes.
 
         None if not even one sample fits.
         """
-        return largest(lambda size: self.peak(size) <= limit, maximum=maximum)
+
+        def fits(size: int) -> bool:
+            return self.peak(size) <= limit
+
+        return search(fits, CandidateSizes()).size if fits(1) else None
 
     def _live_after(self, when: int) -> set[int]:
         live: set[int] = set()

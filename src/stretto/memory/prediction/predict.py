@@ -8,13 +8,12 @@ from typing import Any, Literal, final
 from torch import nn
 
 from stretto.errors import FitError
-from stretto.memory.prediction.caching_allocator import fits, reserved
-from stretto.memory.prediction.curve import MAXIMUM, MemoryCurve, Peak
+from stretto.memory.prediction.caching_allocator import reserved
+from stretto.memory.prediction.curve import MemoryCurve, Peak
 from stretto.memory.prediction.fit import fit, settled
 from stretto.memory.prediction.modules import compiled_modules
 from stretto.memory.prediction.recording import Place, Recording
 from stretto.memory.prediction.tracer import Tracer
-from stretto.memory.search import largest
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
 
@@ -83,20 +82,6 @@ class Prediction:
         """Return the moment of the peak and the allocations at that moment."""
         return max((run.curve_at(size).at(size) for run in self._runs), key=lambda peak: peak.bytes)
 
-    def largest(self, limit: int, *, maximum: int = MAXIMUM) -> int | None:
-        """Return the largest size, up to `maximum`, that needs at most `limit` bytes.
-
-        The size and the next one are verified by fake steps. None: not even one sample fits.
-
-        Raises:
-            FitError: the step fails with that many samples.
-        """
-        while True:
-            guess = self.guess(limit)
-            size = largest(lambda size: self._fits(size, limit), maximum=maximum, guess=guess)
-            if size is None or (self.verify(size) and self.verify(size + 1)):
-                return size
-
     def guess(self, limit: int) -> int | None:
         """Return roughly how many samples need `limit` bytes, for a search with fake steps.
 
@@ -104,12 +89,6 @@ class Prediction:
         """
         guesses = [run.guess(limit) for run in self._runs]
         return min((one for one in guesses if one is not None), default=None)
-
-    def _fits(self, size: int, limit: int) -> bool:
-        curves = [run.curve_at(size) for run in self._runs]
-        if any(curve.peak(size) > limit for curve in curves):
-            return False
-        return not self._for_cuda or all(fits(curve, size, limit) for curve in curves)
 
     def verify(self, size: int) -> bool:
         """Run a fake step of that size; return whether it confirms the curve.
@@ -233,8 +212,8 @@ def predict(
 
     The step runs on fake tensors with batches of 2 and 3 samples. Every allocation is traced, and
     its bytes are fitted by a polynomial in the size. Other sizes are extrapolated until a fake step
-    of that size verifies them, as `largest` does. Neither model nor optimizer is modified, and the
-    model may be on the meta device.
+    of that size verifies them, as `find_batch_size` does. Neither model nor optimizer is modified,
+    and the model may be on the meta device.
 
     >>> import torch
     >>> from stretto.runtime import SupervisedStep
@@ -242,9 +221,10 @@ def predict(
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> step = SupervisedStep(model, optimizer, lambda m, x: m(x).mean())
     >>> prediction = predict(step, lambda size: torch.ones(size, 1000))
-    >>> size = prediction.largest(2**30)
-    >>> size, prediction.certainty(size), prediction.certainty(1000)
-    (265738, 'exact', 'extrapolated')
+    >>> prediction.peak(1000), prediction.certainty(1000)
+    (4240172, 'extrapolated')
+    >>> prediction.verify(1000), prediction.certainty(1000)
+    (True, 'exact')
 
     Args:
         step: the training step.
