@@ -152,7 +152,7 @@ def test_a_gpu_is_meant_where_its_memory_is_stated(wide: Path, stretto: Stretto)
 
 
 def test_all_samples_there_are_is_the_most(wide: Path, stretto: Stretto) -> None:
-    said = stretto("find-batch-size", "run.yaml", "--device-memory", "1GiB", "--multiple-of", "16")
+    said = stretto("find-batch-size", "run.yaml", "--device-memory", "1GiB", "--power-of-two")
     assert "\nmicro-batch: 64 samples (estimate), all there are; more would fit\n" in said.out
 
 
@@ -199,7 +199,7 @@ def test_here_under_a_real_limit(wide: Path, limited: Callable[..., str]) -> Non
         leave(200 * 2**20)
         main(["find-batch-size", "run.yaml", "--maximum", "20000", "--json", *sys.argv[1:]])
     """
-    for arguments, certainty in (([], "calibrated tried"), (["--method", "try"], "tried")):
+    for arguments, certainty in (([], "calibrated tried"), (["--method", "halve"], "tried")):
         found = json.loads(limited(code, *arguments, folder=wide))
         # On a busy machine the small steps may leave a doubt, and the answer itself is tried.
         assert found["certainty"] in certainty.split()

@@ -36,6 +36,7 @@ CASES = [
     ("memory-no-number", lambda: parse_bytes("lots")),
     ("memory-margin-of-all", lambda: Margin.parse("100%")),
     ("memory-minimum", lambda: CandidateSizes(minimum=0)),
+    ("memory-no-power-of-two", lambda: CandidateSizes(power_of_two=True, multiple_of=3)),
     ("memory-no-size", lambda: CandidateSizes(minimum=5, maximum=7, multiple_of=4)),
     ("memory-nothing-fits", lambda: search(lambda size: False, CandidateSizes())),
     ("memory-method", lambda: find(method="guess")),

@@ -44,5 +44,5 @@ def test_processes_with_different_memory_find_one_answer(
     launch_ranks(Path(__file__).with_name("distributed_find.py"), tmp_path, ranks=3)
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     for one in seen:
-        assert one == {"try": [11, 12], "same": True, "weights": one["weights"]}
+        assert one == {"try": [11, 12], "halve": [8, 16], "same": True, "weights": one["weights"]}
     assert seen[0]["weights"] == seen[1]["weights"] == seen[2]["weights"]

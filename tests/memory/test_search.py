@@ -15,23 +15,27 @@ COUNTS = st.integers(1, 3_000)
 @st.composite
 def wanted(draw: st.DrawFn) -> CandidateSizes:
     minimum = draw(st.integers(1, 200))
+    power_of_two = draw(st.booleans())
+    multiple_of = draw(st.sampled_from([1, 2, 8]) if power_of_two else st.integers(1, 50))
     maximum = draw(st.integers(minimum, 2_000))
-    multiple_of = draw(st.integers(1, 50))
     try:
-        return CandidateSizes(minimum, maximum, multiple_of)
+        return CandidateSizes(minimum, maximum, multiple_of, power_of_two)
     except FitError:
-        return CandidateSizes(minimum, 2_048, multiple_of)
+        return CandidateSizes(minimum, 2_048, multiple_of, power_of_two)
 
 
 def brute(sizes: CandidateSizes) -> list[int]:
-    every = range(sizes.minimum, sizes.maximum + 1)
-    return [size for size in every if size % sizes.multiple_of == 0]
+    return [
+        size
+        for size in range(sizes.minimum, sizes.maximum + 1)
+        if size % sizes.multiple_of == 0 and (not sizes.power_of_two or size & (size - 1) == 0)
+    ]
 
 
 @given(wanted(), COUNTS)
 def test_sizes(sizes: CandidateSizes, size: int) -> None:
     every = brute(sizes)
-    assert sizes.smallest == every[0]
+    assert (sizes.smallest, sizes.at_most(sizes.maximum)) == (every[0], every[-1])
     assert sizes.at_most(size) == max((one for one in every if one <= size), default=None)
     assert sizes.above(size) == min((one for one in every if one > size), default=None)
 
@@ -70,6 +74,21 @@ def test_bisection_finds_the_largest(sizes: CandidateSizes, limit: int, guess: i
     assert found.size == truth
     assert found.too_large == sizes.above(truth)
     assert len(tried.sizes) <= 2 * len(brute(sizes)).bit_length() + 8
+
+
+@given(wanted(), COUNTS, st.none() | COUNTS)
+def test_halving_finds_one_that_fits(sizes: CandidateSizes, limit: int, guess: int | None) -> None:
+    if sizes.smallest > limit:
+        with pytest.raises(FitError, match="does not fit"):
+            search(lambda size: size <= limit, sizes, guess=guess, halves=True)
+        return
+    tried = Trials(limit)
+    found = checked(search(tried, sizes, guess=guess, halves=True), sizes, tried)
+    truth = max(size for size in brute(sizes) if size <= limit)
+    begin = (sizes.at_most(guess) if guess else None) or max(brute(sizes))
+    # At most half is lost, and what rounding down to a wanted size costs.
+    assert found.size >= min(truth, begin) // 2 - sizes.multiple_of or sizes.power_of_two
+    assert sum(size <= limit for size in tried.sizes) == 1
 
 
 @given(COUNTS, st.floats(0.01, 0.5))
@@ -118,10 +137,12 @@ def test_a_size_is_never_returned_that_was_not_tried() -> None:
         ({"minimum": 0}, "minimum=0"),
         ({"maximum": 2.5}, r"maximum=2\.5"),
         ({"multiple_of": True}, "multiple_of=True"),
+        ({"multiple_of": 3, "power_of_two": True}, "power of two that is a multiple of 3"),
         ({"minimum": 5, "maximum": 7, "multiple_of": 4}, "no multiple of 4 among them"),
+        ({"minimum": 5, "maximum": 7, "power_of_two": True}, "no power of two among them"),
         ({"minimum": 9, "maximum": 7}, "no integer among them"),
     ],
 )
 def test_wishes_that_nothing_meets(options: dict[str, int], message: str) -> None:
     with pytest.raises(FitError, match=message):
-        CandidateSizes(**options)
+        CandidateSizes(**options)  # type: ignore[arg-type]

@@ -117,7 +117,7 @@ _Device: TypeAlias = Annotated[
 _Method: TypeAlias = Annotated[
     str,
     typer.Option(
-        metavar="auto|predict|probe|try",
+        metavar="auto|predict|probe|try|halve",
         help="On fake tensors, from tiny real steps, by real trials, by halving; or the "
         "cheapest that can tell.",
     ),
@@ -150,6 +150,9 @@ def find_batch_size(
     minimum: Annotated[int, typer.Option(help="The smallest size that is wanted.")] = 1,
     maximum: _Maximum = None,
     multiple_of: Annotated[int, typer.Option(help="What sizes are multiples of.")] = 1,
+    power_of_two: Annotated[
+        bool, typer.Option("--power-of-two", help="Only powers of two.")
+    ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Take a real step of the answer, however sure it is.")
     ] = False,
@@ -175,6 +178,7 @@ def find_batch_size(
         minimum=minimum,
         maximum=maximum,
         multiple_of=multiple_of,
+        power_of_two=power_of_two,
         check=check,
         plot=plot,
         as_json=json,

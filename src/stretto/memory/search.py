@@ -25,11 +25,13 @@ class Found(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class CandidateSizes:
-    """The candidate sizes: the multiples of a number, between two bounds.
+    """The candidate sizes: multiples of a number or powers of two, between two bounds.
 
     >>> sizes = CandidateSizes(minimum=5, maximum=40, multiple_of=8)
     >>> sizes.smallest, sizes.at_most(30), sizes.above(30)
     (8, 24, 32)
+    >>> CandidateSizes(minimum=5, maximum=40, power_of_two=True).at_most(40)
+    32
 
     Raises:
         FitError: there is no such size, or a bound is not a positive integer.
@@ -38,6 +40,7 @@ class CandidateSizes:
     minimum: int = 1
     maximum: int = MAXIMUM
     multiple_of: int = 1
+    power_of_two: bool = False
 
     def __post_init__(self) -> None:
         for name in ("minimum", "maximum", "multiple_of"):
@@ -50,8 +53,17 @@ class CandidateSizes:
                     instead="write a positive number of samples",
                 )
             object.__setattr__(self, name, number)
+        if self.power_of_two and self.multiple_of & (self.multiple_of - 1):
+            raise FitError.cannot(
+                f"look for a power of two that is a multiple of {self.multiple_of}",
+                why="there is none",
+                instead="write a multiple_of that is a power of two, or power_of_two=False",
+            )
         if self.at_most(self.maximum) is None:
-            kind = "integer" if self.multiple_of == 1 else f"multiple of {self.multiple_of}"
+            kind = "power of two" if self.power_of_two else "integer"
+            if self.multiple_of > 1:
+                prefix = "power of two that is a " * self.power_of_two
+                kind = f"{prefix}multiple of {self.multiple_of}"
             raise FitError.cannot(
                 f"look for a batch size from {self.minimum} to {self.maximum}",
                 why=f"there is no {kind} among them",
@@ -61,16 +73,24 @@ class CandidateSizes:
     @property
     def smallest(self) -> int:
         """The smallest candidate."""
+        if self.power_of_two:
+            return 1 << (max(self.minimum, self.multiple_of) - 1).bit_length()
         return -(-self.minimum // self.multiple_of) * self.multiple_of
 
     def at_most(self, size: int) -> int | None:
         """Return the largest candidate up to `size`; None if all are larger."""
-        found = min(size, self.maximum) // self.multiple_of * self.multiple_of
-        return None if found < self.smallest else found
+        size = min(size, self.maximum)
+        if size < self.smallest:
+            return None
+        if self.power_of_two:
+            return 1 << size.bit_length() - 1
+        return size // self.multiple_of * self.multiple_of
 
     def above(self, size: int) -> int | None:
         """Return the smallest candidate above `size`; None if there is none."""
-        found = max((size // self.multiple_of + 1) * self.multiple_of, self.smallest)
+        each = self.multiple_of
+        found = 1 << size.bit_length() if self.power_of_two else (size // each + 1) * each
+        found = max(found, self.smallest)
         return None if found > self.maximum else found
 
 
@@ -78,6 +98,7 @@ def search(
     fits: Callable[[int], bool],
     sizes: CandidateSizes,
     *,
+    halves: bool = False,
     guess: int | None = None,
     within: float = 0.0,
 ) -> Found:
@@ -85,10 +106,13 @@ def search(
 
     The answer is first enclosed between a size that fits and one that does not: the size doubles
     from two samples, or moves away from the guess in growing strides. Then the interval is halved.
+    With `halves`, the largest size, or the guess, is halved until it fits. That needs the fewest
+    trials, but the answer may be only half of what would fit.
 
     Args:
         fits: whether a size fits. If it does, all smaller sizes are assumed to fit.
         sizes: the candidates.
+        halves: whether sizes are only halved.
         guess: where to start.
         within: stop when the interval is at most this fraction of the answer.
 
@@ -106,7 +130,15 @@ def search(
             failed.append(size)
         return is_small_enough
 
-    low, high = _enclose(tried, sizes, None if guess is None else sizes.at_most(guess))
+    begin = None if guess is None else sizes.at_most(guess)
+    low: int | None
+    high: int | None = None
+    if halves:
+        low = begin or sizes.at_most(sizes.maximum)
+        while low is not None and not tried(low):
+            low = None if low == sizes.smallest else sizes.at_most(low // 2) or sizes.smallest
+    else:
+        low, high = _enclose(tried, sizes, begin)
     if low is None:
         raise FitError.cannot(
             f"find a batch size from {sizes.minimum} to {sizes.maximum}",

@@ -157,6 +157,7 @@ def test_the_reserve_stays_free() -> None:
     ("sizes", "size", "too_large"),
     [
         (CandidateSizes(multiple_of=64), 9_984, 10_048),
+        (CandidateSizes(power_of_two=True), 8_192, 16_384),
         (CandidateSizes(maximum=500), 500, None),
     ],
 )
@@ -244,13 +245,14 @@ def test_where_nothing_can_tell_sizes_are_tried() -> None:
         ask(is_here=False)
 
 
-def test_trials_alone() -> None:
-    answer = ask("try", capacity=77, sizes=CandidateSizes(maximum=256))
-    assert (answer.size, answer.certainty, answer.peak) == (77, "tried", None)
+@pytest.mark.parametrize(("method", "size"), [("try", 77), ("halve", 64)])
+def test_trials_alone(method: str, size: int) -> None:
+    answer = ask(method, capacity=77, sizes=CandidateSizes(maximum=256))
+    assert (answer.size, answer.certainty, answer.peak) == (size, "tried", None)
     assert answer.cost.fake_steps == 0
-    assert max(tried for tried in TRIED if tried <= 77) == 77
+    assert max(tried for tried in TRIED if tried <= 77) == size
     with pytest.raises(FitError, match="the device that has this memory; leave device_memory out"):
-        ask("try", is_here=False)
+        ask(method, is_here=False)
 
 
 @pytest.mark.parametrize("method", ["predict", "probe"])

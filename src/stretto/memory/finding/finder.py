@@ -23,7 +23,7 @@ from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
 from stretto.runtime.out_of_memory import release_memory
 
-FindMethod = Literal["auto", "predict", "probe", "try"]
+FindMethod = Literal["auto", "predict", "probe", "try", "halve"]
 MARGIN = "1.5%"
 """The default margin: run-to-run variation of a step on a busy machine."""
 MARGIN_OF_PREDICTIONS = "5%"
@@ -46,6 +46,7 @@ def find_batch_size(
     minimum: int = 1,
     maximum: int = MAXIMUM,
     multiple_of: int = 1,
+    power_of_two: bool = False,
     check: bool = False,
     agree_minimum: Callable[[int], int] | None = None,
 ) -> Answer:
@@ -59,6 +60,8 @@ def find_batch_size(
     - `predict`: uses fake tensors only. It needs neither memory nor the device.
     - `probe`: extrapolates from a few real steps of two or three samples.
     - `try`: runs real steps; doubles the size, then bisects, until memory runs out.
+    - `halve`: runs real steps from `maximum` down. It needs the fewest steps, but the answer may be
+      only half of what fits.
 
     Args:
         step: the training step.
@@ -79,6 +82,7 @@ def find_batch_size(
         minimum: the smallest candidate.
         maximum: the largest candidate.
         multiple_of: sizes are multiples of this.
+        power_of_two: whether sizes are powers of two.
         check: whether to verify the answer with a real step in any case.
         agree_minimum: returns the minimum of a number over all ranks. Each rank calls
             `find_batch_size`, and all get the same answer.
@@ -108,7 +112,7 @@ def find_batch_size(
         step=whole,
         make_batch=_maker(batch, whole.device),
         make_fake=_maker(batch, None),
-        sizes=CandidateSizes(minimum, maximum, multiple_of),
+        sizes=CandidateSizes(minimum, maximum, multiple_of, power_of_two),
         limit=limit,
         reserve=reserve,
         reserve_of_probes=Margin.parse(MARGIN_OF_PROBES).of(limit.bytes),

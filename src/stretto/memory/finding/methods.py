@@ -69,8 +69,8 @@ class Finder:
         Raises:
             FitError: no candidate fits, or the method cannot give an answer.
         """
-        if method == "try":
-            return self._tried()
+        if method in {"try", "halve"}:
+            return self._tried(halves=method == "halve")
         if method == "predict":
             return self._estimated(self._estimators.make(self._predicting), is_final=True)
         if method == "probe":
@@ -222,7 +222,9 @@ class Finder:
                 )
         return self._tried(guess=found.size // 2, tried=tried)
 
-    def _tried(self, guess: int | None = None, tried: Trials | None = None) -> Answer:
+    def _tried(
+        self, guess: int | None = None, tried: Trials | None = None, *, halves: bool = False
+    ) -> Answer:
         """Return the answer of trials alone."""
         request = self._request
         if not request.is_here:
@@ -234,10 +236,12 @@ class Finder:
             )
         if tried is None:
             with self._trying() as opened:
-                return self._tried(guess, opened)
+                return self._tried(guess, opened, halves=halves)
         guess = None if guess is None else max(guess, request.sizes.smallest)
         try:
-            found = search(lambda size: self._fits(tried, size), request.sizes, guess=guess)
+            found = search(
+                lambda size: self._fits(tried, size), request.sizes, halves=halves, guess=guess
+            )
         except FitError as error:
             error.add_note(str(tried.last_error))
             raise
