@@ -338,7 +338,7 @@ def test_a_batch_without_a_unit_is_refused() -> None:
     run = make().bind(make_model()[1])
     step = run.begin()
     assert step is not None
-    with pytest.raises(TrainingError, match="nothing to weigh"):
+    with pytest.raises(TrainingError, match="no units"):
         run.weights(step, lambda batch: 0)
 
 

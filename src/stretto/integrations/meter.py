@@ -13,7 +13,7 @@ from stretto.data import MicroBatch, Step, StepLoader
 from stretto.noise import NoiseSums
 from stretto.runtime.gradients import is_fully_sharded
 from stretto.training.distributed.ranks import Ranks
-from stretto.training.stepping.noise_meter import Measured, NoiseMeter, Pass
+from stretto.training.stepping.noise_meter import NoiseMeter, Pass
 
 
 @final
@@ -36,14 +36,12 @@ class StepMeter:
         parameters = [one for one in model.parameters() if one.requires_grad]
         self._ranks = Ranks(parameters[0].device)
         self._meter = NoiseMeter(
-            Measured(
-                model=model,
-                parameters=parameters,
-                spec=loader.spec,
-                ranks=self._ranks,
-                every=1,
-                is_sharded=is_fully_sharded(model),
-            )
+            model,
+            parameters,
+            spec=loader.spec,
+            ranks=self._ranks,
+            every=1,
+            is_sharded=is_fully_sharded(model),
         )
         self._is_averaged = isinstance(model, nn.parallel.DistributedDataParallel)
         self._size = 0

@@ -1,4 +1,4 @@
-"""The loop: one step after the other, and everything that is due between two of them."""
+"""The training loop: steps, and what is due between them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from stretto.training.interrupt import SIGNALS, Interrupts
 from stretto.training.logs.recorder import MOST_PENDING, Finished, Recorder
 from stretto.training.logs.running_loss import mean_loss
 from stretto.training.run import Run
-from stretto.training.stepping.finite import spoiled
+from stretto.training.stepping.finite import not_finite
 from stretto.training.stepping.gradient import Gradient
 from stretto.training.stepping.measuring import Measurements
 from stretto.training.stepping.stepper import Stepper
@@ -36,24 +36,24 @@ _BATCH_EVENTS = ("on_batch_start", "transform_batch", "on_gradient", "on_noise",
 
 
 class Shared(NamedTuple):
-    """What all ranks know of a step."""
+    """What all ranks know about a step."""
 
     tokens: int | None
     seconds: float | None
-    is_spoiled: bool
-    """Whether a loss or a gradient is not finite on one of them."""
+    is_finite: bool
+    """Whether losses and gradients are finite on all of them."""
     saving: Progress = Progress()
     signals: Signals = NO_SIGNALS
 
 
-_FINE, _SPOILED = (Shared(None, None, is_spoiled) for is_spoiled in (False, True))
-"""What there is to know of most steps of one process."""
+_FINITE, _NOT_FINITE = (Shared(None, None, is_finite) for is_finite in (True, False))
+"""The two cases of a step of one process that measures nothing."""
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class Loop:
-    """Trains to the end of the run, or until it is stopped; made of the parts that do the work."""
+    """Trains until the run ends or is stopped."""
 
     loader: StepLoader
     hyperparameters: Hyperparameters
@@ -71,18 +71,18 @@ class Loop:
     log_is_due: BoundTrigger
     flush_is_due: BoundTrigger
     signal: str | None = None
-    """The signal that this rank or another one has received; None: none."""
+    """The signal that any rank has received; None: none."""
     _all_stop: bool = False
     _is_saving: bool = False
     """Whether a checkpoint is being written."""
     _is_alone: bool = False
-    """Whether a step exchanges nothing: there is one process, and no noise is measured."""
+    """Whether there is one process and nothing is measured, so nothing is exchanged."""
     _listens: bool = False
     """Whether a callback listens to single batches."""
     _fixed: Sequence[tuple[int, str, float]] | None = None
-    """What is written to the optimizer before each batch; None: what the schedules say."""
+    """Values for the optimizer until the next event; None: ask the schedules for each batch."""
     _place: tuple[int, str] | None = None
-    """The parameter group, by number, and the key of the only value that the ledger shows."""
+    """Group number and key of the only value in the ledger; None: there are several."""
 
     @property
     def timer(self) -> Timer:
@@ -90,7 +90,7 @@ class Loop:
         return self.loader.timer
 
     def train(self) -> None:
-        """Train; the clock stands where the run starts or resumes."""
+        """Train from the present clock."""
         self._begin()
         run, several = self.run, self.ranks.world_size > 1
         self.timer.start()
@@ -123,9 +123,9 @@ class Loop:
             self._stop_together()
 
     def _limits(self, now: Timestamp) -> list[tuple[Callable[[Timestamp], int], int]]:
-        """Return the counters, each with the tick at which something is due next.
+        """Return counters and the tick of each at which something is due next.
 
-        Up to there nothing happens between two steps, so what holds for all of them is noted here.
+        Until then, the loop only takes steps, so values that do not change are looked up here.
         """
         self._fixed = None if self._listens else self.hyperparameters.fixed()
         self._place = None if self._listens else self.hyperparameters.only_place()
@@ -144,21 +144,21 @@ class Loop:
 
     @property
     def _is_stopped(self) -> bool:
-        # Of several ranks none may leave the loop alone, so only what they agreed on counts.
+        # No rank may leave the loop alone, so only what all agreed on counts.
         return self._all_stop if self.ranks.world_size > 1 else self.run.stop_reason is not None
 
     def _stop_together(self) -> None:
-        """Stop on all ranks, for the same reason; every rank must call it."""
+        """Stop on all ranks; every rank must call it."""
         self._all_stop = True
         self.signal = self._received()
         self.run.stop(
-            "another rank was told to stop"
+            "another rank has stopped"
             if self.signal is None
             else f"received {self.signal} on another rank"
         )
 
     def _received(self) -> str | None:
-        """The signal that any rank has received; every rank must call it."""
+        """Return the signal that any rank has received; every rank must call it."""
         counts = self.ranks.agree([self.interrupts.received == name for name in SIGNALS])
         return next((name for name, ranks in zip(SIGNALS, counts, strict=True) if ranks), None)
 
@@ -168,7 +168,7 @@ class Loop:
         if fixed is None:
             self.hyperparameters.apply(step.timestamp, step.batch_size)
         else:
-            # Looked up for each batch: a step that loads a state puts new groups in their place.
+            # Read for each batch: loading a state replaces the groups.
             groups = self.hyperparameters.optimizer.param_groups
             for number, key, value in fixed:
                 groups[number][key] = value
@@ -179,14 +179,14 @@ class Loop:
         run.latest_loss = partial(mean_loss, gradient.losses)
         if self.interrupts.received is not None:
             run.stop(f"received {self.interrupts.received}")
-        shared = _FINE
+        shared = _FINITE
         if self._is_saving or not self._is_alone or gradient.tokens is not None:
             shared = self._agree(step, gradient)
         elif not self.stepper.is_finite(gradient):
-            shared = _SPOILED
-        info = None if shared.is_spoiled else self._update(step)
+            shared = _NOT_FINITE
+        info = self._update(step) if shared.is_finite else None
         if info is None:
-            self._leave_out(step, is_spoiled=shared.is_spoiled)
+            self._skip(step, is_finite=shared.is_finite)
         after = self.loader.finish(
             step, tokens=shared.tokens, seconds=shared.seconds, signals=shared.signals
         )
@@ -220,26 +220,26 @@ class Loop:
         return info
 
     def _show_and_save(self, now: Timestamp, saving: Progress) -> None:
-        """Show the progress of the run, and write more of a checkpoint that is not complete."""
+        """Show the progress of the run and write more of an unfinished checkpoint."""
         self.recorder.show_progress(now)
         if self._is_saving:
             self._announce(self.saver.advance(saving))
             self._is_saving = self.saver.is_busy
 
-    def _leave_out(self, step: Step, *, is_spoiled: bool) -> None:
-        """Count a step whose weights did not move; or end the run, where that is wanted."""
-        if is_spoiled and self.non_finite == "stop":
-            raise spoiled(step.timestamp)
+    def _skip(self, step: Step, *, is_finite: bool) -> None:
+        """Count a step that did not change the weights, or end the run."""
+        if not is_finite and self.non_finite == "stop":
+            raise not_finite(step.timestamp)
         self.stepper.clear()
         self.run.skipped.add(step.timestamp)
 
     def _agree(self, step: Step, gradient: Gradient) -> Shared:
-        """Tell the other ranks what this one knows, in one sum, and return what all know."""
+        """Exchange what ranks know about the step, in one all-reduce."""
         saving, measured = self.saver.progress(), self.measurements.own(gradient)
         if self.ranks.world_size == 1:
             signals = self.measurements.signals(step, measured)
-            is_spoiled = not self.stepper.is_finite(gradient)
-            return Shared(gradient.tokens, None, is_spoiled, saving, signals)
+            is_finite = self.stepper.is_finite(gradient)
+            return Shared(gradient.tokens, None, is_finite, saving, signals)
         wants_stop = self.run.stop_reason is not None
         seconds = self.timer.seconds_since_update() if self.ranks.is_first else 0.0
         tokens = step.num_tokens if gradient.tokens is None else gradient.tokens
@@ -263,7 +263,7 @@ class Loop:
             self._stop_together()
         end = 7 + len(saving)
         signals = self.measurements.signals(step, sums[end:])
-        return Shared(int(sums[0]), sums[3], bool(sums[4]), Progress(*sums[7:end]), signals)
+        return Shared(int(sums[0]), sums[3], not sums[4], Progress(*sums[7:end]), signals)
 
     def _after_batch(self, before: Timestamp, after: Timestamp) -> None:
         """Do everything that is due now."""
@@ -274,7 +274,7 @@ class Loop:
         if self.log_is_due(before, after):
             self._log()
         is_best = self._measure([one for one in self.evaluators if one.is_due(before, after)])
-        # The last one comes after the last line of metrics (see `_end`).
+        # The last checkpoint comes after the last line of metrics (see `_end`).
         is_last = self.loader.horizon.is_done(after)
         if (is_best or self.saver.is_due(before, after)) and not is_last:
             self._save()
@@ -286,13 +286,13 @@ class Loop:
             self.events.tell("on_epoch_end")
 
     def _end(self, before: Timestamp) -> None:
-        """Log, measure and save what the last batch left open."""
+        """Log, evaluate and save after the last batch."""
         if not self._is_stopped:
-            self.run.stop_reason = None  # a wish that came too late for the ranks to agree on
+            self.run.stop_reason = None  # it came too late for the ranks to agree on
         self._end_epochs(before, self.timer.timestamp)
         is_cut = self._is_stopped and not self.loader.horizon.is_done(self.timer.timestamp)
         if is_cut:
-            self._save()  # before the last line: a run that goes on writes that one whole
+            self._save()  # before the last line: a resumed run writes it
         if self.recorder.is_waiting:
             self._log()
         if not self._is_stopped:
@@ -300,7 +300,7 @@ class Loop:
         if not is_cut:
             self._save()
         self._announce(self.recorder.paused(self.saver.wait))
-        self.signal = self._received()  # one that came too late to stop anything counts as well
+        self.signal = self._received()  # one that came too late to stop the run counts, too
 
     def _log(self) -> None:
         record = self.recorder.log(self.timer.timestamp, self.loader.log_values())
@@ -308,7 +308,7 @@ class Loop:
         self.events.tell("on_log", record)
 
     def evaluate(self, evaluator: Evaluator) -> dict[str, float]:
-        """Measure the model on one evaluation's data, and log what comes out."""
+        """Run one evaluation and log its metrics."""
         evaluator.measured_at = self.timer.batch
         self.events.tell("on_evaluation_start", evaluator.name)
         metrics = self.recorder.paused(evaluator.measure)
@@ -318,9 +318,9 @@ class Loop:
         return named
 
     def _measure(self, evaluators: Sequence[Evaluator]) -> bool:
-        """Evaluate between two batches; return whether the model is the best so far.
+        """Run evaluations; return whether the model is the best so far.
 
-        A checkpoint of it waits for all of them, or it would not know of those that come later.
+        Its checkpoint is written after all of them, so that it contains all results.
         """
         is_best = False
         for evaluator in evaluators:
@@ -340,11 +340,11 @@ class Loop:
             self.events.tell("on_checkpoint", path)
 
     def _save_despite(self, error: Exception) -> None:
-        """Keep what was trained before samples could not be read; only one rank can do it alone."""
+        """Save the run when samples cannot be read; possible only with one rank."""
         if self.ranks.world_size > 1 or not self.timer.batch:
             return
         try:
             self._save()
             self._announce(self.saver.wait())
-        except Exception as another:  # noqa: BLE001  the first one is what is raised
+        except Exception as another:  # noqa: BLE001  the first error is raised
             error.add_note(f"and no checkpoint could be written: {another}")

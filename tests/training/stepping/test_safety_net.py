@@ -286,7 +286,7 @@ def test_its_state_goes_on(problem: Make) -> None:
     ranks = run.trainer()._ranks
     spec = run.trainer().loader.spec
     net = SafetyNet(run.model, spec, ranks, size=64, is_found=True)
-    net.size, net._quiet, net._patience, net.splits = 16, 7, 400, 2
+    net.size, net._successes, net._steps_until_larger, net.splits = 16, 7, 400, 2
     net.is_on_trial = True
     other = SafetyNet(run.model, spec, ranks, size=8, is_found=True)
     other.load_state_dict(net.state_dict())
@@ -298,7 +298,7 @@ def test_a_size_that_was_given_anew_counts(problem: Make, size: int | None) -> N
     run = problem()
     spec, ranks = run.trainer().loader.spec, run.trainer()._ranks
     net = SafetyNet(run.model, spec, ranks, size=64)
-    net.size, net._patience, net.splits = 16, 400, 2
+    net.size, net._steps_until_larger, net.splits = 16, 400, 2
     other = SafetyNet(run.model, spec, ranks, size=size)
     other.load_state_dict(net.state_dict())
     assert (other.largest, other.size, other.splits) == (size, size, 2)

@@ -1,4 +1,4 @@
-"""The mean loss between two logs, over all units."""
+"""The mean loss between two logged lines, over all units."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class RunningLoss:
         self._weight = 0.0
 
     def add(self, losses: Sequence[MicroLoss]) -> None:
-        """Take the losses of some steps, without reading them."""
+        """Add the losses of some steps without reading them."""
         self._pending += losses
 
     def read(self) -> None:
-        """Read the losses that were taken; this waits for the device."""
+        """Read the added losses; this waits for the device."""
         if self._pending:
             self._sum, self._weight = _added(self._pending, self._sum, self._weight)
             self._pending = []
@@ -45,7 +45,7 @@ class RunningLoss:
         return {"sum": total, "weight": weight}
 
     def load_state_dict(self, state: Mapping[str, float], ranks: Ranks) -> None:
-        """Continue from saved sums, which the first rank takes over for all."""
+        """Continue from saved sums, which the first rank keeps for all."""
         self._pending = []
         saved = number(state, "sum"), number(state, "weight")
         self._sum, self._weight = saved if ranks.is_first else (0.0, 0.0)
@@ -60,7 +60,7 @@ def mean_loss(losses: Sequence[MicroLoss]) -> float:
 def _added(
     losses: Sequence[MicroLoss], total: float = 0.0, weight: float = 0.0
 ) -> tuple[float, float]:
-    """Add losses one by one, so that the sum does not depend on how they are grouped."""
+    """Add losses one by one, so the sum does not depend on how they are grouped."""
     values = torch.stack([micro.loss for micro in losses]).double().tolist()
     for loss, micro in zip(values, losses, strict=True):
         total += loss * micro.factor

@@ -1,7 +1,7 @@
-"""The optimizer's state, allocated before the first step rather than in the middle of it.
+"""Allocates the optimizer's state before the first step.
 
-An update that runs out of memory cannot be repeated: some weights have moved, others have not. A
-forward or backward pass can. So what the first update would allocate is there before both.
+An update that runs out of memory cannot be repeated, because some weights have changed already. A
+forward or backward pass can be. So the state of the first update is allocated before both.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ _KINDS = tuple(
 
 
 def allocate_state(optimizer: Optimizer, *, leave_out: Collection[int] = ()) -> None:
-    """Allocate the state that the first update would, where that changes no result.
+    """Allocate the state of the first update, if that changes no result.
 
-    That is so for most optimizers of torch, whose own code allocates it here. Adagrad has its state
-    from the beginning. Other optimizers, and classes derived from these, are left alone, as are
-    parameters that a lazy module has not given a shape.
+    It calls the code of torch's own optimizers. Adagrad allocates its state when it is made. Other
+    optimizers, derived classes and parameters of lazy modules without a shape are skipped.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.Adam([weight])
@@ -40,8 +39,8 @@ def allocate_state(optimizer: Optimizer, *, leave_out: Collection[int] = ()) -> 
     (tensor([0., 0.]), 0.0)
 
     Args:
-        optimizer: what updates the weights.
-        leave_out: the ids of parameters that have sparse gradients.
+        optimizer: the optimizer.
+        leave_out: the ids of parameters with sparse gradients.
 
     Raises:
         TrainingError: there is not enough memory.
@@ -66,9 +65,9 @@ def allocate_state(optimizer: Optimizer, *, leave_out: Collection[int] = ()) -> 
 
 
 def no_memory(what: str, why: str, error: Exception, *, instead: str) -> TrainingError:
-    """Return the error for memory that ran out where nothing can be repeated."""
-    said = " ".join(str(error).split())[:200] or type(error).__name__
-    return TrainingError.cannot(what, why=f"{why} ({said})", instead=instead)
+    """Return the error for running out of memory in work that cannot be repeated."""
+    message = " ".join(str(error).split())[:200] or type(error).__name__
+    return TrainingError.cannot(what, why=f"{why} ({message})", instead=instead)
 
 
 def _allocate(optimizer: Optimizer, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:

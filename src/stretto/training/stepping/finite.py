@@ -1,4 +1,4 @@
-"""Whether a step may be applied: its losses and its gradient are finite numbers."""
+"""Checks that the losses and the gradient of a step are finite."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from stretto.timing import Timestamp
 from stretto.training.checkpointing.records import count
 
 MOST_IN_A_ROW = 20
-"""Spoiled steps in a row after which skipping more of them would only hide that all is lost."""
+"""Skipped steps in a row after which the run ends with an error."""
 
 
 @final
 class FiniteCheck:
-    """Looks at the losses and the gradient of a step on this rank.
+    """Checks the losses and the gradient of a step on this rank.
 
     One pass over the gradient, and one number read from the device.
 
@@ -30,7 +30,7 @@ class FiniteCheck:
     False
 
     Args:
-        parameters: those whose gradients are looked at.
+        parameters: those whose gradients are checked.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -51,7 +51,7 @@ class FiniteCheck:
 
         Args:
             losses: scalars.
-            is_gradient_known: whether the gradient is known to be finite, and need not be read.
+            is_gradient_known: whether the gradient is known to be finite.
         """
         groups = () if is_gradient_known else self._groups
         for parameters, flag, one in groups:
@@ -78,7 +78,7 @@ class FiniteCheck:
 
 @final
 class SkippedSteps:
-    """Counts the steps that were not applied.
+    """Counts skipped steps.
 
     >>> skipped = SkippedSteps()
     >>> skipped.add(Timestamp())
@@ -89,20 +89,20 @@ class SkippedSteps:
     def __init__(self) -> None:
         self.count = 0
         self.in_a_row = 0
-        """Those since the last one that was applied."""
+        """Those since the last step that was not skipped."""
 
     def add(self, at: Timestamp) -> None:
         """Count the step that begins at `at`.
 
         Raises:
-            TrainingError: it is the last of too many in a row.
+            TrainingError: too many steps in a row were skipped.
         """
         self.count += 1
         self.in_a_row += 1
         if self.in_a_row >= MOST_IN_A_ROW:
             self.in_a_row = 0
             raise TrainingError.cannot(
-                f"go on behind {at.get('sp')}",
+                f"continue after {at.get('sp')}",
                 why=f"{MOST_IN_A_ROW} steps in a row had a loss or gradient that is nan or "
                 "infinite",
                 instead="resume from an earlier checkpoint with a lower learning rate or "
@@ -110,7 +110,7 @@ class SkippedSteps:
             )
 
     def end_row(self) -> None:
-        """Note that a step was applied."""
+        """Note that a step was not skipped."""
         self.in_a_row = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -118,19 +118,19 @@ class SkippedSteps:
         return {"count": self.count, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from saved counts."""
+        """Continue from saved counts."""
         self.count, self.in_a_row = count(state, "count"), count(state, "in_a_row")
 
 
-def spoiled(at: Timestamp) -> TrainingError:
-    """Return the error for a step that is not finite, where that ends the run."""
+def not_finite(at: Timestamp) -> TrainingError:
+    """Return the error for a step that is not finite."""
     return TrainingError.cannot(
         f"take the step at {at.get('sp')}",
         why="its loss or gradient is nan or infinite; the weights are still those before it",
         instead=(
             "lower the learning rate, clip with ",
             Argument("clip_norm", 1.0),
-            ", or leave such steps out with ",
+            ", or skip such steps with ",
             Argument("non_finite", "skip"),
         ),
     )
@@ -141,7 +141,7 @@ _mark_infinite = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def _local(gradient: Tensor) -> Tensor:
-    """The part of a gradient that is in this process, as a dense tensor of real numbers."""
+    """Return the local part of a gradient as a dense real tensor."""
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     elif hasattr(gradient, "to_local"):

@@ -1,4 +1,4 @@
-"""How much of a batch a rank takes at once, found before the run: as much as fits into memory."""
+"""Finds the largest micro-batch that fits into memory, before the run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from stretto.memory import Answer
 
 MARGIN = "3%"
-"""What stays free."""
+"""Memory that stays free."""
 _NO_LIMIT = 2**31
-"""Stands for a largest batch size that is still to be found."""
+"""Stands for a maximum batch size that is not yet known."""
 
 
 def find_fitting(
@@ -36,24 +36,24 @@ def find_fitting(
     accumulates: bool,
     measures_noise: bool = False,
 ) -> Answer:
-    """Return the most samples that a rank can take at once, at most `most`; the same on all ranks.
+    """Return the largest micro-batch of a rank, at most `most`; the same on all ranks.
 
-    The longest of a few samples from all over the data set stands for all of them, padded or
-    packed. What callbacks make of a batch before the first step is followed on fake tensors.
+    The longest of a few samples from the whole data set stands for all of them, padded or packed.
+    Transforms of callbacks run on fake tensors only.
 
     Args:
-        step: the step, its model on its device.
-        loader: has the data.
+        step: the step; its model is on its device.
+        loader: the data.
         ranks: the processes of the run.
-        most: more are never needed.
+        most: the largest size that is needed.
         accumulates: whether a step may have several micro-batches.
-        measures_noise: whether the gradient of each of them is kept apart from those before.
+        measures_noise: whether the gradient of each micro-batch is kept apart.
 
     Raises:
-        TrainingError: the data are an iterable, or the model is spread over ranks.
+        TrainingError: the data are an iterable, or the model is sharded over ranks.
         FitError: not even one sample fits.
     """
-    from stretto.memory import find_batch_size  # for who asks for it
+    from stretto.memory import find_batch_size  # imported only if needed
     from stretto.memory.examples import example_batches
 
     _check(step.model, loader)
@@ -75,9 +75,9 @@ def find_fitting(
         try:
             answer = find("predict")
         except FitError:
-            return find("auto")  # which probes what fake tensors cannot follow
+            return find("auto")  # probes the model if fake tensors cannot follow it
         is_sure = answer.certainty in ("exact", "upper bound")
-        # The first real step verifies it; where memory is short, more is tried before.
+        # The first real step verifies it. If memory limits the size, probe it now.
         return answer if is_sure and answer.size == most else find("auto")
 
     transforms, step.transforms = step.transforms, ()
@@ -86,20 +86,20 @@ def find_fitting(
     finally:
         step.transforms = transforms
     if transforms:
-        # One that makes batches smaller now may not do so later; one that makes them larger counts.
-        # Only on fakes: a real step would change what callbacks remember.
+        # A transform that enlarges batches counts; one that shrinks them may not do so later.
+        # Only on fake tensors: a real step would change the state of callbacks.
         with contextlib.suppress(FitError):
             answer = min(answer, find("predict"), key=lambda one: one.size)
     return answer
 
 
 class FoundMaximum(NamedTuple):
-    """The largest batch size of a run, found by what fits."""
+    """The largest batch size of a run that fits into memory."""
 
     size: int
     """Samples over all ranks."""
     answer: Answer
-    """How the share of one rank was found."""
+    """The answer for the share of one rank."""
 
 
 def with_found_maximum(
@@ -112,23 +112,22 @@ def with_found_maximum(
     measures: Callable[[frozenset[str]], bool],
     collate_fn: Collate | None = None,
 ) -> tuple[BatchSizePolicy, FoundMaximum | None]:
-    """Return a policy whose largest size is what the ranks can take in a single pass each.
+    """Return the policy with the largest size that ranks can run in one pass each.
 
-    And that size; None if the policy does not await one.
-
-    On one rank such a pass is cut into halves where its noise is measured, which have to fit, too.
+    And that size; None if the policy has a maximum. On one rank, measuring the noise cuts such a
+    pass into halves, which have to fit, too.
 
     Args:
-        policy: one that may await its largest size.
+        policy: the policy; its maximum may be unknown.
         spec: the data.
         max_duration: the length of the run.
-        find: `find_fitting`, but for the loader and what is wanted of it.
+        find: `find_fitting` without the loader and the wanted size.
         ranks: the processes of the run.
-        measures: whether gradients are kept apart in a run whose policy reads these signals.
+        measures: returns whether gradients are kept apart if the policy reads these signals.
         collate_fn: makes a batch of samples.
 
     Raises:
-        TrainingError: the data are an iterable, or the model is spread over ranks.
+        TrainingError: the data are an iterable, or the model is sharded over ranks.
         FitError: not even one sample fits.
     """
     if not awaits_maximum(policy):
@@ -156,7 +155,7 @@ def with_found_maximum(
 
 
 def largest_share(plan: Plan | None, loader: StepLoader) -> int:
-    """Return the most samples that a rank ever has of one batch, as far as that is known."""
+    """Return the most samples of one batch on a rank, as far as known."""
     if plan is not None and plan.stages:
         return max(-(-stage.size // loader.world_size) for stage in plan.stages)
     bounds = loader.prepared.decided_between
@@ -169,19 +168,19 @@ def _check(model: nn.Module, loader: StepLoader) -> None:
     if not loader.spec.is_map_style:
         raise TrainingError.cannot(
             "find a batch size that fits",
-            why="the data are an iterable, of which no sample can be looked at beforehand",
+            why="the data are an iterable, so no sample can be read before the run",
             instead="write a number, such as what 'stretto find-batch-size' answers",
         )
     if is_fully_sharded(model):
         raise TrainingError.cannot(
             "find a batch size that fits",
-            why="the model is spread over ranks, and each needs memory for what it gathers",
+            why="the model is sharded over ranks, and gathering parameters needs memory, too",
             instead="write a number",
         )
 
 
 def _margin(model: nn.Module, ranks: Ranks) -> str | int:
-    """What stays free: a few percent, and what averaging gradients keeps a copy of them in."""
+    """Return the memory that stays free: a few percent, and a copy of the gradients for DDP."""
     from stretto.memory.measuring.limits import free_memory
 
     if ranks.world_size == 1:

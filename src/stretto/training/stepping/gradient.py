@@ -1,4 +1,4 @@
-"""What one step computed on one rank."""
+"""The result of one step on one rank."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class MicroLoss(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """What one step computed on this rank."""
+    """The result of one step on this rank; the gradient itself is in the parameters."""
 
     losses: list[MicroLoss]
     units: int
-    """Units of this rank, where they are summed over ranks; else 0."""
+    """Units of this rank if they are summed over ranks later; otherwise 0."""
     tokens: int | None
-    """Tokens of this rank, where the batches were changed on their way; else the loader knows."""
+    """Tokens of this rank if a callback changed the batches; None: the loader has counted them."""
     num_micro_batches: int
-    """Into how many the step was cut on this rank: more than the loader made if memory ran out."""
+    """Micro-batches of this rank; more than the loader made if memory ran out."""

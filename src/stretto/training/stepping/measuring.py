@@ -1,4 +1,4 @@
-"""What a step measures for the batch size policy and for callbacks; nothing that nobody reads."""
+"""Measures what the batch size policy and callbacks read, and nothing else."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from stretto.training.stepping.stepper import Stepper
 
 @final
 class Measurements:
-    """Turns what ranks know of a step into the signals that a policy reads.
+    """Turns measurements of a step on all ranks into the signals for the policy.
 
     Args:
-        loader: has the policy, which says what it reads.
-        stepper: computes the steps; measures noise from here on, if that is read.
-        stepping: says how often.
-        events: knows whether a callback listens to the noise.
-        evaluations: those that there are.
+        loader: its policy says what it reads.
+        stepper: computes the steps; measures the noise if it is read.
+        stepping: how often the noise is measured.
+        events: whether a callback reads the noise.
+        evaluations: the evaluations of the run.
 
     Raises:
-        TrainingError: a metric is read that no evaluation measures, or more than one, or noise
-            where it must not or cannot be measured.
+        TrainingError: the policy reads a metric that no evaluation measures, or that several do;
+            or it reads the noise, and the noise cannot be measured.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Measurements:
         self._metric = followed_metric(loader.reads, metrics_of(evaluations))
 
     def own(self, gradient: Gradient) -> tuple[float, ...]:
-        """Return what this rank has measured; the sums over ranks are what `signals` takes.
+        """Return this rank's sums; `signals` takes their totals over ranks.
 
-        Every rank must call it, while the gradient is as it was computed.
+        Every rank must call it, before the gradient is changed.
         """
         if self.is_idle:
             return ()
@@ -77,7 +77,7 @@ class Measurements:
         return (total, units, *noise)
 
     def signals(self, step: Step, sums: Sequence[float]) -> Signals:
-        """Return what all ranks have measured together; the same on each."""
+        """Return the signals of all ranks."""
         if self.is_idle:
             return NO_SIGNALS
         total, units, *rest = sums
@@ -91,16 +91,16 @@ class Measurements:
         )
 
     def metric(self, named: Mapping[str, float]) -> float | None:
-        """Return the metric that the policy reads, if it is among those just measured."""
+        """Return the metric that the policy reads, if it was just measured."""
         return measured_value(self._metric, named)
 
 
 def keeps_gradients_apart(reads: frozenset[str], callbacks: Iterable[type]) -> bool:
-    """Return whether steps of several micro-batches need room for one more gradient.
+    """Return whether measuring needs memory for one more gradient.
 
     Args:
-        reads: what the batch size policy reads.
-        callbacks: the types of those of the run.
+        reads: the signals that the batch size policy reads.
+        callbacks: the types of the callbacks.
     """
     listens = any(
         issubclass(one, Callback) and one.on_noise is not Callback.on_noise for one in callbacks

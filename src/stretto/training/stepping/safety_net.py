@@ -1,8 +1,8 @@
-"""Micro-batches that become smaller where memory runs out, and larger again when it does not.
+"""Smaller micro-batches when memory runs out, and larger ones again later.
 
-The batch of the optimizer never changes: only into how many passes it is cut. A step in which
-memory runs out is done again from its beginning, with random state and buffers as they were, so it
-is the step of a run that had the smaller size all along.
+The optimizer's batch never changes, only the number of passes. A step that runs out of memory is
+repeated from its beginning with the same random state and buffers. So it computes what a run with
+the smaller size would have computed.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from stretto.training.distributed.ranks import Ranks
 T = TypeVar("T")
 
 QUIET_STEPS = 100
-"""Steps without running out of memory after which a larger size is tried again; doubled each time
-that this turns out too early."""
+"""Steps without an out-of-memory error after which a larger size is tried. It doubles each time
+that the larger size fails."""
 _MOST_QUIET_STEPS = 100 * 2**10
 _CAREFUL_STEPS = 20
-"""Steps after a change of size in which ranks agree before they average gradients."""
+"""Steps after a change of size in which ranks exchange errors before they average gradients."""
 
 
 class Demand(NamedTuple):
-    """What decides how much memory a step needs; the same on all ranks."""
+    """What determines the memory of a step; the same on all ranks."""
 
     size: int
     """The most samples in one pass."""
     accumulates: bool
-    """Whether gradients are there during a forward pass."""
+    """Whether gradients exist during a forward pass."""
 
 
 @final
 class SafetyNet:
-    """Takes steps in micro-batches of at most `size` samples, whatever those of the loader are.
+    """Runs steps in micro-batches of at most `size` samples.
 
-    On several ranks a rank whose memory runs out must not leave the others waiting. So in the first
-    steps of each size gradients are averaged only when all ranks have one. Later they are averaged
-    while the backward pass runs, as always, and running out of memory ends the run with an error.
-    So it does in any step where ranks meet in each pass: nothing can be agreed upon inside one.
+    On several ranks, a rank that runs out of memory must not leave the others waiting. So in the
+    first steps of each size, gradients are averaged only after all ranks have computed theirs. In
+    later steps they are averaged during the backward pass, as usual, and an out-of-memory error
+    ends the run. It also does if ranks communicate in each forward pass (FSDP2, SyncBatchNorm).
 
     Args:
-        model: whose buffers are put back.
+        model: its buffers are restored.
         spec: cuts batches.
         ranks: the processes of the run.
         size: the most samples of a micro-batch; None: the whole share of a rank.
-        is_found: whether `size` was found, so that a resumed run goes on with the one it had.
+        is_found: whether `size` was found by a search; a resumed run then keeps the saved one.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class SafetyNet:
         is_found: bool = False,
     ) -> None:
         self.rewind = Rewind(model)
-        """Goes back to before a step."""
+        """Restores random state and buffers."""
         self._spec = spec
         self._ranks = ranks
         self._has_others = ranks.world_size > 1
         self._meets_in_passes = self._has_others and meets_in_passes(model)
         self.largest = size
-        """What it grows back to; None: whatever a rank has of a batch."""
+        """The size to return to; None: the whole share of a rank."""
         self.is_found = is_found
-        """Whether `largest` was found."""
-        self._quiet = 0
-        self._patience = QUIET_STEPS
+        """Whether `largest` was found by a search."""
+        self._successes = 0
+        self._steps_until_larger = QUIET_STEPS
         self.is_on_trial = False
         """Whether a larger size is being tried."""
         self._careful = _CAREFUL_STEPS
@@ -87,7 +87,7 @@ class SafetyNet:
         self.size = size
         """The most samples of a micro-batch in force; None: the whole share of a rank."""
         self.splits = 0
-        """How often memory has run out."""
+        """How often memory ran out."""
 
     def take(
         self,
@@ -98,23 +98,23 @@ class SafetyNet:
         clear: Callable[[], None],
         average: Callable[[], None],
     ) -> T:
-        """Return what `compute` returns for pieces of the step's micro-batches that fit.
+        """Compute the gradient of a step in micro-batches that fit; return the result of `compute`.
 
         Args:
-            step: what the loader yielded.
-            compute: accumulates the gradient of pieces, averaged over ranks or of this one alone.
-            prepare: does what ranks do together in the first pass of a step.
-            clear: forgets what was accumulated.
-            average: averages over ranks what each has accumulated.
+            step: the step from the loader.
+            compute: accumulates the gradient of pieces; the flag: averaged over ranks.
+            prepare: does the collective work of the first pass of a step.
+            clear: clears what was accumulated.
+            average: averages the accumulated gradients over ranks.
 
         Raises:
-            TrainingError: not even one sample fits, or memory ran out where ranks wait for each
-                other.
+            TrainingError: not even one sample fits, or memory ran out in a step in which other
+                ranks wait.
         """
         if self._has_others:
             if not self._is_careful(step):
-                result = self._take_together(step, compute)
-                self._calm(step)
+                result = self._take_in_step(step, compute)
+                self._note_success(step)
                 return result
             prepare()
         self.rewind.take()
@@ -128,47 +128,47 @@ class SafetyNet:
             if not self._ranks.agree((done.out_of_memory is not None,))[0]:
                 if self._has_others:
                     average()
-                self._calm(step)
+                self._note_success(step)
                 return cast(T, done.result)
             most = _most(pieces)
             del pieces, work
             self.fall_back(step, most, done.out_of_memory, clear=clear)
 
     def fall_back(
-        self, step: Step, most: int, said: str | None, *, clear: Callable[[], None]
+        self, step: Step, most: int, message: str | None, *, clear: Callable[[], None]
     ) -> None:
-        """Go back to before the step, and to a smaller size than the `most` that did not fit."""
+        """Undo the step and choose a size below `most`, which did not fit."""
         clear()
         release_memory()
         self.rewind.restore()
-        self._shrink(most, step.timestamp, said)
+        self._shrink(most, step.timestamp, message)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the size in force, and what decides when it grows again."""
+        """Return the present size and when it will grow."""
         return {
             "largest": self.largest,
             "is_found": self.is_found,
             "size": self.size,
-            "quiet": self._quiet,
-            "patience": self._patience,
+            "successes": self._successes,
+            "steps_until_larger": self._steps_until_larger,
             "is_on_trial": self.is_on_trial,
             "splits": self.splits,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the size that was in force, unless another one was given since."""
-        # Before there was such a key, only sizes that were found were saved.
-        if self.is_found and state.get("is_found", True):
+        """Continue with the saved size, unless another one was configured since."""
+        if self.is_found and state["is_found"]:
             self.largest = self.size = count(state, "largest", least=1)
         if self.largest == state["largest"]:
             self.size = None if state["size"] is None else count(state, "size", least=1)
-            self._quiet, self._patience = count(state, "quiet"), count(state, "patience")
-            self.is_on_trial = bool(state.get("is_on_trial", False))
+            self._successes = count(state, "successes")
+            self._steps_until_larger = count(state, "steps_until_larger")
+            self.is_on_trial = bool(state["is_on_trial"])
         self.splits = count(state, "splits")
         self._careful, self._seen = _CAREFUL_STEPS, Demand(0, accumulates=False)
 
-    def _take_together(self, step: Step, compute: Callable[[Sequence[MicroBatch], bool], T]) -> T:
-        """Take a step in which ranks wait for each other; where memory runs out, say so."""
+    def _take_in_step(self, step: Step, compute: Callable[[Sequence[MicroBatch], bool], T]) -> T:
+        """Run a step in which ranks wait for each other; turn an out-of-memory error into ours."""
         pieces = self._pieces(step)
         try:
             return compute(pieces, self._has_others)
@@ -194,7 +194,7 @@ class SafetyNet:
         try:
             return [piece for micro in step.micro_batches for piece in self._cut(micro, self.size)]
         except DataError as error:
-            error.add_note("memory ran out, so the batch was to be cut into smaller micro-batches")
+            error.add_note("memory ran out, so the batch had to be cut into smaller micro-batches")
             raise
 
     def _cut(self, micro: MicroBatch, most: int) -> list[MicroBatch]:
@@ -210,7 +210,7 @@ class SafetyNet:
     def _is_careful(self, step: Step) -> bool:
         if self._meets_in_passes:
             return False
-        # A batch size that grows may bring micro-batches that were never seen.
+        # A growing batch size may bring larger micro-batches than before.
         demand = self._demand(step)
         return (
             self._careful > 0
@@ -224,11 +224,11 @@ class SafetyNet:
         return Demand(-(-share // passes), passes > 1)
 
     def _share(self, step: Step) -> int:
-        """The most samples that a rank has of a step."""
+        """Return the most samples of a step on one rank."""
         return -(-step.size // self._ranks.world_size)
 
-    def _calm(self, step: Step) -> None:
-        """Note a step in which all went well."""
+    def _note_success(self, step: Step) -> None:
+        """Count a step that did not run out of memory."""
         if self._has_others:
             demand = self._demand(step)
             self._seen = Demand(
@@ -237,9 +237,9 @@ class SafetyNet:
             self._careful = max(0, self._careful - 1)
         if self.size == self.largest and not self.is_on_trial:
             return
-        self._quiet += 1
-        if self._quiet >= self._patience:
-            self._quiet, self.is_on_trial = 0, False
+        self._successes += 1
+        if self._successes >= self._steps_until_larger:
+            self._successes, self.is_on_trial = 0, False
             if self.size is not None and self.size != self.largest:
                 self.size = self._larger(self.size, step)
                 self.is_on_trial, self._careful = True, _CAREFUL_STEPS
@@ -249,9 +249,9 @@ class SafetyNet:
             return min(2 * size, self.largest)
         return 2 * size if 2 * size < self._share(step) else None
 
-    def _shrink(self, most: int, at: Timestamp, said: str | None) -> None:
+    def _shrink(self, most: int, at: Timestamp, message: str | None) -> None:
         most = max(int(text) for text in self._ranks.gather(str(most)))
-        why = next(text for text in self._ranks.gather(said or "") if text)
+        why = next(text for text in self._ranks.gather(message or "") if text)
         if most == 1:
             raise TrainingError.cannot(
                 f"take the step at {at.get('sp')}",
@@ -260,9 +260,9 @@ class SafetyNet:
             )
         self.splits += 1
         self.size = (most + 1) // 2
-        if self.is_on_trial:  # it had grown too early, so the next try comes later
-            self._patience = min(2 * self._patience, _MOST_QUIET_STEPS)
-        self._quiet, self.is_on_trial = 0, False
+        if self.is_on_trial:  # it grew too early: wait longer before the next try
+            self._steps_until_larger = min(2 * self._steps_until_larger, _MOST_QUIET_STEPS)
+        self._successes, self.is_on_trial = 0, False
         self._careful, self._seen = _CAREFUL_STEPS, Demand(0, accumulates=False)
         if self._ranks.is_first:
             warnings.warn(
@@ -275,7 +275,7 @@ class SafetyNet:
 
 
 def meets_in_passes(model: nn.Module) -> bool:
-    """Return whether ranks wait for each other in each forward pass of a model.
+    """Return whether ranks communicate in each forward pass of a model.
 
     >>> meets_in_passes(nn.BatchNorm1d(2)), meets_in_passes(nn.SyncBatchNorm(2))
     (False, True)
@@ -289,5 +289,5 @@ def _most(pieces: Sequence[MicroBatch]) -> int:
     return max(piece.num_samples for piece in pieces)
 
 
-def _brief(said: str) -> str:
-    return " ".join(said.split())[:200]
+def _brief(text: str) -> str:
+    return " ".join(text.split())[:200]

@@ -1,10 +1,10 @@
-"""One optimizer step: the gradient of the whole batch, whatever ranks and micro-batches it is in.
+"""One optimizer step: the gradient of the whole batch over all ranks and micro-batches.
 
-The gradient contract: with N units in the batch over all W ranks, a micro-batch of n units whose
-mean loss is l contributes the gradient of l * n * W / N, and the ranks are averaged. So the sum is
-the gradient of the mean over N, never a mean of means. Units are samples, or target tokens, or
-whatever a function counts. Where N is known only after the ranks have spoken (tokens on several
-ranks), the division comes late: gradients are multiplied once, before clipping.
+With N units in the batch over all W ranks, a micro-batch of n units with mean loss l contributes
+the gradient of l * n * W / N, and gradients are averaged over ranks. The sum is the gradient of the
+mean over N, never a mean of means. Units are samples, target tokens, or what a function counts. If
+N is known only after the ranks have exchanged their counts (tokens on several ranks), gradients are
+multiplied once after the last pass, before clipping.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from stretto.training.distributed.ranks import Ranks
 from stretto.training.stepping.allocation import allocate_state, no_memory
 from stretto.training.stepping.finite import FiniteCheck
 from stretto.training.stepping.gradient import Gradient, MicroLoss
-from stretto.training.stepping.noise_meter import Measured, NoiseMeter, Pass
+from stretto.training.stepping.noise_meter import NoiseMeter, Pass
 from stretto.training.stepping.safety_net import SafetyNet, meets_in_passes
 from stretto.training.stepping.units import nothing_to_learn, unit_counter
 
 
 @final
 class Stepper:
-    """Runs a `TrainStep` on the micro-batches of a batch, and looks at what it computes.
+    """Runs a `TrainStep` on the micro-batches of a batch and checks the result.
 
     Args:
         step: computes gradients and updates the weights.
-        settings: what the loss is a mean over, and what happens if it is not finite.
+        settings: the units of the loss, and what to do if it is not finite.
         ranks: the processes of the run.
-        count_tokens: counts the tokens of what the step's transforms return.
+        count_tokens: counts the tokens of a transformed batch.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Stepper:
         self._count_tokens = count_tokens
         self._model = ranks.wrap(step.forward_model or step.model)
         self._averages_itself = step.forward_model is not None or is_fully_sharded(step.model)
-        """Whether ranks average gradients in the passes of the model."""
+        """Whether the model averages gradients over ranks in its backward passes."""
         self._passes_meet = self._averages_itself or meets_in_passes(step.model)
         if step.forward_model is not None:
             step.forward_model = self._model
@@ -72,12 +72,12 @@ class Stepper:
         self._is_sum = step.loss_reduction == "sum"
         self._parameters = step.parameters
         self.resumed_from: Path | None = None
-        """The checkpoint whose state no update has used yet."""
+        """The checkpoint that was loaded, until the first update after it."""
         self.net: SafetyNet | None = None
-        """What is done where memory runs out; None: nothing."""
+        """Repeats steps that run out of memory; None: they end the run."""
         self.meter: NoiseMeter | None = None
-        """Measures the noise of the gradient; None: nobody asks for it."""
-        # With loss scaling the gradient may overflow; the scaler sees to that.
+        """Measures the gradient noise; None: it is not needed."""
+        # With loss scaling, the gradient may overflow; the scaler handles that.
         watched = [] if step.scaler is not None else self._parameters
         self._check = FiniteCheck(watched) if settings.non_finite != "ignore" else None
         self._moves = ranks.device.type != "cpu"
@@ -87,37 +87,37 @@ class Stepper:
         self._divides_late = (
             self.count is not None and ranks.world_size > 1 and self._averages_itself
         )
-        """Whether the units of all ranks are known only once the gradient is there. A step of your
-        own may compute with its weights in `update` too, so it gets them whole."""
+        """Whether gradients are divided by the units of all ranks after the last pass. Not for a
+        step of your own without DDP, whose `update` may use the weights, too."""
         self._is_plain = self._is_alone and self.count is None and not self._is_sum
-        """Whether the loader has weighed the micro-batches, and no other rank waits."""
-        self._is_settled = False
+        """Whether the weights of the loader are final, and there is no other rank."""
+        self._is_warm = False
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """What scales the loss; None: nothing."""
+        """Scales the loss; None: it is not scaled."""
         return self._step.scaler
 
     def gradient(self, step: Step) -> Gradient:
-        """Accumulate the gradient of `step`; it is complete but for `finish`.
+        """Accumulate the gradient of `step`; `finish` completes it.
 
         Raises:
-            TrainingError: the loss is no scalar, or there is no unit to learn from.
+            TrainingError: the loss is not a scalar, or the batch has no units.
         """
-        if not self._is_settled:
-            self._settle()
+        if not self._is_warm:
+            self._warm_up()
         net = self.net
         if net is None:
             return self._gradient(step, step.micro_batches, averages=True)
-        # Most steps: there is one process, and memory has not run out.
+        # Most steps: one process, and memory has not run out.
         if net.size is None and not net.is_on_trial and self._ranks.world_size == 1:
             net.rewind.take()
             try:
                 return self._gradient(step, step.micro_batches, averages=True)
             except Exception as error:  # noqa: BLE001  others are raised again
-                said = out_of_memory_text(error)
+                message = out_of_memory_text(error)
             most = max(micro.num_samples for micro in step.micro_batches)
-            net.fall_back(step, most, said, clear=self.clear)
+            net.fall_back(step, most, message, clear=self.clear)
         return net.take(
             step,
             compute=lambda pieces, averages: self._gradient(step, pieces, averages=averages),
@@ -127,22 +127,22 @@ class Stepper:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run must remember of its micro-batches, as JSON."""
+        """Return the state of the out-of-memory retry as JSON."""
         return {"net": None if self.net is None else self.net.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Continue from what `state_dict` returned."""
         if self.net is not None and state.get("net") is not None:
             self.net.load_state_dict(state["net"])
 
-    def _settle(self) -> None:
-        """Allocate the optimizer's state, and have the ranks average once, before the first step.
+    def _warm_up(self) -> None:
+        """Allocate the optimizer's state and average gradients once, before the first step.
 
-        After its first pass `DistributedDataParallel` lays gradients out anew, and with three ranks
-        or more it is the layout that says in which order they are summed. With that pass behind it
-        a run that goes on sums to the last bit as one that never stopped.
+        After its first pass, `DistributedDataParallel` changes the layout of its buckets. With
+        three ranks or more, the layout decides the order of summation. After this extra pass, a
+        resumed run sums in the same order as one that never stopped.
         """
-        self._is_settled = True
+        self._is_warm = True
         for optimizer in self._step.optimizers:
             allocate_state(optimizer, leave_out=sparse_tables(self._model))
         self._ranks.average(self._model)
@@ -159,7 +159,7 @@ class Stepper:
                 own.append(MicroLoss(self._pass(micro, micro.weight), units, units))
             return Gradient(own, 0, None, num_micro_batches)
         if meter is not None:
-            meter.has_finite_gradient = False  # a step that failed may have left it
+            meter.has_finite_gradient = False  # a failed step may have set it
             meter = meter if meter.is_due(step) else None
         if meter is not None:
             micro_batches = meter.begin(micro_batches)
@@ -180,7 +180,7 @@ class Stepper:
                 if units:
                     loss = self._pass(micro, factor * self._ranks.world_size / whole)
                     losses.append(MicroLoss(loss, factor, units))
-                elif self._passes_meet:  # others wait for it, or its forward has effects of its own
+                elif self._passes_meet:  # other ranks wait for it
                     self._step.forward_backward(self._moved(micro.batch), 0.0)
         if averages and not (self._averages_itself or self._is_alone):
             self._ranks.average(self._model)
@@ -189,12 +189,12 @@ class Stepper:
         return Gradient(losses, own_units, tokens, num_micro_batches)
 
     def _whole(self, step: Step, counts: Sequence[int]) -> float:
-        """What the weights of all micro-batches are parts of."""
+        """Return the units that the losses are divided by."""
         return step.size if self._divides_late else self._ranks.agree((sum(counts),))[0]
 
     def _pass(self, micro: MicroBatch, weight: float) -> Tensor:
         """Run the step on one micro-batch, and return its loss."""
-        # One micro-batch at a time, so that no more of them lie on the device than are used.
+        # Moved one at a time, so that only one micro-batch is on the device.
         batch = self._moved(micro.batch) if self._moves else micro.batch
         loss = self._step.forward_backward(batch, weight)
         if type(loss) is not Tensor or loss.dim():  # a subclass, or an error
@@ -202,9 +202,9 @@ class Stepper:
         return loss.detach()
 
     def is_finite(self, gradient: Gradient) -> bool:
-        """Return whether losses and gradient are finite on this rank; true where nobody looks.
+        """Return whether losses and gradient are finite on this rank; true if it is not checked.
 
-        What measured the noise of the gradient has read it already; so ask that first.
+        Call it after the noise is measured, which reads the gradient anyway.
         """
         if self._check is None:
             return True
@@ -213,31 +213,30 @@ class Stepper:
         return self._check.passes(losses, is_gradient_known=is_known)
 
     def measure_noise(self, spec: DataSpec, *, every: int) -> None:
-        """Measure the noise of the gradient in one of `every` steps from now on."""
-        run = Measured(
-            model=self._model,
-            parameters=self._parameters,
+        """Measure the gradient noise in one of `every` steps from now on."""
+        self.meter = NoiseMeter(
+            self._model,
+            self._parameters,
             spec=spec,
             ranks=self._ranks,
             every=every,
             is_sharded=self._is_sharded,
         )
-        self.meter = NoiseMeter(run)
 
     def noise(self) -> NoiseSums:
-        """Return what this rank knows of the noise of the gradient; before `finish` and `update`.
+        """Return this rank's sums for the gradient noise; call it before `finish` and `update`.
 
-        Every rank must call it, where there is a meter.
+        Every rank must call it if there is a meter.
         """
-        assert self.meter is not None, "nobody asks for it"
+        assert self.meter is not None, "measure_noise() was called"
         scaler = self._step.scaler
         return self.meter.sums(1.0 if scaler is None else scaler.get_scale())
 
     def finish(self, step: Step, units: float) -> None:
-        """Divide the gradient by the `units` of all ranks, where that had to wait for them.
+        """Divide the gradient by the `units` of all ranks, if the passes did not.
 
         Raises:
-            TrainingError: no rank had any unit to learn from.
+            TrainingError: no rank has any units.
         """
         if not self._divides_late:
             return
@@ -246,9 +245,10 @@ class Stepper:
         self._multiply(step.size / units)
 
     def show(self, look: Callable[[], None]) -> None:
-        """Call `look` while the gradient is without the loss scale, if there is one.
+        """Call `look` while the gradient is unscaled.
 
-        The scale is a power of two, so nothing is lost; and what `look` makes infinite is found.
+        The scale is a power of two, so nothing is lost, and the scaler finds infinite values that
+        `look` has set.
         """
         if self.scaler is None:
             look()
@@ -264,13 +264,13 @@ class Stepper:
             torch._foreach_mul_(gradients, factor)  # no public spelling of it
 
     def update(self) -> Info | None:
-        """Update the weights and clear the gradients; return what the step tells, to be logged.
+        """Update the weights, clear the gradients and return the step's values for the log.
 
-        None: the weights have not moved, as where the gradient overflowed under loss scaling.
+        None: the weights did not change, because the gradient overflowed under loss scaling.
 
         Raises:
-            TrainingError: memory ran out. Some weights may have moved, so nothing is tried again.
-            CheckpointError: an optimizer cannot compute with the state that it was resumed with.
+            TrainingError: memory ran out. Some weights may have changed, so it is not repeated.
+            CheckpointError: an optimizer cannot use the state that was loaded into it.
         """
         try:
             info = self._step.update()
@@ -324,7 +324,7 @@ class Stepper:
         return move_batch(batch, self._ranks.device) if self._moves else batch
 
     def _muted(self, units: int) -> AbstractContextManager[Any]:
-        """Where the model's own passes are what ranks meet in, one without units runs as well."""
+        """Return a context that keeps the gradient of a pass without units at zero."""
         return zero_gradient(self._model) if self._is_spread and not units else _NOTHING
 
     def _without_sync(

@@ -1,4 +1,4 @@
-"""What the loss is a mean over, counted in a batch."""
+"""Counts the units of a batch, over which the loss is a mean."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stretto.settings import Stepping
 
 
 def unit_counter(settings: Stepping) -> Callable[[Any], int] | None:
-    """Return what counts the units of a batch; None: they are its samples."""
+    """Return a function that counts the units of a batch; None: they are its samples."""
     if callable(settings.loss_weight):
         return settings.loss_weight
     return (
@@ -25,7 +25,7 @@ def unit_counter(settings: Stepping) -> Callable[[Any], int] | None:
 
 @final
 class TargetTokens:
-    """Counts target tokens; warns if the first labels contradict what is stated.
+    """Counts target tokens; warns if the first labels contradict `shifts_labels`.
 
     >>> import torch
     >>> labels = torch.tensor([[5, 6, 7]])
@@ -55,11 +55,11 @@ class TargetTokens:
 
 
 def nothing_to_learn(step: Step) -> TrainingError:
-    """Return the error for a step without a unit."""
+    """Return the error for a step without units."""
     return TrainingError.cannot(
         f"take the step at {step.timestamp.get('sp')}",
-        why="its batch has nothing to weigh the loss by, such as target tokens",
-        instead="give labels other than -100, or weigh by samples",
+        why="its batch has no units, such as target tokens, to weight the loss by",
+        instead="give labels other than -100, or weight the loss by samples",
     )
 
 
