@@ -28,7 +28,7 @@ def test_a_gradient_from_before_is_no_part_of_the_first_batch(problem: Make) -> 
 def test_a_batch_without_a_unit_is_refused_on_one_rank_too(problem: Make, precision: Any) -> None:
     run = problem(dtype=torch.float32)
     stepping = Stepping(loss_weight=lambda batch: 0, precision=precision)
-    with pytest.raises(TrainingError, match="cannot take the step at 0sp: its batch has nothing"):
+    with pytest.raises(TrainingError, match="cannot take the step at 0sp: its batch has no units"):
         run.trainer(stepping=stepping).fit()
 
 
