@@ -163,8 +163,8 @@ class TestWallTime:
         timer.update(samples=1)
         clock.wait(0.5)
         timer.update(samples=1)
-        assert timer.run_nanoseconds == timer.job_nanoseconds == 2_500_000_000
-        assert timer.batch_nanoseconds == 500_000_000
+        assert timer.timestamp.run_nanoseconds == timer.timestamp.job_nanoseconds == 2_500_000_000
+        assert timer.timestamp.batch_nanoseconds == 500_000_000
         assert timer.get("sec") == Time("2.5s")
 
     def test_an_epoch_has_its_own(self) -> None:
@@ -173,10 +173,11 @@ class TestWallTime:
         clock.wait(2)
         timer.update(samples=1)
         timer.end_epoch()
-        assert timer.epoch_nanoseconds == 0
+        assert timer.timestamp.epoch_nanoseconds == 0
         clock.wait(1)
         timer.update(samples=1)
-        assert (timer.epoch_nanoseconds, timer.run_nanoseconds) == (SECOND, 3 * SECOND)
+        now = timer.timestamp
+        assert (now.epoch_nanoseconds, now.run_nanoseconds) == (SECOND, 3 * SECOND)
 
     def test_what_passes_before_the_start_does_not_count(self) -> None:
         clock = FakeClock()
@@ -199,7 +200,8 @@ class TestWallTime:
         resumed.load_state_dict(state)
         clock.wait(5)
         resumed.update(samples=1)
-        assert (resumed.run_nanoseconds, resumed.job_nanoseconds) == (105 * SECOND, 5 * SECOND)
+        now = resumed.timestamp
+        assert (now.run_nanoseconds, now.job_nanoseconds) == (105 * SECOND, 5 * SECOND)
 
     def test_there_is_no_cap_at_a_day(self) -> None:
         clock = FakeClock()
@@ -215,8 +217,8 @@ class TestWallTime:
         timer = Timer(clock=FakeClock())
         timer.update(samples=1, seconds=1.5)
         timer.update(samples=1, seconds=np.float32(0.5))  # type: ignore[arg-type]
-        assert timer.run_nanoseconds == 2 * SECOND
-        assert type(timer.run_nanoseconds) is int
+        assert timer.timestamp.run_nanoseconds == 2 * SECOND
+        assert type(timer.timestamp.run_nanoseconds) is int
 
     def test_what_is_told_is_not_measured_again(self) -> None:
         clock = FakeClock()
@@ -241,7 +243,7 @@ class TestWallTime:
         timer = Timer()
         threading.Event().wait(0.001)
         timer.update(samples=1)
-        assert timer.run_nanoseconds >= 1_000_000
+        assert timer.timestamp.run_nanoseconds >= 1_000_000
 
 
 class TestAt:
@@ -251,7 +253,7 @@ class TestAt:
         timer = Timer.at(now, horizon)
         assert timer.timestamp == now
         assert timer.horizon is horizon
-        for name in Timestamp._fields:
+        for name in Timestamp._fields[:7]:
             assert getattr(timer, name) == getattr(now, name)
         for unit in TimeUnit:
             assert timer.get(unit) == horizon.position(now, unit)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationError, model_validator
 
 from stretto._location import local_path
+from stretto.batching.parse import without_nulls
 from stretto.config.reading.source import NO_SOURCE, Source
 from stretto.config.values.batch_sizes import BatchSize, coupled_key
 from stretto.config.values.fields import (
@@ -35,21 +36,10 @@ from stretto.schedules.names import parse_name
 from stretto.timing import LastBatch
 
 
-def _schedule_key(text: str) -> str:
-    parse_name(text)
-    return text
-
-
 def _local(folder: str | None) -> str | None:
     if folder is not None:
         local_path(folder, "keep a run in", ConfigError)
     return folder
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: item for key, item in value.items() if item is not None}
-    return value
 
 
 Evaluations: TypeAlias = Annotated[
@@ -86,10 +76,10 @@ class RunConfig(Section):
     one, and with `loss` if it takes one."""
     schedules: Annotated[
         dict[
-            Annotated[str, AfterValidator(_schedule_key)],
+            Annotated[str, AfterValidator(lambda text: parse_name(text) and text)],
             ScheduleText,
         ],
-        BeforeValidator(_without_nulls),
+        BeforeValidator(lambda value: without_nulls(value) if isinstance(value, dict) else value),
     ] = Field(default_factory=dict)
     """What multiplies each hyper-parameter, by its name: `lr`, `weight_decay`, `betas.0`,
     `lr@group`."""

@@ -17,7 +17,7 @@ from stretto.errors import PlanError, shown
 from stretto.planning.clock import walk
 from stretto.planning.events import Event, make_event
 from stretto.planning.plan_warnings import growth_alone, warnings_of
-from stretto.planning.prepare import Prepared, prepare
+from stretto.planning.prepare import Prepared, check_tokens, prepare
 from stretto.planning.sizes import PlannedSizes
 from stretto.planning.stages import (
     Stage,
@@ -27,7 +27,6 @@ from stretto.planning.stages import (
     known_schedules,
     make_stage,
 )
-from stretto.planning.tokens import check_tokens
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike
 from stretto.timing import Horizon, TimeLike, Timestamp, Trigger
 

@@ -18,13 +18,14 @@ from stretto.batching import (
     as_rule,
     check_pairs,
 )
-from stretto.errors import PlanError
+from stretto.errors import PlanError, shown
 from stretto.planning.clock import unplannable
-from stretto.planning.length import check_length
 from stretto.planning.sizes import ENDLESS, PlannedSizes, UnknownSizes, horizon_of
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike, as_schedule
 from stretto.timing import BoundTrigger, Horizon, TimeLike, TimeUnit, Trigger, parse_trigger
+from stretto.timing.number import MAX_DIGITS
 
+_LIMIT = 10 ** (MAX_DIGITS - 2)
 At: TypeAlias = Callable[..., AbstractContextManager[object]]
 """`at("schedules", "lr")` is entered while that part is bound, so errors can say where."""
 
@@ -135,7 +136,7 @@ def prepare(
             known = _with_sizes(run, policy, most_stages)
     with at("max_duration"):
         if known.sizes is not None:
-            check_length(known.sizes)
+            _check_length(known.sizes)
     bound: dict[str, BoundSchedule] = {}
     for name, schedule in read.items():
         with at("schedules", name):
@@ -171,3 +172,41 @@ def _with_sizes(facts: Horizon, policy: BatchSizePolicy, most_stages: int | None
             refusal = error
             horizon = facts.with_batch_sizes(UnknownSizes(ENDLESS))
     return Prepared(facts, horizon, policy, bound, sizes, refusal, {}, {}, {}, {}, NoRule())
+
+
+def _check_length(sizes: PlannedSizes) -> None:
+    """Refuse a run whose positions exceed the digits of an exact time.
+
+    A fraction of the run is a count times the denominator of the run's length, divided by the
+    length. An exact time keeps at most 200 digits.
+    """
+    run = sizes.horizon.max_duration
+    if sizes.end is not None and max(sizes.end) * run.amount.denominator >= _LIMIT:
+        raise PlanError.cannot(
+            f"plan a run of {shown(str(run))}",
+            why=f"where it stands takes more than {MAX_DIGITS} digits",
+            instead="write a length that a run can have, such as '90ep'",
+        )
+
+
+def check_tokens(run: Prepared) -> None:
+    """Refuse a run that needs tokens from data that do not count them.
+
+    Raises:
+        PlanError: its length, the batch size, a schedule or a trigger follows tokens.
+    """
+    facts = run.facts
+    needs = [
+        (f"run for {facts.max_duration}", "max_duration", {facts.max_duration.unit}),
+        ("follow tokens with the batch size", "batch_size", run.bound_policy.units),
+        *(("follow tokens with a schedule", k, v.reads(facts)) for k, v in run.schedules.items()),
+        *(("wait for tokens", name, one.units) for name, one in run.bound_triggers.items()),
+    ]
+    for what, where, units in needs:
+        if TimeUnit.TOKEN in units:
+            raise PlanError.cannot(
+                what,
+                why="the data cannot count their tokens",
+                instead="write it in 'sp' or 'ep', or pass get_num_tokens_in_batch with the data",
+                where=where,
+            )

@@ -57,18 +57,14 @@ def clock(horizon: Horizon, timestamp: Timestamp | None) -> dict[str, int | str]
 
 
 def _stage(horizon: Horizon, stage: Stage) -> dict[str, object]:
+    values = {name: value._asdict() for name, value in stage.values.items()}
     return {
-        "number": stage.number,
-        "size": stage.size,
-        "batches": stage.batches,
-        "samples": stage.samples,
+        **{name: getattr(stage, name) for name in ("number", "size", "batches", "samples")},
         "skipped": stage.skipped,
         "cut_sizes": list(stage.cut_sizes),
         "shares": list(stage.shares),
         "accumulation": stage.accumulation,
         "first": clock(horizon, stage.first),
         "end": clock(horizon, stage.end),
-        "values": {
-            name: {"first": value.first, "last": value.last} for name, value in stage.values.items()
-        },
+        "values": values,
     }

@@ -199,26 +199,6 @@ class Timer:
         """Tokens passed in this epoch."""
         return self.timestamp.token_in_epoch
 
-    @property
-    def run_nanoseconds(self) -> int:
-        """Wall time of the run, over all its resumes."""
-        return self.timestamp.run_nanoseconds
-
-    @property
-    def job_nanoseconds(self) -> int:
-        """Wall time since the run was last started or resumed."""
-        return self.timestamp.job_nanoseconds
-
-    @property
-    def epoch_nanoseconds(self) -> int:
-        """Wall time of this epoch."""
-        return self.timestamp.epoch_nanoseconds
-
-    @property
-    def batch_nanoseconds(self) -> int:
-        """Wall time of the last batch."""
-        return self.timestamp.batch_nanoseconds
-
     def get(self, unit: str) -> Time:
         """Return the position of the run in `unit`, with fractions of epochs and of the run.
 

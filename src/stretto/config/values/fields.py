@@ -22,9 +22,11 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
+from stretto.batching.parse import without_nulls
 from stretto.config.reading.source import show_path
 from stretto.errors import ConfigError, TimeError
-from stretto.timing import Time, TimeUnit, read_wall_clock
+from stretto.timing import Time, read_wall_clock
+from stretto.timing.conversion import check_run
 
 TIME_PATTERN = (
     r"^\s*[0-9][0-9_]*(\.[0-9]+|/[0-9][0-9_]*)?([eE][+-]?[0-9]+)?"
@@ -63,9 +65,8 @@ class Section(Part):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_nulls(cls, values: Any) -> Any:
-        if isinstance(values, dict) and cls.model_config.get("extra") == "forbid":
-            return {key: value for key, value in values.items() if value is not None}
-        return values
+        is_closed = cls.model_config.get("extra") == "forbid"
+        return without_nulls(values) if isinstance(values, dict) and is_closed else values
 
 
 def read_target(value: object) -> str:
@@ -116,39 +117,17 @@ def read_time(value: object) -> Time:
     )
 
 
-def read_length(value: object) -> Time:
+def longer(time: Time) -> Time:
     """Return a time that is longer than nothing.
 
     Raises:
-        TimeError: it is not a time, or not positive.
+        TimeError: it is not positive.
     """
-    time = read_time(value)
     if time.amount <= 0:
         raise TimeError.cannot(
             f"use '{time}' here",
             why="it is not longer than 0",
             instead="write a time such as '1ep'",
-        )
-    return time
-
-
-def read_wait(value: object) -> Time:
-    """Return a time on the wall clock.
-
-    Raises:
-        TimeError: it is not such a time, or not positive.
-    """
-    return read_wall_clock(read_length(value))
-
-
-def read_run_length(value: object) -> Time:
-    """Return a time that is longer than nothing and not a fraction of the run itself."""
-    time = read_length(value)
-    if time.unit is TimeUnit.DURATION:
-        raise TimeError.cannot(
-            f"use '{time}' as the length of the run",
-            why="it is a fraction of itself",
-            instead="write it in 'ep', 'ba', 'sp', 'tok' or as hours",
         )
     return time
 
@@ -183,7 +162,10 @@ def _plain(value: object) -> str:
     return repr(value)
 
 
-def _time(read: Any, examples: list[str]) -> tuple[Any, ...]:
+def _time(check: Callable[[Time], Time], examples: list[str]) -> tuple[Any, ...]:
+    def read(value: object) -> Time:
+        return check(read_time(value))
+
     return (
         GetPydanticSchema(lambda _, __: core_schema.no_info_plain_validator_function(read)),
         PlainSerializer(str, return_type=str),
@@ -197,11 +179,11 @@ TargetText: TypeAlias = Annotated[
     Field(json_schema_extra={"pattern": TARGET_PATTERN}, examples=["torch.optim:AdamW"]),
 ]
 """`package.module:attribute`."""
-Length: TypeAlias = Annotated[Time, *_time(read_length, ["1ep", "10%", "512sp"])]
+Length: TypeAlias = Annotated[Time, *_time(longer, ["1ep", "10%", "512sp"])]
 """A time that is longer than nothing."""
-WallClock: TypeAlias = Annotated[Time, *_time(read_wait, ["90s", "10m"])]
+WallClock: TypeAlias = Annotated[Time, *_time(read_wall_clock, ["90s", "10m"])]
 """A time on the wall clock that is longer than nothing."""
-RunLength: TypeAlias = Annotated[Time, *_time(read_run_length, ["2ep", "2Btok", "36h"])]
+RunLength: TypeAlias = Annotated[Time, *_time(check_run, ["2ep", "2Btok", "36h"])]
 """The length of a run."""
 
 Count: TypeAlias = Annotated[int, Field(ge=1, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -50,36 +50,28 @@ def _message(details: ErrorDetails, root: type[BaseModel], source: Source) -> Me
     if kind == "missing":
         return _missing(loc, root, source)
     if kind == "extra_forbidden":
-        why, instead = _unknown(path, _section_at(root, loc[:-1]), _meant(details, root))
-        return cannot(f"use the key {path[-1]!r}", why=why, instead=instead, where=where)
+        inside = f" in {show_path(path[:-1])}" if len(path) > 1 else ""
+        section, meant = _section_at(root, loc[:-1]), _meant(details, root)
+        known = ", ".join(section.model_fields if section else ())
+        return cannot(
+            f"use the key {path[-1]!r}",
+            why=f"there is no such key{inside}",
+            instead=f"did you mean '{meant}'?" if meant else f"the keys here are {known}",
+            where=where,
+        )
     if kind == "shape":
         why, instead = "it is none of the things that can stand here", details["msg"]
     elif kind in ("model_type", "model_attributes_type"):
-        why, instead = _no_mapping(_section_at(root, loc))
+        section = _section_at(root, loc)
+        keys = list(section.model_fields) if section else []
+        why, instead = _REASONS["dict_type"]
+        if keys:
+            listed = ", ".join(keys)
+            instead = f"write keys with values, such as {{{keys[0]}: ...}} (its keys are {listed})"
     else:
         why, instead = _reason(kind, context, details["input"])
     name = show_path(path) if path else source.name
     return cannot(f"use {shown(details['input'])} as {name}", why=why, instead=instead, where=where)
-
-
-def _unknown(path: Path, section: type[BaseModel] | None, meant: str | None) -> tuple[str, str]:
-    """Why a key cannot stand where it is, and what to write."""
-    inside = f" in {show_path(path[:-1])}" if len(path) > 1 else ""
-    keys = {} if section is None else section.model_fields
-    if meant:
-        return f"there is no such key{inside}", f"did you mean '{meant}'?"
-    return f"there is no such key{inside}", f"the keys here are {', '.join(keys)}"
-
-
-def _no_mapping(section: type[BaseModel] | None) -> tuple[str, str]:
-    """Why a value cannot stand where keys with values must, and what to write."""
-    keys = list(section.model_fields) if section else []
-    if not keys:
-        return _REASONS["dict_type"]
-    return (
-        "it is not a mapping",
-        f"write keys with values, such as {{{keys[0]}: ...}} (its keys are {', '.join(keys)})",
-    )
 
 
 def _reason(kind: str, context: Mapping[str, Any], value: object) -> tuple[str, str]:
@@ -126,7 +118,7 @@ def _missing(loc: tuple[str | int, ...], root: type[BaseModel], source: Source) 
     path, name = _path(loc), str(loc[-1])
     section = _section_at(root, loc[:-1])
     field = section.model_fields.get(name) if section else None
-    example = _example(field)
+    example = _example(field) if field else None
     written = f"'{name}: {example}'" if example else f"the key '{name}'"
     whole = show_path(path[:-1]) or source.name
     return cannot(
@@ -137,19 +129,11 @@ def _missing(loc: tuple[str | int, ...], root: type[BaseModel], source: Source) 
     )
 
 
-def _example(field: FieldInfo | None) -> str | None:
-    for examples in _examples_in(field) if field else ():
-        return str(examples[0])
-    return None if field is None else _EXAMPLES.get(field.annotation)
-
-
-def _examples_in(field: FieldInfo) -> Iterator[list[Any]]:
-    if field.examples:
-        yield field.examples
-    for item in field.metadata:
-        json_schema = getattr(item, "json_schema", None)
-        if isinstance(json_schema, dict) and "examples" in json_schema:
-            yield json_schema["examples"]
+def _example(field: FieldInfo) -> str | None:
+    schemas = [getattr(item, "json_schema", None) for item in field.metadata]
+    several = [one.get("examples") for one in schemas if isinstance(one, dict)]
+    examples = next(filter(None, [field.examples, *several]), None)
+    return str(examples[0]) if examples else _EXAMPLES.get(field.annotation)
 
 
 def _meant(details: ErrorDetails, root: type[BaseModel]) -> str | None:
