@@ -97,7 +97,7 @@ def direct_steps(source: MapSource, plans: Plans) -> Iterator[FetchedStep]:
         if plan is not decided or world > 1:
             decided, sizes = plan, share_sizes(part, plan.size, start)
             ahead, rows = 1, iter(())
-        place = source.place(start)
+        place = start if world == 1 else source.place(start)
         micro_batches: list[CountedBatch] = []
         for count in sizes:
             if fetch.tensors is not None and count == plan.size:
