@@ -116,7 +116,7 @@ def lightning(case: Case, mode: str) -> dict[str, Any]:
 
 def accelerate(case: Case, start: str) -> dict[str, Any]:
     """Ask Accelerate's `find_executable_batch_size`."""
-    from accelerate.utils import memory  # type: ignore[import-not-found]
+    from accelerate.utils import memory
 
     failures = counted(memory, "should_reduce_batch_size")
     counters: list[Counter] = []

@@ -14,6 +14,7 @@ from torch import nn
 
 from stretto.data import DataSpec
 from stretto.integrations import prepare
+from stretto.integrations.weights import total_units
 from stretto.schedules import Linear
 from stretto.settings import Loading
 
@@ -60,7 +61,7 @@ def train(out: Path, resume: Path | None, *, micro_batch_size: int, stop: int | 
                 break
             micros = meter.micro_batches(step)
             units = [targets(micro.batch) if micro.num_samples else 0 for micro in micros]
-            total = run.total(units, step)
+            total = total_units(step, units, world_size=run.loader.world_size)
             if len(micros) == len(step):
                 assert run.weights(step, targets) == [
                     one * run.loader.world_size / total for one in units

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from stretto.errors import ScheduleError
-from stretto.optim.base_values import plain, write
+from stretto.optim.base_values import plain, restore_base_values, write
 from stretto.optim.reading import group_name
 from stretto.schedules.names import find_name, parse_name
 
@@ -29,6 +29,7 @@ def read_base_values(optimizer: Optimizer, given: Mapping[str, float]) -> list[G
     Raises:
         ScheduleError: the optimizer has no value of a given name.
     """
+    restore_base_values(optimizer)  # what a schedule of an earlier run has written
     found = []
     for number, group in enumerate(optimizer.param_groups):
         values = {key: plain(value) for key, value in group.items() if key != "params"}

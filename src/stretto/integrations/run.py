@@ -1,108 +1,31 @@
-"""`prepare` and `ExternalRun`: a run inside a training loop that is not stretto's."""
+"""`ExternalRun`: a run inside a training loop that is not stretto's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Literal, NamedTuple, Self, TypeAlias, final
+from typing import Any, Self, final
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
-from stretto.data import DataSpec, Step, StepLoader, count_target_tokens
+from stretto.batching import NO_SIGNALS, Signals
+from stretto.data import DataSpec, Step, StepLoader
 from stretto.errors import CheckpointError, TrainingError
 from stretto.integrations import counts
 from stretto.integrations.base_values import GroupValues, read_base_values, set_base_values
 from stretto.integrations.counts import Count
 from stretto.integrations.meter import StepMeter
 from stretto.integrations.scheduler import ClockScheduler
+from stretto.integrations.weights import MicroBatchView, Units, weights_of
 from stretto.optim import Hyperparameters
 from stretto.optim.joined import joined
-from stretto.optim.reading import as_one_schedule
 from stretto.planning import Plan, Prepared
-from stretto.planning import prepare as prepare_run
 from stretto.planning.plan import plan_prepared
-from stretto.runtime.collectives import all_sum, is_started
 from stretto.settings import Loading
-from stretto.timing import TimeLike, Timer, Timestamp, Trigger
-from stretto.training.stepping.units import nothing_to_learn
-
-Units: TypeAlias = Literal["samples", "tokens"] | Callable[[Any], int]
-"""What a loss is a mean over: samples, target tokens, or what a function counts in a batch."""
+from stretto.timing import Timer, Timestamp
 
 _VERSION = 1
-
-
-class MicroBatchView(NamedTuple):
-    """A micro-batch as a loop sees it that takes one micro-batch after the other."""
-
-    batch: Any
-    """The collated samples."""
-    weight: float
-    """The factor of its mean loss; 0 for a dummy."""
-    is_first: bool
-    """Whether a step begins with it."""
-    is_last: bool
-    """Whether the optimizer steps after it."""
-
-
-def prepare(
-    data: Any,
-    batch_size: PolicyLike,
-    *,
-    max_duration: TimeLike,
-    schedules: Mapping[str, Any] | None = None,
-    rule: RuleLike | None = None,
-    evaluate: Trigger | TimeLike | None = None,
-    checkpoint: Trigger | TimeLike | None = None,
-    log: Trigger | TimeLike | None = None,
-    micro_batch_size: int | None = None,
-    loading: Loading | None = None,
-) -> ExternalRun:
-    """Prepare a run for a training loop that is not stretto's.
-
-    Everything is checked and bound to the run here, without ranks and optimizers.
-
-    >>> import torch
-    >>> model = torch.nn.Linear(1, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> data = torch.utils.data.TensorDataset(torch.arange(12.0).reshape(12, 1))
-    >>> run = prepare(data, "0sp:2 4sp:4", max_duration="1ep", schedules={"lr": 1.0})
-    >>> for step in run.bind(optimizer).steps():
-    ...     for micro, weight in zip(step, run.weights(step), strict=True):
-    ...         (weight * model(micro.batch[0]).square().mean()).backward()
-    ...     optimizer.step(); optimizer.zero_grad()
-    ...     _ = run.finish()
-    >>> run.timer.batch, run.num_steps.exact
-    (4, 4)
-
-    Args:
-        data: what `StepLoader` takes.
-        batch_size: samples of one step over all ranks: a number, a text, a policy.
-        max_duration: how long the run is.
-        schedules: by hyper-parameter, a schedule or several that multiply.
-        rule: how learning rates follow the batch size.
-        evaluate: when `finish` returns "evaluate".
-        checkpoint: when `finish` returns "checkpoint".
-        log: when `finish` returns "log".
-        micro_batch_size: the most samples of one micro-batch; None: a rank's whole share.
-        loading: how data are loaded.
-
-    Raises:
-        StrettoError: the arguments do not fit; the message says what to write instead.
-    """
-    loading, spec = loading or Loading(), DataSpec.of(data)
-    wanted = {"evaluate": evaluate, "checkpoint": checkpoint, "log": log}
-    prepared = prepare_run(
-        spec.horizon(max_duration, loading.last_batch),
-        batch_size,
-        schedules={name: as_one_schedule(one) for name, one in (schedules or {}).items()},
-        triggers={name: one for name, one in wanted.items() if one is not None},
-        rule=rule,
-    )
-    return ExternalRun(spec, prepared, loading, micro_batch_size)
 
 
 @final
@@ -131,7 +54,8 @@ class ExternalRun:
         self._hyperparameters: Hyperparameters | None = None
         self._state: Mapping[str, Any] | None = None
         self._seen = self._finished = Timestamp()
-        self._batch_size = 0
+        self.batch_size = 0
+        """The size that was decided for the last step that was drawn."""
 
     def bind(
         self,
@@ -191,23 +115,20 @@ class ExternalRun:
         return self
 
     @property
-    def loader(self) -> StepLoader:
-        """The loader.
+    def is_bound(self) -> bool:
+        """Whether `bind` was called."""
+        return self._loader is not None
 
-        Raises:
-            TrainingError: `bind` was not called.
-        """
+    @property
+    def loader(self) -> StepLoader:
+        """The loader; `bind` makes it."""
         if self._loader is None:
             raise _unbound()
         return self._loader
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """The base values and schedules of all optimizers.
-
-        Raises:
-            TrainingError: `bind` was not called.
-        """
+        """The base values and schedules of all optimizers."""
         if self._hyperparameters is None:
             raise _unbound()
         return self._hyperparameters
@@ -246,7 +167,7 @@ class ExternalRun:
             )
         step = next(self.loader, None)
         if step is not None:
-            self.step, self._batch_size = step, step.batch_size
+            self.step, self.batch_size = step, step.batch_size
             self.hyperparameters.apply(step.timestamp, step.batch_size)
         return step
 
@@ -266,8 +187,8 @@ class ExternalRun:
         Args:
             signals: what the step measured, for the policy; the same on all ranks.
             step: the step, or a copy of it, to check that it is the open one.
-            tokens: see `StepLoader.finish`.
-            seconds: see `StepLoader.finish`.
+            tokens: as in `StepLoader.finish`, and so are `seconds`.
+            seconds: the wall time of the step.
 
         Raises:
             TrainingError: `step` is another one.
@@ -306,9 +227,6 @@ class ExternalRun:
     def micro_batches(self, units: Units = "samples") -> Iterator[MicroBatchView]:
         """Yield the micro-batches of the present epoch; call `finish` after each last one.
 
-        Args:
-            units: see `weights`.
-
         Raises:
             TrainingError: a step is asked for before the last one was finished.
         """
@@ -319,38 +237,16 @@ class ExternalRun:
                 yield MicroBatchView(micro.batch, weight, number == 0, number == last)
 
     def weights(self, step: Step, units: Units = "samples") -> list[float]:
-        """Return the factor of the mean loss of each micro-batch.
-
-        Gradients summed over micro-batches and averaged over ranks are then those of the mean over
-        the units of the whole batch. Dummies have 0 units. All ranks must call it: unless units are
-        samples, they add up their units.
+        """Return the factor of the mean loss of each micro-batch, which all ranks must call.
 
         Args:
             step: the step.
-            units: samples, target tokens, or a function that counts the units of a batch.
+            units: what the loss is a mean over; see `weights_of`.
 
         Raises:
             TrainingError: the batch has no unit.
         """
-        if units == "samples":
-            return [micro.weight for micro in step]
-        count = count_target_tokens if units == "tokens" else units
-        own = [count(micro.batch) if micro.num_samples else 0 for micro in step]
-        return [one * self.loader.world_size / self.total(own, step) for one in own]
-
-    def total(self, own: Sequence[int], step: Step) -> float:
-        """Return the units of a step over all ranks, which must all call it.
-
-        Raises:
-            TrainingError: it is 0.
-        """
-        total, world_size = float(sum(own)), self.loader.world_size
-        if world_size > 1 and is_started():
-            # Several processes may hold parts of one model, and then have the same batches.
-            total = all_sum([total])[0] * world_size / dist.get_world_size()
-        if not total:
-            raise nothing_to_learn(step)
-        return total
+        return weights_of(step, units, world_size=self.loader.world_size)
 
     def meter(self, model: nn.Module) -> StepMeter:
         """Return what measures the noise of the gradient. All ranks must call it."""
@@ -391,7 +287,7 @@ class ExternalRun:
         return counts.steps_of_epoch(self.prepared, epoch)
 
     def micro_batches_in_epoch(self, epoch: int) -> Count:
-        """Return the number of micro-batches of each rank in the steps that begin in an epoch.
+        """Return the number of micro-batches of each rank in these steps.
 
         An iterable may have more: its own batches are cut, too.
         """
@@ -409,7 +305,7 @@ class ExternalRun:
             "sp": now.sample,
             "tok": now.token,
             "dur": self.elapsed,
-            "batch_size": self._batch_size,
+            "batch_size": self.batch_size,
             **self.hyperparameters.values(),
             **self.loader.log_values(),
         }
@@ -420,11 +316,8 @@ class ExternalRun:
         `open` says whether a step was drawn and not finished. The state is that before this step,
         so after a resume the step comes anew.
         """
-        return {
-            "version": _VERSION,
-            "open": self.step is not None,
-            "loader": self.loader.state_dict(),
-        }
+        is_open = self.step is not None
+        return {"version": _VERSION, "open": is_open, "loader": self.loader.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from where `state_dict` was called; with other ranks and micro-batches, too.

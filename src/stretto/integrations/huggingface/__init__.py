@@ -1,0 +1,85 @@
+"""`attach(trainer, batch_size, schedules)`: stretto in trainers of Hugging Face.
+
+For `transformers.Trainer` and what derives from it: TRL's SFTTrainer and DPOTrainer,
+sentence-transformers. One element of the train dataloader is one optimizer step, and its
+micro-batches run through the trainer's own `training_step`, so everything else stays as it is.
+
+What cannot work is refused: `gradient_accumulation_steps` above 1; samplers other than random and
+sequential ones (group by length, weights, GRPO); several GPUs in one process; DeepSpeed; tensor,
+context and sequence parallelism; on several ranks, `average_tokens_across_devices=False`; losses
+that compare the samples of a batch, if it is more than one micro-batch.
+
+Tested with transformers 5.23, accelerate 1.15, TRL 1.16 and sentence-transformers 5. The hooks that
+transformers does not document are listed in docs/integrations.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from transformers import Trainer
+
+from stretto.batching import PolicyLike, RuleLike
+from stretto.integrations.huggingface.callback import EVENTS, Attached, StrettoCallback
+from stretto.integrations.huggingface.checks import check_events, check_trainer
+from stretto.integrations.huggingface.trainer import Follows
+from stretto.timing import LastBatch, TimeLike, Trigger
+
+__all__ = ["Attached", "StrettoCallback", "attach"]
+
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
+
+
+def attach(
+    trainer: AnyTrainer,
+    batch_size: PolicyLike,
+    schedules: Mapping[str, Any] | None = None,
+    *,
+    rule: RuleLike | None = None,
+    every: Mapping[str, Trigger | TimeLike] | None = None,
+    max_duration: TimeLike | None = None,
+    last_batch: LastBatch | None = None,
+    **facts: Any,
+) -> AnyTrainer:
+    """Let a trainer follow a batch size that changes, and schedules on an exact clock.
+
+    Call it before `trainer.train()`, on every rank. `per_device_train_batch_size` is the most
+    samples of a micro-batch from now on.
+
+    Args:
+        trainer: the trainer, as it was built.
+        batch_size: samples of one step over all ranks: a number, a text, a policy.
+        schedules: by hyper-parameter; None: `args.lr_scheduler_type`, over the clock.
+        rule: how learning rates follow the batch size.
+        every: when to "evaluate", "save" or "log", beside what the strategies of `args` say.
+        max_duration: how long to train; None: `args.max_steps` or `args.num_train_epochs`.
+        last_batch: what happens if an epoch ends inside a batch; None: `drop` with
+            `args.dataloader_drop_last`, else `keep`.
+        facts: fields of `DataSpec`, such as `num_samples` of a stream.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        StrettoError: the trainer or its settings cannot follow; the message says why.
+    """
+    when = every or {}
+    check_events(when)
+    check_trainer(trainer)
+    args, kind = trainer.args, type(trainer)
+    length = f"{args.max_steps}ba" if args.max_steps > 0 else f"{args.num_train_epochs}ep"
+    settings = {
+        "batch_size": batch_size,
+        "schedules": schedules,
+        "rule": rule,
+        "max_duration": max_duration or length,
+        **{EVENTS[name]: trigger for name, trigger in when.items()},
+    }
+    ending: LastBatch = "drop" if args.dataloader_drop_last else "keep"
+    trainer.stretto = Attached(trainer, settings, last_batch or ending, facts)
+    trainer.__class__ = type(f"Stretto{kind.__name__}", (Follows, kind), {})
+    trainer.callback_handler.callbacks.insert(0, trainer.stretto.callback)
+    args.ignore_data_skip = True  # the run itself finds its place in the data
+    trainer.get_train_dataloader()  # refuse now what cannot be followed
+    return trainer

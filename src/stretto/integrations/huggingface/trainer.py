@@ -1,0 +1,195 @@
+"""`Follows`: the methods of a trainer that draw steps and run their micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+
+from stretto.batching import NO_SIGNALS
+from stretto.data import DataSpec, MicroBatch, Step, count_target_tokens
+from stretto.data.tokens import IGNORED_LABEL
+from stretto.errors import CheckpointError, TrainingError
+from stretto.integrations.huggingface.callback import Attached, Steps, StrettoCallback
+from stretto.integrations.huggingface.checks import check_loss
+from stretto.integrations.meter import StepMeter
+from stretto.integrations.stock import StreamBatches, is_shuffled
+from stretto.settings import Loading
+
+
+class Follows(Trainer):
+    """Stands left of the class of a trainer, so `super()` is that class."""
+
+    stretto: Attached
+    control: Any
+    lr_scheduler: Any
+
+    def get_train_dataloader(self) -> Steps:
+        """Prepare the run of the data and the order of the stock dataloader."""
+        stock, args, own = super().get_train_dataloader(), self.args, self.stretto
+        seed = args.seed if args.data_seed is None else args.data_seed
+        loading = Loading(seed=seed, last_batch=own.last_batch)
+        if isinstance(stock.dataset, IterableDataset):
+            size = self._train_batch_size * args.world_size
+            data: Any = StreamBatches(self.train_dataset, size, stock.collate_fn)
+            spec = DataSpec.of(data, **own.facts)
+        else:
+            # A row need not be a sample: packing makes one of several, DPO two of each.
+            counted = {"get_num_samples_in_batch": lambda _: None} | dict(own.facts)
+            spec = DataSpec.of(stock.dataset, **counted)
+            loading = replace(
+                loading,
+                shuffle=is_shuffled(stock),
+                collate_fn=stock.collate_fn,
+                num_workers=args.dataloader_num_workers,
+                prefetch_factor=args.dataloader_prefetch_factor,
+                pin_memory=args.dataloader_pin_memory,
+            )
+        return Steps(own.prepare(spec, loading), stock.dataset)
+
+    def set_initial_training_values(self, args: Any, dataloader: Steps) -> tuple[Any, ...]:
+        """Return the numbers of a run; see `Trainer`."""
+        num_samples = dataloader.run.horizon.dataset_num_samples
+        return (
+            dataloader.num_epochs,
+            dataloader.longest,
+            num_samples or dataloader.end or 0,
+            dataloader.end or 0,
+            self.get_total_train_batch_size(args),
+            dataloader.longest,
+            dataloader.num_steps,
+        )
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Bind the run to the optimizer, and continue it if the trainer resumes."""
+        own, optimizer = self.stretto, self.optimizer if optimizer is None else optimizer
+        if own.settings["schedules"] is None:
+            own.curve = self._stock_curve(num_training_steps)
+        own.run.bind(
+            optimizer,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+            micro_batch_size=self._train_batch_size,
+        )
+        check_loss(self, own.run)
+        self.lr_scheduler = own.run.scheduler(optimizer)
+        callbacks = self.callback_handler.callbacks  # first, so that others see the right epoch
+        callbacks[:] = [own.callback, *(c for c in callbacks if type(c) is not StrettoCallback)]
+        if self.state.global_step:
+            saved = self.state.stateful_callbacks.get(StrettoCallback.__name__, {})
+            if "run" not in saved.get("attributes", {}):
+                raise CheckpointError.cannot(
+                    f"resume at step {self.state.global_step}",
+                    why="the checkpoint was not written with stretto attached",
+                    instead="attach before the first step, or start anew",
+                )
+            own.run.load_state_dict(saved["attributes"]["run"])
+        return self.lr_scheduler
+
+    def _stock_curve(self, num_steps: int) -> Callable[[float], float]:
+        """Return what `lr_scheduler_type` says, as a function of the part of the run."""
+        self.lr_scheduler = None
+        unused = torch.optim.SGD([torch.zeros(1)], lr=self.args.learning_rate)
+        found = super().create_scheduler(num_steps, unused)
+        if type(found) is not LambdaLR:
+            raise TrainingError.cannot(
+                f"follow lr_scheduler_type={self.args.lr_scheduler_type!r}",
+                why="it is no function of the step",
+                instead="pass schedules={'lr': ...}",
+            )
+        factor: Callable[[Any], float] = found.lr_lambdas[0]
+        return lambda elapsed: float(factor(elapsed * num_steps))
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Return one step as the only batch, and the targets in it over all ranks."""
+        step = next(epoch_iterator, None)
+        if step is None:
+            self.control.should_epoch_stop = True
+            return [], None
+        each = [one.batch if one.num_samples else _unlabelled(one.batch) for one in step]
+        _, num_items = super().get_batch_samples(iter(each), len(each), device)
+        return [step], num_items
+
+    def training_step(self, model: Any, inputs: Step, num_items_in_batch: Any = None) -> Any:
+        """Run the micro-batches of a step; return its loss."""
+        own, accelerator, losses = self.stretto, self.accelerator, []
+        meter = own.meter(model)
+        micros = inputs.micro_batches if meter is None else meter.micro_batches(inputs)
+        for number, micro in enumerate(micros):
+            is_last = number == len(micros) - 1
+            meets = is_last or (meter is not None and meter.averages_each)
+            accelerator.gradient_state._set_sync_gradients(is_last)
+            own.weight = micro.weight
+            if num_items_in_batch is not None:  # the loss is divided by it already
+                own.weight = float(micro.num_samples > 0)
+            with ExitStack() as stack:
+                if not meets:
+                    stack.enter_context(accelerator.no_sync(model))
+                if meter is not None:
+                    stack.enter_context(_watch(meter, micro, num_items_in_batch, is_last=is_last))
+                losses.append(super().training_step(model, micro.batch, num_items_in_batch))
+            if not is_last:
+                self.control = self.callback_handler.on_substep_end(
+                    self.args, self.state, self.control
+                )
+        own.weight, loss = None, torch.stack(losses).sum()
+        own.signals = NO_SIGNALS
+        if meter is not None:
+            scaler = accelerator.scaler
+            own.signals = meter.signals(1.0 if scaler is None else scaler.get_scale())
+        if "loss" in own.run.loader.reads:
+            own.signals = replace(own.signals, loss=accelerator.gather(loss).mean().item())
+        return loss
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of a micro-batch with its weight in the step."""
+        found = super().compute_loss(
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+        weight = self.stretto.weight
+        if weight is None or weight == 1.0:
+            return found
+        return (found[0] * weight, found[1]) if return_outputs else found * weight
+
+    def log(self, logs: dict[str, float], *rest: Any) -> None:
+        """Log the batch size and the clock beside the loss."""
+        if "loss" in logs:
+            run = self.stretto.run
+            logs |= {"batch_size": run.batch_size, "samples": run.timer.sample}
+            logs |= {"tokens": run.timer.token} if run.timer.token else {}
+        super().log(logs, *rest)
+
+    def floating_point_ops(self, inputs: Step) -> int:
+        """Return the operations of a step on this rank."""
+        each = super().floating_point_ops
+        return sum(each(micro.batch) for micro in inputs if micro.num_samples)
+
+    def _track_num_input_tokens(self, inputs: Step) -> None:
+        for micro in inputs:
+            super()._track_num_input_tokens(micro.batch)
+
+
+def _watch(
+    meter: StepMeter, micro: MicroBatch, num_items: Any, *, is_last: bool
+) -> AbstractContextManager[None]:
+    if num_items is None:
+        return meter.watch(micro, is_last=is_last)
+    units = count_target_tokens(micro.batch) if micro.num_samples else 0
+    return meter.watch(micro, is_last=is_last, units=units, divisor=float(num_items))
+
+
+def _unlabelled(batch: Any) -> Any:
+    """Return the batch of a dummy, which has no target."""
+    names = ("labels", "shift_labels")
+    return {
+        name: torch.full_like(value, IGNORED_LABEL) if name in names else value
+        for name, value in batch.items()
+    }

@@ -1,0 +1,51 @@
+"""What the dataloader of a framework reads, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, final
+
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from stretto.errors import DataError
+
+
+@final
+class StreamBatches:
+    """Collated batches of a stream of samples; it has the state of the stream, if there is one."""
+
+    def __init__(self, dataset: Any, size: int, collate: Any) -> None:
+        self.dataset, self._size, self._collate = dataset, size, collate
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict", "set_epoch"):
+            return getattr(self.dataset, name)
+        raise AttributeError(name)
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = iter(self.dataset)
+        while chunk := list(islice(samples, self._size)):
+            yield self._collate(chunk)
+
+
+def is_shuffled(dataloader: Any) -> bool:
+    """Return whether a dataloader over map-style data has a random order.
+
+    Raises:
+        DataError: it has another order than a random or a sequential one.
+    """
+    inner = dataloader.batch_sampler
+    while hasattr(inner, "batch_sampler"):  # that of one rank, in accelerate
+        inner = inner.batch_sampler
+    sampler = getattr(inner, "sampler", None)
+    is_plain = isinstance(inner, BatchSampler) and type(inner).__iter__ is BatchSampler.__iter__
+    if is_plain and isinstance(sampler, SequentialSampler):
+        return False
+    if is_plain and isinstance(sampler, RandomSampler) and not sampler.replacement:
+        return True
+    raise DataError.cannot(
+        f"follow the order of a {type(sampler if is_plain else inner).__name__}",
+        why="a batch size that changes needs an order of single samples",
+        instead="use a random or a sequential sampler",
+    )

@@ -1,0 +1,70 @@
+"""The factors of the losses of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch.distributed as dist
+
+from stretto.data import Step, count_target_tokens
+from stretto.runtime.collectives import all_sum, is_started
+from stretto.training.stepping.units import nothing_to_learn
+
+Units: TypeAlias = Literal["samples", "tokens"] | Callable[[Any], int]
+"""What a loss is a mean over: samples, target tokens, or what a function counts in a batch."""
+
+
+class MicroBatchView(NamedTuple):
+    """A micro-batch as a loop sees it that takes one micro-batch after the other."""
+
+    batch: Any
+    """The collated samples."""
+    weight: float
+    """The factor of its mean loss; 0 for a dummy."""
+    is_first: bool
+    """Whether a step begins with it."""
+    is_last: bool
+    """Whether the optimizer steps after it."""
+
+
+def weights_of(step: Step, units: Units, *, world_size: int) -> list[float]:
+    """Return the factor of the mean loss of each micro-batch. All ranks must call it.
+
+    Gradients summed over micro-batches and averaged over ranks are then those of the mean over the
+    units of the whole batch. Dummies have 0 units. Unless units are samples, ranks add them up.
+
+    Args:
+        step: the step.
+        units: samples, target tokens, or a function that counts the units of a batch.
+        world_size: how many ranks share the step.
+
+    Raises:
+        TrainingError: the batch has no unit.
+    """
+    if units == "samples":
+        return [micro.weight for micro in step]
+    count = count_target_tokens if units == "tokens" else units
+    own = [count(micro.batch) if micro.num_samples else 0 for micro in step]
+    total = total_units(step, own, world_size=world_size)
+    return [one * world_size / total for one in own]
+
+
+def total_units(step: Step, own: Sequence[int], *, world_size: int) -> float:
+    """Return the units of a step over all ranks, which must all call it.
+
+    Args:
+        step: the step.
+        own: the units of this rank's micro-batches.
+        world_size: how many ranks share the step.
+
+    Raises:
+        TrainingError: there are none.
+    """
+    total = float(sum(own))
+    if world_size > 1 and is_started():
+        # Several processes may hold parts of one model, and then have the same batches.
+        total = all_sum([total])[0] * world_size / dist.get_world_size()
+    if not total:
+        raise nothing_to_learn(step)
+    return total
