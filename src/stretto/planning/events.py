@@ -7,7 +7,7 @@ from typing import final
 
 from stretto.planning.clock import unknown_count
 from stretto.planning.sizes import PlannedSizes
-from stretto.timing import BoundTrigger, Timestamp
+from stretto.timing import Axis, BoundTrigger, Timestamp, TimeUnit
 
 FIRST = 5
 """How many times of each event are listed."""
@@ -52,41 +52,25 @@ def make_event(name: str, trigger: BoundTrigger, sizes: PlannedSizes) -> Event:
 
 
 def _times(trigger: BoundTrigger, sizes: PlannedSizes, limit: int) -> list[Timestamp]:
-    """Yield the clock after each of the first `limit` batches that fire the trigger."""
+    """Return the clock after each of the first `limit` batches that fire the trigger."""
     found: list[Timestamp] = []
-    batch, now = 0, Timestamp()
-    # Each search starts with the distance of the last one, so regular events are found fast.
-    stride = 1
+    now = Timestamp()
     while len(found) < limit:
-        reach = _first_at_least(trigger, sizes, batch, now, stride)
-        if reach is None:
+        batches = [_batches_until(axis, tick, sizes) for axis, tick in trigger.next(now)]
+        batch = min(batches, default=None)
+        if batch is None or (sizes.num_batches is not None and batch > sizes.num_batches):
             break
-        stride, batch = reach - batch, reach
         now = sizes.timestamp_at_batch(batch)
         found.append(now)
     return found
 
 
-def _first_at_least(
-    trigger: BoundTrigger, sizes: PlannedSizes, batch: int, now: Timestamp, stride: int
-) -> int | None:
-    """Return the first batch count after `batch` that has reached a mark, or None."""
-
-    def fires_by(number: int) -> bool:
-        return trigger.count(now, sizes.timestamp_at_batch(number)) > 0
-
-    total = sizes.num_batches
-    # Beyond any run: if the end is unknown, a trigger that has not fired by then never fires.
-    last = 1 << 62 if total is None else total
-    if batch >= last:
-        return None
-    low, high = batch, min(last, batch + stride)
-    while not fires_by(high):
-        if high == last:
-            return None
-        low, high = high, min(last, high + 2 * (high - batch))
-    while high - low > 1:
-        # Most triggers fire at equal intervals: look one batch before the stride's end first.
-        middle = high - 1 if high - batch == stride else (low + high) // 2
-        low, high = (low, middle) if fires_by(middle) else (middle, high)
-    return high
+def _batches_until(axis: Axis, tick: int, sizes: PlannedSizes) -> int:
+    """Return the number of batches after which a counter has reached `tick`."""
+    if axis.unit is TimeUnit.BATCH:
+        return tick
+    if axis.unit is TimeUnit.TOKEN:
+        tick = -(-tick // (sizes.horizon.tokens_per_sample or 1))
+    batches = sizes.batch_at_sample(tick)
+    # Samples that are skipped before a batch count when that batch is over.
+    return batches + (sizes.timestamp_at_batch(batches).sample < tick)
