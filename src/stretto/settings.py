@@ -15,7 +15,7 @@ from stretto.batching import RuleLike, as_rule
 from stretto.errors import TrainingError, shown
 from stretto.schedules import fields
 from stretto.timing import LastBatch, TimeLike, Trigger, parse_trigger, read_wall_clock
-from stretto.timing.number import whole
+from stretto.timing.number import checked_whole
 
 __all__ = ["Checkpointing", "Loading", "Precision", "Stepping", "one_of"]
 
@@ -113,12 +113,10 @@ class Stepping:
         one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
         one_of("non_finite", self.non_finite, ("stop", "skip", "ignore"))
         steps: object = self.measure_noise
-        if steps not in ("auto", None) and (whole(steps) or 0) < 1:
-            raise TrainingError.cannot(
-                f"measure the noise of the gradient in one of {shown(steps)} steps",
-                why="it is not an integer of at least 1",
-                instead="write a number of steps such as 10, or leave measure_noise out",
-            )
+        if steps not in ("auto", None):
+            what = f"measure the noise of the gradient in one of {shown(steps)} steps"
+            instead = "write a number of steps such as 10, or leave measure_noise out"
+            checked_whole(steps, TrainingError, what, instead)
         norm: object = self.clip_norm
         if norm is not None and (not isinstance(norm, (int, float)) or not norm > 0):
             raise TrainingError.cannot(
@@ -163,12 +161,9 @@ class Checkpointing:
 
     def __post_init__(self) -> None:
         one_of("mode", self.mode, ("min", "max"))
-        if (whole(self.keep) or 0) < 1:
-            raise TrainingError.cannot(
-                f"keep {self.keep!r} checkpoints",
-                why="it is not an integer of at least 1",
-                instead="write how many of the newest to keep, such as 3",
-            )
+        what = f"keep {self.keep!r} checkpoints"
+        instead = "write how many of the newest to keep, such as 3"
+        checked_whole(self.keep, TrainingError, what, instead)
 
     @property
     def trigger(self) -> Trigger:

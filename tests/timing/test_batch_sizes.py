@@ -14,7 +14,7 @@ from tests.timing.by_hand import count_by_hand
 from stretto.errors import BatchSizeError
 from stretto.testing import horizons
 from stretto.timing import BatchSizes, Horizon, LastBatch
-from stretto.timing.batch_sizes import ConstantBatchSize
+from stretto.timing.batch_sizes import EqualBatches, constant_batches
 
 MODES: st.SearchStrategy[LastBatch] = st.sampled_from(get_args(LastBatch))
 
@@ -28,12 +28,12 @@ MODES: st.SearchStrategy[LastBatch] = st.sampled_from(get_args(LastBatch))
     ],
 )
 def test_where_batches_begin(last_batch: LastBatch, starts: list[int]) -> None:
-    sizes = ConstantBatchSize(32, 100, last_batch)
+    sizes = constant_batches(32, 100, last_batch)
     assert [sizes.sample_at_batch(batch) for batch in range(9)] == starts
 
 
 def test_data_without_a_known_size_are_one_endless_epoch() -> None:
-    sizes = ConstantBatchSize(32)
+    sizes = constant_batches(32)
     assert [sizes.sample_at_batch(batch) for batch in range(4)] == [0, 32, 64, 96]
     assert [sizes.batch_at_sample(sample) for sample in (0, 1, 32, 33)] == [0, 1, 1, 2]
 
@@ -41,7 +41,7 @@ def test_data_without_a_known_size_are_one_endless_epoch() -> None:
 @given(horizons(has_batch_size=True), st.data())
 def test_the_start_of_each_batch_is_that_of_the_run(horizon: Horizon, data: st.DataObject) -> None:
     sizes = horizon.batch_sizes
-    assert isinstance(sizes, ConstantBatchSize)
+    assert isinstance(sizes, EqualBatches)
     counted = count_by_hand(horizon, sizes.size, batches=60)
     for batch, now in enumerate(counted):
         assert sizes.sample_at_batch(batch) == now.sample
@@ -52,16 +52,16 @@ def test_the_start_of_each_batch_is_that_of_the_run(horizon: Horizon, data: st.D
 
 
 @st.composite
-def constant_sizes(draw: st.DrawFn) -> ConstantBatchSize:
+def constant_sizes(draw: st.DrawFn) -> EqualBatches:
     num_samples = draw(st.none() | st.integers(1, 50))
     mode = draw(MODES)
     size = draw(st.integers(1, num_samples if mode == "drop" and num_samples else 70))
     end = None if mode == "drop" else draw(st.none() | st.integers(1, 300))
-    return ConstantBatchSize(size, num_samples, mode, end)
+    return constant_batches(size, num_samples, mode, end)
 
 
 @given(constant_sizes(), st.integers(0, 400))
-def test_there_and_back(sizes: ConstantBatchSize, number: int) -> None:
+def test_there_and_back(sizes: EqualBatches, number: int) -> None:
     assert sizes.batch_at_sample(sizes.sample_at_batch(number)) == number
     batch = sizes.batch_at_sample(number)
     assert sizes.sample_at_batch(batch) >= number
@@ -69,7 +69,7 @@ def test_there_and_back(sizes: ConstantBatchSize, number: int) -> None:
 
 
 @given(constant_sizes())
-def test_batches_follow_each_other(sizes: ConstantBatchSize) -> None:
+def test_batches_follow_each_other(sizes: EqualBatches) -> None:
     starts = [sizes.sample_at_batch(batch) for batch in range(80)]
     assert starts[0] == 0
     assert all(before < after for before, after in pairwise(starts))
@@ -79,12 +79,12 @@ def test_batches_follow_each_other(sizes: ConstantBatchSize) -> None:
 
 
 @given(constant_sizes(), st.integers(10**18, 10**30))
-def test_exact_beyond_floats(sizes: ConstantBatchSize, batch: int) -> None:
+def test_exact_beyond_floats(sizes: EqualBatches, batch: int) -> None:
     assert sizes.batch_at_sample(sizes.sample_at_batch(batch)) == batch
 
 
 def test_the_last_batch_of_a_run_is_cut_at_its_end() -> None:
-    sizes = ConstantBatchSize(32, end_sample=50)
+    sizes = constant_batches(32, end_sample=50)
     assert [sizes.sample_at_batch(batch) for batch in range(4)] == [0, 32, 50, 96]
     assert [sizes.batch_at_sample(sample) for sample in (32, 33, 50, 51, 96, 97)] == [
         1, 2, 2, 3, 3, 4,
@@ -92,28 +92,28 @@ def test_the_last_batch_of_a_run_is_cut_at_its_end() -> None:
 
 
 def test_a_run_that_ends_between_two_batches_cuts_none() -> None:
-    assert ConstantBatchSize(32, end_sample=64).sample_at_batch(3) == 96
+    assert constant_batches(32, end_sample=64).sample_at_batch(3) == 96
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.0, "32", None, True, [32], np.float64(32)])
 def test_sizes_that_cannot_be(size: int) -> None:
     with pytest.raises(BatchSizeError, match="as a batch size: it is not an integer of at least 1"):
-        ConstantBatchSize(size)
+        constant_batches(size)
 
 
 def test_any_integer_type_becomes_an_int() -> None:
-    sizes = ConstantBatchSize(np.int16(300))  # type: ignore[arg-type]
+    sizes = constant_batches(np.int16(300))  # type: ignore[arg-type]
     assert type(sizes.size) is int
     assert sizes.sample_at_batch(1000) == 300_000
 
 
 def test_drop_needs_epochs_that_hold_a_batch() -> None:
-    assert ConstantBatchSize(100, 100, "drop").sample_at_batch(2) == 200
+    assert constant_batches(100, 100, "drop").sample_at_batch(2) == 200
     with pytest.raises(BatchSizeError, match="an epoch has only 100 samples, so each would be"):
-        ConstantBatchSize(101, 100, "drop")
-    assert ConstantBatchSize(101, 100, "keep").sample_at_batch(2) == 200
+        constant_batches(101, 100, "drop")
+    assert constant_batches(101, 100, "keep").sample_at_batch(2) == 200
 
 
 def test_a_constant_size_is_one_of_batch_sizes() -> None:
-    assert isinstance(ConstantBatchSize(32), BatchSizes)
+    assert isinstance(constant_batches(32), BatchSizes)
     assert not isinstance(32, BatchSizes)

@@ -16,7 +16,7 @@ from tests.timing.by_hand import count_by_hand
 from stretto.errors import BatchSizeError, ConversionError, TimeError
 from stretto.testing import horizons, times, units
 from stretto.timing import Horizon, Time, TimeUnit, convert
-from stretto.timing.batch_sizes import ConstantBatchSize
+from stretto.timing.batch_sizes import EqualBatches
 
 # Epochs of 1,000 samples and 8,000 tokens, batches of 100 samples, a run of 20 epochs.
 FACTS: dict[str, Any] = {
@@ -168,7 +168,7 @@ def test_an_epoch_is_the_first_batch_that_reaches_it(
 
 @given(horizons(has_batch_size=True), st.data())
 def test_it_agrees_with_the_horizon(known: Horizon, data: st.DataObject) -> None:
-    assert isinstance(known.batch_sizes, ConstantBatchSize)
+    assert isinstance(known.batch_sizes, EqualBatches)
     horizon = Horizon(
         known.max_duration,
         dataset_num_samples=known.dataset_num_samples,
@@ -176,7 +176,7 @@ def test_it_agrees_with_the_horizon(known: Horizon, data: st.DataObject) -> None
         batch_sizes=known.batch_sizes.size,
         last_batch="drop" if known.last_batch == "drop" else "keep",
     )
-    assert isinstance(horizon.batch_sizes, ConstantBatchSize)
+    assert isinstance(horizon.batch_sizes, EqualBatches)
     time, unit = data.draw(times()), data.draw(units())
     facts: dict[str, Any] = {
         "dataset_num_samples": horizon.dataset_num_samples,

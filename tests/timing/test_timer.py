@@ -17,7 +17,7 @@ from tests.timing.by_hand import count_by_hand
 from stretto.errors import TimeError
 from stretto.testing import horizons, timestamps
 from stretto.timing import Horizon, Time, Timer, Timestamp, TimeUnit
-from stretto.timing.batch_sizes import ConstantBatchSize
+from stretto.timing.batch_sizes import EqualBatches
 
 SECOND = 10**9
 
@@ -49,7 +49,7 @@ def drive(timer: Timer, before: Timestamp, after: Timestamp, size: int) -> None:
 
 @given(horizons(has_batch_size=True))
 def test_it_counts_as_one_counts_by_hand(horizon: Horizon) -> None:
-    assert isinstance(horizon.batch_sizes, ConstantBatchSize)
+    assert isinstance(horizon.batch_sizes, EqualBatches)
     size, timer = horizon.batch_sizes.size, Timer(horizon)
     counted = count_by_hand(horizon, size, batches=50)
     for before, after in pairwise(counted):
@@ -60,7 +60,7 @@ def test_it_counts_as_one_counts_by_hand(horizon: Horizon) -> None:
 
 @given(horizons(has_batch_size=True), st.data())
 def test_it_goes_on_from_saved_state(horizon: Horizon, data: st.DataObject) -> None:
-    assert isinstance(horizon.batch_sizes, ConstantBatchSize)
+    assert isinstance(horizon.batch_sizes, EqualBatches)
     size, timer = horizon.batch_sizes.size, Timer(horizon)
     counted = count_by_hand(horizon, size, batches=50)
     cuts = data.draw(st.sets(st.integers(0, len(counted) - 1), max_size=4))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stretto.errors import DataError, shown
-from stretto.timing.number import whole
+from stretto.timing.number import checked_whole, whole
 
 
 def own_count(data: Any, *names: str) -> int | None:
@@ -25,16 +25,12 @@ def own_count(data: Any, *names: str) -> int | None:
     for name in names:
         value: Any = getattr(data, name, None)
         if _takes(value, 0):
-            found = value()
-            number = whole(found)
-            if found is not None and (number is None or number < 1):
-                raise DataError.cannot(
-                    f"use {shown(found)}, which {type(data).__name__}.{name}() returns",
-                    why="it is not an integer of at least 1",
-                    instead="return how many there are, or None if that is not known",
-                )
-        else:
-            number = whole(value)
+            value = value()
+            if value is not None:
+                what = f"use {shown(value)}, which {type(data).__name__}.{name}() returns"
+                instead = "return how many there are, or None if that is not known"
+                return checked_whole(value, DataError, what, instead)
+        number = whole(value)
         if number is not None and number > 0:
             return number
     return None

@@ -21,7 +21,7 @@ from stretto.data.step import MicroBatch
 from stretto.data.tokens import count_tokens, longest_sequence
 from stretto.errors import DataError, shown
 from stretto.timing import Horizon, LastBatch, TimeLike
-from stretto.timing.number import whole
+from stretto.timing.number import checked_whole
 
 _COUNTERS = {
     "get_num_samples_in_batch": "get_batch_size",
@@ -91,14 +91,9 @@ class DataSpec:
             value = getattr(self, name)
             if value is None:
                 continue
-            number = whole(value)
-            if number is None or number < 1:
-                raise DataError.cannot(
-                    f"use {name}={shown(value)}",
-                    why="it is not an integer of at least 1",
-                    instead="write how many there are, or leave it out",
-                )
-            object.__setattr__(self, name, number)
+            what = f"use {name}={shown(value)}"
+            instead = "write how many there are, or leave it out"
+            object.__setattr__(self, name, checked_whole(value, DataError, what, instead))
         for name, others in _COUNTERS.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, own_counter(self._own_data, name, others))
@@ -207,7 +202,12 @@ class DataSpec:
         if self.get_num_samples_in_batch is not None:
             rows = count_samples(batch)
             if rows != num_samples:
-                raise _packed(num_samples, rows)
+                raise DataError.cannot(
+                    f"cut a batch of {num_samples} samples",
+                    why=f"its first tensor has {rows} as its first dimension, so it is packed",
+                    instead="pass DataSpec(data, split_batch=...), or let each micro-batch be "
+                    "collated by a map-style data set's collate_fn",
+                )
         return take_samples(batch, part, num_samples)
 
     def cut(self, micro: MicroBatch, part: slice) -> MicroBatch:
@@ -232,15 +232,6 @@ class DataSpec:
     @property
     def _own_data(self) -> Any:
         return self.data.dataset if isinstance(self.data, DataLoader) else self.data
-
-
-def _packed(num_samples: int, rows: int) -> DataError:
-    return DataError.cannot(
-        f"cut a batch of {num_samples} samples",
-        why=f"its first tensor has {rows} as its first dimension, so it is packed",
-        instead="pass DataSpec(data, split_batch=...), or let each micro-batch be collated by "
-        "a map-style data set's collate_fn",
-    )
 
 
 def is_map_style(data: Any) -> bool:

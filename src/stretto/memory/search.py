@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from stretto.errors import FitError, shown
-from stretto.timing.number import whole
+from stretto.timing.number import checked_whole
 
 MAXIMUM = 1 << 24
 """The default largest size."""
@@ -45,14 +45,9 @@ class CandidateSizes:
     def __post_init__(self) -> None:
         for name in ("minimum", "maximum", "multiple_of"):
             value = getattr(self, name)
-            number = whole(value)
-            if number is None or number < 1:
-                raise FitError.cannot(
-                    f"look for a batch size with {name}={shown(value)}",
-                    why="it is not an integer of at least 1",
-                    instead="write a positive number of samples",
-                )
-            object.__setattr__(self, name, number)
+            what = f"look for a batch size with {name}={shown(value)}"
+            instead = "write a positive number of samples"
+            object.__setattr__(self, name, checked_whole(value, FitError, what, instead))
         if self.power_of_two and self.multiple_of & (self.multiple_of - 1):
             raise FitError.cannot(
                 f"look for a power of two that is a multiple of {self.multiple_of}",

@@ -7,7 +7,7 @@ from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
 
 from stretto.errors import Argument, BatchSizeError, shown
 from stretto.timing.axis import Axis
-from stretto.timing.number import whole
+from stretto.timing.number import checked_whole
 from stretto.timing.timestamp import Timestamp
 from stretto.timing.unit import TimeUnit
 
@@ -55,6 +55,20 @@ class EqualBatches:
     num_samples: int | None = None
     last_batch: LastBatch = "keep"
     tokens_per_sample: int | None = None
+    end_sample: int | None = None
+    """The position at which a batch is cut because the run ends; None: none is."""
+
+    def sample_at_batch(self, batch: int, /) -> int:
+        """Return the position at which batch number `batch` (from 0) begins."""
+        end = self.end_sample
+        is_cut = end is not None and batch == self.count_before(end)
+        return end if end is not None and is_cut else self.position(batch)
+
+    def batch_at_sample(self, sample: int, /) -> int:
+        """Return the number of batches after which position `sample` has been reached."""
+        batch, end = self.count_before(sample), self.end_sample
+        is_cut_off = end is not None and sample > end and batch == self.count_before(end)
+        return batch + is_cut_off
 
     def position(self, number: int) -> int:
         """Return the sample at which batch `number` (from 0) starts."""
@@ -129,64 +143,33 @@ class EqualBatches:
         return -(-samples // self.size)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class ConstantBatchSize:
-    """Batches of one size over epochs of `num_samples` samples (None: one endless epoch).
+def constant_batches(
+    size: int,
+    num_samples: int | None = None,
+    last_batch: LastBatch = "keep",
+    end_sample: int | None = None,
+) -> EqualBatches:
+    """Return the batches of one size over epochs of `num_samples` (None: one endless epoch).
 
     If the run ends inside a batch at `end_sample`, that batch ends there, too. Later batches are
     placed as if the run continued.
 
-    >>> ConstantBatchSize(32, num_samples=100).sample_at_batch(5)
+    >>> constant_batches(32, num_samples=100).sample_at_batch(5)
     132
-    >>> ConstantBatchSize(32, num_samples=100).batch_at_sample(100)
+    >>> constant_batches(32, num_samples=100).batch_at_sample(100)
     4
-    >>> ConstantBatchSize(32, end_sample=50).sample_at_batch(2)
+    >>> constant_batches(32, end_sample=50).sample_at_batch(2)
     50
+
+    Raises:
+        BatchSizeError: it is not a batch size, or under `drop` no epoch has so many samples.
     """
-
-    size: int
-    """Samples in a batch, over all ranks."""
-    num_samples: int | None = None
-    """Samples in an epoch; None if unknown."""
-    last_batch: LastBatch = "keep"
-    """What happens if an epoch ends inside a batch."""
-    end_sample: int | None = None
-    """The position at which the run ends; None: no batch is cut there."""
-
-    def __post_init__(self) -> None:
-        size = whole(self.size)
-        if size is None or size < 1:
-            raise BatchSizeError.cannot(
-                f"use {shown(self.size)} as a batch size",
-                why="it is not an integer of at least 1",
-                instead="write a number of samples such as 128",
-            )
-        object.__setattr__(self, "size", size)
-        if self.last_batch == "drop" and self.num_samples and size > self.num_samples:
-            raise BatchSizeError.cannot(
-                (f"use a batch size of {size} with ", Argument("last_batch", "drop")),
-                why=f"an epoch has only {self.num_samples} samples, so each would be dropped",
-                instead=("write a smaller batch size or ", Argument("last_batch", "carry")),
-            )
-
-    def sample_at_batch(self, batch: int, /) -> int:
-        """Return the position at which batch number `batch` (from 0) begins."""
-        end = self.end_sample
-        return self._uncut.position(batch) if end is None or batch != self._last else end
-
-    def batch_at_sample(self, sample: int, /) -> int:
-        """Return the number of batches after which position `sample` has been reached."""
-        batch = self._uncut.count_before(sample)
-        is_cut_off = self.end_sample is not None and sample > self.end_sample
-        return batch + 1 if is_cut_off and batch == self._last else batch
-
-    @property
-    def _last(self) -> int | None:
-        """The number of batches in a run that ends at a position."""
-        return None if self.end_sample is None else self._uncut.count_before(self.end_sample)
-
-    @property
-    def _uncut(self) -> EqualBatches:
-        """The same batches in a run without end."""
-        return EqualBatches(Timestamp(), self.size, self.num_samples, self.last_batch)
+    what, instead = f"use {shown(size)} as a batch size", "write a number of samples such as 128"
+    size = checked_whole(size, BatchSizeError, what, instead)
+    if last_batch == "drop" and num_samples and size > num_samples:
+        raise BatchSizeError.cannot(
+            (f"use a batch size of {size} with ", Argument("last_batch", "drop")),
+            why=f"an epoch has only {num_samples} samples, so each would be dropped",
+            instead=("write a smaller batch size or ", Argument("last_batch", "carry")),
+        )
+    return EqualBatches(Timestamp(), size, num_samples, last_batch, end_sample=end_sample)

@@ -9,8 +9,8 @@ from fractions import Fraction
 from typing import TypeVar, cast, final
 
 from stretto.errors import Argument, ConversionError, Text, shown
-from stretto.timing.batch_sizes import BatchSizes, ConstantBatchSize, LastBatch
-from stretto.timing.number import whole
+from stretto.timing.batch_sizes import BatchSizes, LastBatch, constant_batches
+from stretto.timing.number import checked_whole
 from stretto.timing.time import Time, TimeLike
 from stretto.timing.unit import NAMES, WHOLE, TimeUnit, parse_unit
 
@@ -56,7 +56,7 @@ class Facts:
         if sizes is None or isinstance(sizes, BatchSizes):
             return replace(self, batch_sizes=sizes)
         end = None if last_batch == "drop" else self.end_sample
-        constant = ConstantBatchSize(sizes, self.num_samples, last_batch, end)
+        constant = constant_batches(sizes, self.num_samples, last_batch, end)
         return replace(self, batch_sizes=constant)
 
     def amount(self, time: Time, unit: TimeUnit) -> Fraction:
@@ -236,14 +236,10 @@ def convert(
 
 def checked_count(name: str, count: object) -> int | None:
     """Return a count as an int, or None; refuse all but integers of at least 1."""
-    found = None if count is None else whole(count)
-    if count is not None and (found is None or found < 1):
-        raise ConversionError.cannot(
-            ("use ", Argument(name), f"={shown(count)}"),
-            why="it is not an integer of at least 1",
-            instead="leave it out where it is not known",
-        )
-    return found
+    if count is None:
+        return None
+    what = ("use ", Argument(name), f"={shown(count)}")
+    return checked_whole(count, ConversionError, what, "leave it out where it is not known")
 
 
 def check_run(max_duration: Time) -> Time:

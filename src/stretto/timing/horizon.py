@@ -10,7 +10,7 @@ from typing import Any, final, get_args
 
 from stretto.errors import Argument, ConversionError, shown
 from stretto.timing.axis import Axis, axes
-from stretto.timing.batch_sizes import BatchSizes, ConstantBatchSize, LastBatch
+from stretto.timing.batch_sizes import BatchSizes, EqualBatches, LastBatch
 from stretto.timing.conversion import Facts, check_run, checked_count, rounded
 from stretto.timing.number import exact
 from stretto.timing.time import Number, Time, TimeLike
@@ -237,7 +237,7 @@ class Horizon:
         run = self.max_duration
         length = rounded(run.amount * exact(ratio), run.unit)
         sizes = self.batch_sizes
-        return self._like(length, sizes.size if isinstance(sizes, ConstantBatchSize) else None)
+        return self._like(length, sizes.size if isinstance(sizes, EqualBatches) else None)
 
     def _like(self, max_duration: Time, batch_sizes: int | BatchSizes | None) -> Horizon:
         return Horizon(max_duration, **(self._given() | {"batch_sizes": batch_sizes}))
@@ -245,7 +245,7 @@ class Horizon:
     def _given(self) -> dict[str, Any]:
         """The arguments after the first, as they were given."""
         given = {one.name: getattr(self, one.name) for one in fields(self)[1:6]}
-        if isinstance(self.batch_sizes, ConstantBatchSize):
+        if isinstance(self.batch_sizes, EqualBatches):
             given["batch_sizes"] = self.batch_sizes.size
         return given
 

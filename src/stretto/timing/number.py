@@ -8,7 +8,7 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from numbers import Number, Rational, Real
 
-from stretto.errors import TimeError, shown
+from stretto.errors import StrettoError, Text, TimeError, shown
 
 MAX_DIGITS = 200
 """Most digits in the numerator and the denominator of an amount: enough for a dozen float factors,
@@ -70,6 +70,26 @@ def whole(value: object) -> int | None:
         return int(operator.index(value))  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return None
+
+
+def checked_whole(
+    value: object,
+    kind: type[StrettoError],
+    what: Text,
+    instead: Text,
+    *,
+    least: int = 1,
+) -> int:
+    """Return `value` as an int; refuse all but integers of at least `least`.
+
+    Raises:
+        StrettoError: of the `kind`; it is something else.
+    """
+    number = whole(value)
+    if number is None or number < least:
+        why = f"it is not an integer of at least {least}"
+        raise kind.cannot(what, why=why, instead=instead)
+    return number
 
 
 def _decimal(number: object) -> Decimal | None:

@@ -19,7 +19,7 @@ from stretto.data.fetching.fetch import Fetch
 from stretto.data.randomness import sample_seed, seed_generators
 from stretto.data.spec import Collate, DataSpec
 from stretto.errors import DataError, shown
-from stretto.timing.number import whole
+from stretto.timing.number import checked_whole
 
 Element: TypeAlias = tuple[int, list[int]]
 """What a worker fetches at once: the start in the rank's stream, and indices."""
@@ -52,8 +52,12 @@ class Workers:
     multiprocessing_context: Any = None
 
     def __post_init__(self) -> None:
-        _check_count("num_workers", self.num_workers, least=0)
-        _check_count("prefetch_factor", self.prefetch_factor, least=1)
+        for name, least in (("num_workers", 0), ("prefetch_factor", 1)):
+            value = getattr(self, name)
+            if value is not None:
+                what = f"use {name}={shown(value)}"
+                instead = "write a number such as 2, or leave it out"
+                checked_whole(value, DataError, what, instead, least=least)
         if self.prefetch_factor is not None and self.num_workers == 0:
             raise DataError.cannot(
                 f"use prefetch_factor={self.prefetch_factor}",
@@ -126,7 +130,13 @@ def start_workers(
             if is_caught or (type(error) is RuntimeError and "DataLoader worker" not in str(error)):
                 raise
             _end(batches)
-            raise _dead_worker(error) from error
+            said = " ".join(str(error).split())[:200] or type(error).__name__
+            raise DataError.cannot(
+                "read samples with these workers",
+                why=f"one of them ended ({said})",
+                instead="use fewer of them if memory ran out, or num_workers=0 to see an error of "
+                "the data set itself; then resume",
+            ) from error
         yield batch
 
 
@@ -216,28 +226,5 @@ def _end(batches: Iterator[Any]) -> None:
             shutdown()
 
 
-def _dead_worker(error: Exception) -> DataError:
-    return DataError.cannot(
-        "read samples with these workers",
-        why=f"one of them ended ({_said(error)})",
-        instead="use fewer of them if memory ran out, or num_workers=0 to see an error of the "
-        "data set itself; then resume",
-    )
-
-
-def _said(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
-
-
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-def _check_count(name: str, value: int | None, *, least: int) -> None:
-    number = least if value is None else whole(value)
-    if number is None or number < least:
-        raise DataError.cannot(
-            f"use {name}={shown(value)}",
-            why=f"it is not an integer of at least {least}",
-            instead="write a number such as 2, or leave it out",
-        )

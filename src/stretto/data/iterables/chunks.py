@@ -97,7 +97,11 @@ class ChunkSource:
     def take(self, count: int) -> list[Range]:
         """Return the next `count` samples of the epoch; fewer if it ends before."""
         if self._failed:
-            raise _torn(self._batches)
+            raise DataError.cannot(
+                f"go on reading data of type {self.kind}",
+                why="reading it has failed",
+                instead="resume from a saved position, in a new loader",
+            )
         if self._iterator is None:
             self.start_epoch(self.epoch)
         ranges = []
@@ -118,7 +122,11 @@ class ChunkSource:
             DataError: the source can be read only once, or ends before.
         """
         if self._is_one_shot and self._was_read:
-            raise _read_twice(self._batches, epoch)
+            raise DataError.cannot(
+                f"read epoch {epoch} of data of type {self.kind}",
+                why="it can be iterated over only once",
+                instead="pass an object whose __iter__ starts anew, or end the run with its data",
+            )
         self._was_read, self._failed = True, False
         self.epoch = epoch
         _tell_epoch(self._batches, epoch)
@@ -192,7 +200,11 @@ class ChunkSource:
             wanted = min(_SKIPPED_AT_ONCE, count - start)
             found = sum(one.size for one in self.take(wanted))
             if found < wanted:
-                raise _too_short(count, start + found)
+                raise DataError.cannot(
+                    f"return to sample {count} of the epoch",
+                    why=f"the data end after {start + found}",
+                    instead="resume with the data that the run was saved with",
+                )
 
 
 def has_whole_state(source: Any) -> bool:
@@ -240,27 +252,3 @@ def _shown(steps: range, num_samples: int) -> Iterable[int]:
 
     console = Console(stderr=True)
     return track(steps, "skipping samples already seen", console=console, transient=True)
-
-
-def _read_twice(batches: Any, epoch: int) -> DataError:
-    return DataError.cannot(
-        f"read epoch {epoch} of data of type {type(batches).__name__}",
-        why="it can be iterated over only once",
-        instead="pass an object whose __iter__ starts anew, or end the run with its data",
-    )
-
-
-def _torn(batches: Any) -> DataError:
-    return DataError.cannot(
-        f"go on reading data of type {type(batches).__name__}",
-        why="reading it has failed",
-        instead="resume from a saved position, in a new loader",
-    )
-
-
-def _too_short(count: int, found: int) -> DataError:
-    return DataError.cannot(
-        f"return to sample {count} of the epoch",
-        why=f"the data end after {found}",
-        instead="resume with the data that the run was saved with",
-    )
