@@ -23,10 +23,10 @@ INSTALL = PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help train test test-quick test-torch chaos lint format types layers docs wheel bench bench-peers golden check clean
+.PHONY: help train test test-quick test-torch test-adapters chaos lint format types layers docs wheel bench bench-peers golden check clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 train: $(VENV)/.train  ## train the packaged default (about a minute); makes the environment first
 	$(BIN)/stretto train $(ARGS)
@@ -41,6 +41,9 @@ test-quick: $(VENV)/.develop  ## run the tests that are not marked slow
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-torch
 test-torch: .venv-torch-$(TORCH)/constraints.txt  ## the same with another torch, in .venv-torch-2.7.1: make test-torch TORCH=2.7.1
 	$(MAKE) test-quick VENV=$(<D) CONSTRAINTS=$<
+
+test-adapters: $(VENV)/.develop  ## test the adapters against the real frameworks (makes environments of 1 GB each)
+	$(BIN)/python tools/test_adapters.py $(ARGS)
 
 chaos: $(VENV)/.develop  ## kill real runs again and again; they must end as if nothing had happened
 	$(BIN)/python tests/chaos/suite.py $(ARGS)

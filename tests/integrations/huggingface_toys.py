@@ -12,6 +12,9 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 import datasets
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from stretto.ordering import SampleOrder
@@ -81,6 +84,13 @@ def llama(**changes: Any) -> LlamaForCausalLM:
     )
 
 
+def words() -> Tokenizer:
+    table = {f"w{number}": number for number in range(3, WORDS)}
+    found = Tokenizer(WordLevel(table | {"<pad>": 0, "<unk>": 1, "<eos>": 2}, unk_token="<unk>"))
+    found.pre_tokenizer = Whitespace()
+    return found
+
+
 def arguments(kind: type = TrainingArguments, **changes: Any) -> Any:
     settings: dict[str, Any] = {
         "output_dir": changes.pop("out", None) or tempfile.mkdtemp(),
@@ -99,9 +109,15 @@ def arguments(kind: type = TrainingArguments, **changes: Any) -> Any:
     return kind(**settings | changes)
 
 
-def planned() -> Plan:
+def planned(micro_batch_size: int | None = None) -> Plan:
     horizon = Horizon("2ep", dataset_num_samples=N)
-    return plan(horizon, SIZES, schedules=SCHEDULES, base={"lr": RATE})
+    return plan(
+        horizon,
+        SIZES,
+        schedules=SCHEDULES,
+        base={"lr": RATE},
+        micro_batch_size=micro_batch_size,
+    )
 
 
 def planned_ids() -> list[list[int]]:

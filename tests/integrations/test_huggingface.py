@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,13 @@ import pytest
 pytest.importorskip("transformers", reason="needs stretto[huggingface]: make test-adapters")
 pytest.importorskip("datasets", reason="needs stretto[huggingface]: make test-adapters")
 
+import datasets
 import torch
 from tests.integrations import huggingface_toys as toys
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, get_cosine_schedule_with_warmup
 
+from stretto.batching import NoiseScale
+from stretto.errors import CheckpointError, StrettoError
 from stretto.integrations.huggingface import attach
 from stretto.schedules import Cosine
 
@@ -145,3 +150,164 @@ def test_training_again_starts_anew(whole: Any) -> None:
     other.train()
     assert seen.rates[count:] == first
     assert seen.ids[count:] == recorder.ids
+
+
+def test_a_checkpoint_of_a_stock_trainer_is_refused(tmp_path: Path) -> None:
+    stock = Trainer(
+        model=toys.llama(),
+        args=toys.arguments(out=str(tmp_path), save_strategy="steps", save_steps=1, max_steps=2),
+        train_dataset=toys.dataset(),
+        data_collator=toys.collate,
+    )
+    stock.train()
+    with pytest.raises(CheckpointError, match="not written with stretto attached"):
+        make()[0].train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_strategies_by_epochs_fire_where_epochs_end() -> None:
+    trainer, _, watch = make(eval_strategy="epoch")
+    trainer.train()
+    first = trainer.stretto.run.steps_in_epoch(0).exact
+    assert [at for name, at in watch.events if name == "evaluates"] == [first, len(STEPS)]
+
+
+def test_without_schedules_the_own_curve_runs_over_the_clock() -> None:
+    settings = {"lr_scheduler_type": "cosine", "warmup_steps": 4}
+    trainer, recorder, _ = make(schedules=None, **settings)
+    trainer.train()
+    unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    total = len(STEPS)
+    (curve,) = get_cosine_schedule_with_warmup(unused, 4, total).lr_lambdas
+    expected = [toys.RATE * curve(step.timestamp.sample / (2 * toys.N) * total) for step in STEPS]
+    assert recorder.rates == pytest.approx(expected, rel=1e-12)
+
+
+def test_workers_read_the_same_samples(whole: Any) -> None:
+    trainer, recorder, _ = make(dataloader_num_workers=1)
+    trainer.train()
+    assert recorder.ids == whole[1].ids
+
+
+def test_a_run_ends_after_max_steps(whole: Any) -> None:
+    trainer, recorder, watch = make(max_steps=5, schedules={})
+    trainer.train()
+    assert recorder.ids == whole[1].ids[:5]
+    assert watch.steps[-1][::2] == (5, 5)
+
+
+def test_sizes_follow_the_noise() -> None:
+    trainer, recorder, watch = make(sizes=NoiseScale(6, 40, window=5))
+    trainer.train()
+    sizes = [len(ids) for ids in recorder.ids]
+    assert sum(sizes) == 2 * toys.N
+    assert trainer.stretto.signals.noise_numerator is not None
+    assert watch.steps[-1][::2] == (len(sizes), len(sizes))
+    assert len(set(sizes)) > 2
+
+
+def streamed() -> Any:
+    return datasets.IterableDataset.from_generator(toys.rows)
+
+
+@pytest.mark.parametrize("facts", [{}, {"num_samples": toys.N}], ids=["unknown length", "known"])
+def test_a_stream_is_read_and_resumed(facts: dict[str, Any], tmp_path: Path) -> None:
+    def start(**settings: Any) -> tuple[Any, toys.Recorder]:
+        trainer = Trainer(
+            model=toys.llama(),
+            args=toys.arguments(max_steps=999, **settings),
+            train_dataset=streamed(),
+            data_collator=toys.collate,
+        )
+        attach(trainer, "0sp:8 65sp:18 200sp:31", {"lr": 1.0}, max_duration="280sp", **facts)
+        return trainer, toys.Recorder(trainer)
+
+    trainer, recorder = start(out=str(tmp_path), save_strategy="steps", save_steps=5)
+    trainer.train()
+    ids = [i for step in recorder.ids for i in step]
+    assert ids == [*range(toys.N), *range(280 - toys.N)]
+    for at in (5, 10):
+        other, seen = start()
+        other.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}"))
+        assert seen.ids == recorder.ids[at:]
+        assert torch.equal(toys.flat(other.model), toys.flat(trainer.model))
+    assert trainer.state.max_steps == trainer.state.global_step == len(recorder.ids)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "accumulation": ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
+    "by length": ({"train_sampling_strategy": "group_by_length"}, "LengthGroupedSampler"),
+    "events": ({"every": {"saves": "1ep"}}, "wait for 'saves'"),
+    "curve": (
+        {
+            "schedules": None,
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "eval_strategy": "epoch",
+        },
+        "reduce_lr_on_plateau",
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_followed_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(StrettoError, match=said):
+        make(**settings)[0].train()
+
+
+def test_a_weighted_sampler_is_refused() -> None:
+    class Weighted(Trainer):  # type: ignore[misc,unused-ignore]
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.WeightedRandomSampler([1.0] * toys.N, toys.N)
+
+    trainer = Weighted(
+        model=toys.llama(),
+        args=toys.arguments(),
+        train_dataset=toys.dataset(),
+        data_collator=toys.collate,
+    )
+    with pytest.raises(StrettoError, match="WeightedRandomSampler"):
+        attach(trainer, 8)
+
+
+def test_a_scheduler_object_is_refused() -> None:
+    model = toys.llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    trainer = Trainer(
+        model=model,
+        args=toys.arguments(),
+        train_dataset=toys.dataset(),
+        data_collator=toys.collate,
+        optimizers=(optimizer, scheduler),
+    )
+    with pytest.raises(StrettoError, match="scheduler object"):
+        attach(trainer, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_two_ranks_train_as_one_and_resume_what_one_has_begun(
+    whole: Any, launch_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    trainer, recorder, _, out = whole
+    script = Path(__file__).with_name("distributed_huggingface.py")
+    launch_ranks(script, tmp_path, out / "checkpoint-7")
+    weights = toys.flat(trainer.model)
+    for name, begun in (("two", 0), ("resumed", 7)):
+        ranks = [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
+        pairs = zip(ranks[0]["ids"], ranks[1]["ids"], strict=True)
+        assert [sorted(one + other) for one, other in pairs] == recorder.ids[begun:]
+        for rank in ranks:
+            assert rank["rates"] == recorder.rates[begun:]
+            assert rank["counters"] == [len(STEPS), 2.0, len(STEPS)]
+            torch.testing.assert_close(torch.tensor(rank["weights"]), weights, rtol=0, atol=1e-7)
+    noise = [json.loads((tmp_path / f"noise-{rank}.json").read_text()) for rank in (0, 1)]
+    assert noise[0]["noise"] == noise[1]["noise"] is not None
+    pairs = zip(noise[0]["ids"], noise[1]["ids"], strict=True)
+    assert sum(len(one + other) for one, other in pairs) == 2 * toys.N
+    # Saved on two ranks, it goes on with one and other micro-batches.
+    alone, seen, _ = make(per_device_train_batch_size=5)
+    alone.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-6"))
+    assert seen.ids == recorder.ids[6:]
+    torch.testing.assert_close(toys.flat(alone.model), weights, rtol=0, atol=1e-7)

@@ -1,0 +1,78 @@
+"""Run the tests of the adapters, each against the real packages in an environment of its own.
+
+The environments are made once, in `bench/.venvs`, about 1 GB each. `make test-adapters
+ARGS=huggingface` runs those of one. What ran is kept in `bench/results/adapters-<name>.txt`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
+
+import peer_environments  # noqa: E402
+from peer_environments import Environment, python_of  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What the tests of an adapter need."""
+
+    packages: tuple[str, ...]
+    tests: tuple[str, ...]
+    """Files in `tests/integrations`."""
+    without_dependencies: tuple[str, ...] = ()
+    """Installed last, and without what they ask for."""
+
+
+ADAPTERS = {
+    "huggingface": Adapter(
+        packages=(
+            "accelerate==1.15.0",
+            "datasets==5.2.0",
+            "peft==0.21.2",
+            "sentence-transformers==6.2.0",
+            "transformers==5.23.0",
+            "trl==1.16.0",
+        ),
+        tests=("test_huggingface.py", "test_trl.py", "test_sentence_transformers.py"),
+    ),
+}
+
+
+def own_requirements() -> tuple[str, ...]:
+    """Return what stretto itself and its tests need, beside torch."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = [one for one in project["dependencies"] if not one.startswith("torch")]
+    return (*needed, "hypothesis", "pytest", "pytest-timeout")
+
+
+def test(name: str) -> int:
+    """Run the tests of one adapter; return the exit code."""
+    adapter = ADAPTERS[name]
+    peer_environments.ENVIRONMENTS[f"adapter-{name}"] = Environment(
+        (*adapter.packages, *own_requirements()), adapter.without_dependencies
+    )
+    python = python_of(f"adapter-{name}")
+    result = ROOT / "bench" / "results" / f"adapters-{name}.txt"
+    files = [f"tests/integrations/{one}" for one in adapter.tests]
+    command = [str(python), "-m", "pytest", "-q", "--show-capture=no", "--tb=short", *files]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
+    )
+    print(done.stdout, done.stderr[-2000:], sep="\n")
+    last = done.stdout.strip().splitlines()[-1]
+    versions = " ".join((*adapter.packages, *adapter.without_dependencies))
+    result.write_text(f"{last}\n{versions}\n{' '.join(adapter.tests)}\n", encoding="utf-8")
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(max([test(name) for name in sys.argv[1:] or ADAPTERS]))
