@@ -33,7 +33,7 @@ def test_trains_plans_and_reports(stretto: Stretto) -> None:
         "run.yaml", "plan.json", "metrics.jsonl", "ledger.csv", "checkpoints", "run.lock",
     }  # fmt: skip
     assert json.loads((folder / "plan.json").read_text())["num_batches"] == 11
-    assert read_run_file(folder / "run.yaml").config.data.num_samples == 40
+    assert read_run_file(folder / "run.yaml").data.num_samples == 40
 
     compared = stretto("plan", "--against", folder)
     assert compared.code == 0
@@ -378,7 +378,7 @@ def test_sizes_that_were_found_are_printed_and_kept(stretto: Stretto, in_periods
     assert "\nmax_batch_size auto: 40 samples, all there are; more would fit (exact: a " in said.out
     micro = 8 if in_periods else 12
     assert f"\nmicro_batch_size auto: {micro} samples, all there are; more would fit" in said.out
-    kept = read_run_file(Path("a", "run.yaml")).config
+    kept = read_run_file(Path("a", "run.yaml"))
     assert kept.micro_batch_size == micro
     grows = kept.batch_size["periods"][0] if in_periods else kept.batch_size
     assert grows["max_batch_size"] == 40

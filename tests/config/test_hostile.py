@@ -127,7 +127,7 @@ log: {loggers: [{target: "harm:touch"}]}
 def test_what_reading_and_planning_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "harm.py").write_text("def touch(*_, **__):\n    return 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    config = parse_run_file(HARMFUL).config
+    config = parse_run_file(HARMFUL)
     build_plan(config)
     assert "harm" not in sys.modules
     for override in (
@@ -137,7 +137,7 @@ def test_what_reading_and_planning_import(tmp_path: Path, monkeypatch: pytest.Mo
         "optimizer.lr=null",
         "data.num_samples=null",
     ):
-        config = parse_run_file(HARMFUL, overrides=[override]).config
+        config = parse_run_file(HARMFUL, overrides=[override])
         assert "harm" not in sys.modules
         with contextlib.suppress(StrettoError):
             build_plan(config)
@@ -179,7 +179,7 @@ ABSURD = {
 @pytest.mark.parametrize("overrides", ABSURD.values(), ids=ABSURD)
 def test_absurd_numbers_have_a_plan(overrides: tuple[str, ...]) -> None:
     run_file = parse_run_file(GOOD, overrides=overrides)
-    planned = build_plan(run_file.config, source=run_file.source)
+    planned = build_plan(run_file)
     assert 1 <= len(planned.stages) < 1_000
     assert len(planned.table()) < 50_000
 
@@ -215,4 +215,4 @@ REFUSED = {
 def test_absurd_numbers_without_a_plan(overrides: tuple[str, ...], message: str) -> None:
     run_file = parse_run_file(GOOD, overrides=overrides)
     with pytest.raises((ConfigError, ValueError), match=message):
-        build_plan(run_file.config, source=run_file.source)
+        build_plan(run_file)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from stretto.config import RunFile, build_plan, build_trainer, dump_run_file, parse_run_file
+from stretto.config import RunConfig, build_plan, build_trainer, dump_run_file, parse_run_file
 from stretto.config.building.training import resolved
 from stretto.errors import ConfigError
 from stretto.training import Checkpointing, Trainer
@@ -79,7 +79,7 @@ def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
-def written(title: str, **more: Any) -> RunFile:
+def written(title: str, **more: Any) -> RunConfig:
     """The run file that a section shows, as it is read."""
     (lines,) = blocks("yaml", section(title))
     return parse_run_file(yaml.safe_dump({**BASE, **yaml.safe_load(lines), **more}))
@@ -88,7 +88,7 @@ def written(title: str, **more: Any) -> RunFile:
 def trainer(title: str, **more: Any) -> Trainer:
     """The trainer of the run file that a section shows."""
     run_file = written(title, **more)
-    return build_trainer(run_file.config, source=run_file.source, folder=Path("run"))
+    return build_trainer(run_file, folder=Path("run"))
 
 
 def policy() -> dict[str, Any]:
@@ -104,9 +104,9 @@ def ledger(column: str) -> list[str]:
         return [row[column] for row in csv.DictReader(file)]
 
 
-def rates(run_file: RunFile) -> list[float]:
+def rates(run_file: RunConfig) -> list[float]:
     """The learning rate of each batch in the plan of a run file."""
-    plan = build_plan(run_file.config, source=run_file.source)
+    plan = build_plan(run_file)
     return [batch.values["lr"] for batch in plan.batches()]
 
 
@@ -127,7 +127,7 @@ def test_a_logger_has_every_line_once_after_a_resume() -> None:
     again.resume(min(Path("run/checkpoints").iterdir()))
     again.fit()
     assert Path("run/losses.csv").read_text().splitlines() == rows
-    assert build_plan(written("A logger").config).num_batches == again.timer.batch
+    assert build_plan(written("A logger")).num_batches == again.timer.batch
 
 
 def test_a_batch_size_policy_follows_the_loss_and_resumes_with_its_state() -> None:
@@ -147,9 +147,9 @@ def test_a_batch_size_policy_follows_the_loss_and_resumes_with_its_state() -> No
 
 @pytest.mark.parametrize("title", SHORT)
 def test_the_run_file_that_a_run_keeps_builds_the_same_run(title: str) -> None:
-    config = written(title).config
+    config = written(title)
     first = build_trainer(config, folder=Path("run"))
-    again = build_trainer(parse_run_file(dump_run_file(resolved(config, first))).config)
+    again = build_trainer(parse_run_file(dump_run_file(resolved(config, first))))
     again.fit()
     repeated = build_trainer(config, folder=Path("repeated"))
     repeated.fit()

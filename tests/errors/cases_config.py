@@ -47,7 +47,7 @@ def planned(text: str, *overrides: str) -> Callable[[], object]:
 
     def build() -> object:
         run_file = parse_run_file(GOOD + text, "run.yaml", overrides)
-        return build_plan(run_file.config, source=run_file.source)
+        return build_plan(run_file)
 
     return build
 
@@ -67,7 +67,7 @@ def trained(**changes: Any) -> Callable[[], object]:
             "batch_size": 10,
             "log": {"loggers": []},
         }
-        return build_trainer(RunConfig.parse({**values, **changes}, SOURCE), source=SOURCE)
+        return build_trainer(RunConfig.parse({**values, **changes}, SOURCE))
 
     return build
 

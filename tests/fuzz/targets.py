@@ -53,11 +53,11 @@ def read_time(data: bytes) -> None:
 def read_run_file(data: bytes) -> None:
     """A run file: what is read is written out whole, and that is read back to the same."""
     try:
-        config = parse_run_file(data.decode("utf-8", "surrogateescape")).config
+        config = parse_run_file(data.decode("utf-8", "surrogateescape"))
     except ConfigError as error:
         _check_words(error)
         return
-    assert parse_run_file(dump_run_file(config)).config == config
+    assert parse_run_file(dump_run_file(config)) == config
 
 
 def read_override(data: bytes) -> None:
@@ -68,7 +68,7 @@ def read_override(data: bytes) -> None:
     except ConfigError as error:
         _check_words(error)
         return
-    assert parse_run_file(dump_run_file(config)).config == config
+    assert parse_run_file(dump_run_file(config)) == config
 
 
 def read_manifest(data: bytes) -> None:

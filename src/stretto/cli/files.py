@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from stretto.config.files import RunFile, read_run_file
+from stretto.config.files import read_run_file
 from stretto.config.reading.overrides import parse_override
+from stretto.config.run import RunConfig
 
 RUN_FILE = "run.yaml"
 """What the run file is called that each run folder holds."""
@@ -60,7 +61,7 @@ def add_working_folder() -> None:
         sys.path.insert(0, "")
 
 
-def read_arguments(arguments: Sequence[str], *, folder: Path | None = None) -> RunFile:
+def read_arguments(arguments: Sequence[str], *, folder: Path | None = None) -> RunConfig:
     """Return what the run file and the overrides on a command line say.
 
     Raises:

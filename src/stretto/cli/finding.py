@@ -11,7 +11,7 @@ import typer
 
 from stretto.cli.files import add_working_folder, read_arguments
 from stretto.config.building.finding import Finding, build_finding
-from stretto.config.files import RunFile
+from stretto.config.run import RunConfig
 from stretto.errors import ConfigError
 from stretto.memory import Answer, find_batch_size
 from stretto.memory.finding.estimators import NoEstimateError
@@ -39,11 +39,11 @@ def find(
 
         check_format(plot)
     add_working_folder()
-    run_file = read_arguments(arguments)
+    config = read_arguments(arguments)
     if device is None and device_memory is not None:
         # Memory that is stated is nearly always that of a GPU.
-        device = "cpu" if run_file.config.stepping.device == "cpu" else "cuda"
-    answer = _answer(run_file, method=method, device_memory=device_memory, device=device, **wishes)
+        device = "cpu" if config.stepping.device == "cpu" else "cuda"
+    answer = _answer(config, method=method, device_memory=device_memory, device=device, **wishes)
     if as_json:
         typer.echo(json.dumps(_plain(answer), indent=2))
     else:
@@ -58,7 +58,7 @@ def find(
         typer.echo(f"drew {plot}", err=True)
 
 
-def _answer(run_file: RunFile, *, method: str, device_memory: str | None, **wishes: Any) -> Answer:
+def _answer(config: RunConfig, *, method: str, device_memory: str | None, **wishes: Any) -> Answer:
     def ask(found: Finding, method: str) -> Answer:
         if wishes["maximum"] is None:
             wishes["maximum"] = found.num_samples or MAXIMUM
@@ -75,7 +75,7 @@ def _answer(run_file: RunFile, *, method: str, device_memory: str | None, **wish
     if device_memory is not None and method in ABSTRACT:
         # The model may be larger than this machine, so it is built without memory first.
         try:
-            found = build_finding(run_file.config, source=run_file.source, on_meta=True)
+            found = build_finding(config, on_meta=True)
         except (ConfigError, RuntimeError, NotImplementedError):
             pass  # it reads values while it is built, or is wrong: the next attempt will say
         else:
@@ -84,7 +84,7 @@ def _answer(run_file: RunFile, *, method: str, device_memory: str | None, **wish
             except NoEstimateError:
                 if method == "predict":
                     raise
-    return ask(build_finding(run_file.config, source=run_file.source), method)
+    return ask(build_finding(config), method)
 
 
 def _plain(answer: Answer) -> dict[str, Any]:

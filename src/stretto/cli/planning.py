@@ -35,16 +35,16 @@ def plan(
             instead="add --plot FILE, or leave it out",
         )
     add_working_folder()
-    config, source = read_arguments(arguments, folder=against)
+    config = read_arguments(arguments, folder=against)
     if against is not None:
         config = _as_it_ran(config, against)
     ranks = config.world_size or 1
-    run = build_run(config, data_sizes(config, source=source), source=source, world_size=ranks)
+    run = build_run(config, data_sizes(config), world_size=ranks)
     if scales_rate(config):
         typer.echo(
             "not planned: AdaScale multiplies the learning rate by what it measures", err=True
         )
-    prepared = prepare_run(config, run, source)
+    prepared = prepare_run(config, run)
     bounds = prepared.decided_between
     if bounds is not None:
         _refuse(
@@ -53,10 +53,10 @@ def plan(
             instead="leave it out to see what the least and the largest sizes would do, or "
             "see what a run has done with 'stretto report RUN_FOLDER'",
         )
-        ends = ends_of(config, run, bounds, source=source, world_size=ranks)
+        ends = ends_of(config, run, bounds, world_size=ranks)
         _print_ends(run.policy, ends, as_json=as_json)
         return
-    planned = plan_of(config, prepared, source=source, world_size=ranks)
+    planned = plan_of(config, prepared, world_size=ranks)
     if not planned.is_exact:
         _refuse(
             {"--against": against, "--batches": batches},

@@ -29,10 +29,10 @@ def report(folder: Path, *, plot: Path | None, unit: str | None) -> None:
     from stretto.report.run_picture import draw_run
 
     add_working_folder()
-    config, source = read_arguments([], folder=folder)
-    run = build_run(config, data_sizes(config, source=source), source=source)
+    config = read_arguments([], folder=folder)
+    run = build_run(config, data_sizes(config))
     try:
-        plan = plan_of(config, prepare_run(config, run, source), source=source)
+        plan = plan_of(config, prepare_run(config, run))
     except PlanError:
         plan = None  # only the run could tell its batch sizes
     draw_run(folder, plot, horizon=run.horizon, plan=plan, unit=unit)

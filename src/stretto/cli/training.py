@@ -14,7 +14,7 @@ from rich.console import Console
 from stretto._location import local_path
 from stretto.cli.files import PLAN, RUN_FILE, add_working_folder, packaged_run_file, split_arguments
 from stretto.config.building.training import build_trainer, resolved
-from stretto.config.files import RunFile, dump_run_file, read_run_file
+from stretto.config.files import dump_run_file, read_run_file
 from stretto.config.reading.overrides import parse_override
 from stretto.config.run import RunConfig
 from stretto.errors import ConfigError
@@ -39,14 +39,13 @@ def train(arguments: Sequence[str], *, folder: Path | None, resume: str | None) 
     add_working_folder()
     named, overrides = split_arguments(arguments)
     path = named or unnamed_run_file(folder or _overridden_folder(overrides), resume)
-    run_file = read_run_file(path, overrides)
+    config = read_run_file(path, overrides)
     console = Console(highlight=False)
     is_first = os.environ.get("RANK", "0") == "0"
-    folder = choose_folder(run_file, path.stem, folder, resumes=resume is not None)
-    description, results = Description(run_file), Results()
+    folder = choose_folder(config, path.stem, folder, resumes=resume is not None)
+    description, results = Description(config), Results()
     trainer = build_trainer(
-        with_console(run_file.config),
-        source=run_file.source,
+        with_console(config),
         folder=folder,
         callbacks=[description, results],
     )
@@ -76,8 +75,8 @@ def with_console(config: RunConfig) -> RunConfig:
 class Description(Callback):
     """Writes what the run is into its folder, once that is known to be no other run's."""
 
-    def __init__(self, run_file: RunFile) -> None:
-        self._run_file = run_file
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
         self.trainer: Trainer | None = None
 
     def on_fit_start(self, run: Run) -> None:
@@ -87,7 +86,7 @@ class Description(Callback):
             ConfigError: the folder cannot be written to.
         """
         if run.is_first_rank and run.folder is not None and self.trainer is not None:
-            _keep(run.folder, self._run_file, self.trainer)
+            _keep(run.folder, self._config, self.trainer)
 
 
 @final
@@ -109,13 +108,13 @@ class Results(Callback):
         self.checkpoint = path
 
 
-def choose_folder(run_file: RunFile, stem: str, folder: Path | None, *, resumes: bool) -> Path:
+def choose_folder(config: RunConfig, stem: str, folder: Path | None, *, resumes: bool) -> Path:
     """Return the run folder: the one that was named, or a new one in `runs`.
 
     Raises:
         ConfigError: the folder holds a run already; or there are several ranks and none is named.
     """
-    named = folder or (Path(run_file.config.folder) if run_file.config.folder else None)
+    named = folder or (Path(config.folder) if config.folder else None)
     if named is not None:
         if not resumes and (named / LEDGER).exists() and os.environ.get("RANK", "0") == "0":
             raise ConfigError.cannot(
@@ -250,7 +249,7 @@ def position(trainer: Trainer) -> str:
     return show_position(float(trainer.horizon.position(at, unit).amount), unit)
 
 
-def _keep(folder: Path, run_file: RunFile, trainer: Trainer) -> None:
+def _keep(folder: Path, config: RunConfig, trainer: Trainer) -> None:
     """Write what the run is into its folder: the whole run file and the plan.
 
     Raises:
@@ -258,7 +257,7 @@ def _keep(folder: Path, run_file: RunFile, trainer: Trainer) -> None:
     """
     plan = trainer.plan
     try:
-        _replace(folder / RUN_FILE, dump_run_file(resolved(run_file.config, trainer)))
+        _replace(folder / RUN_FILE, dump_run_file(resolved(config, trainer)))
         _replace(folder / PLAN, json.dumps(plan and plan.to_json(), indent=1) + "\n")
     except OSError as error:
         raise ConfigError.cannot(

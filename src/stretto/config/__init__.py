@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stretto.config.building.plans import build_plan
-from stretto.config.files import RunFile, dump_run_file, parse_run_file, read_run_file
+from stretto.config.files import dump_run_file, parse_run_file, read_run_file
 from stretto.config.reading.source import Source
 from stretto.config.run import RunConfig
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RunConfig",
-    "RunFile",
     "Source",
     "build_plan",
     "build_trainer",

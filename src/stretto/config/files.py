@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -15,14 +15,7 @@ from stretto.config.run import RunConfig
 from stretto.errors import ConfigError
 
 
-class RunFile(NamedTuple):
-    """A run file that was read: what it says, and where each value stands in it."""
-
-    config: RunConfig
-    source: Source
-
-
-def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
+def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return what the run file at `path` says, with `key=value` overrides set.
 
     Raises:
@@ -50,11 +43,11 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
     return parse_run_file(text, source_name(path), overrides)
 
 
-def parse_run_file(text: str, name: str = "run.yaml", overrides: Sequence[str] = ()) -> RunFile:
+def parse_run_file(text: str, name: str = "run.yaml", overrides: Sequence[str] = ()) -> RunConfig:
     r"""Return what the text of a run file says, with `key=value` overrides set.
 
     >>> text = "max_duration: 2ep\ndata: {target: my.data:make}\nbatch_size: 64"
-    >>> parse_run_file(text, overrides=["batch_size=32"]).config.batch_size
+    >>> parse_run_file(text, overrides=["batch_size=32"]).batch_size
     32
 
     Raises:
@@ -63,7 +56,7 @@ def parse_run_file(text: str, name: str = "run.yaml", overrides: Sequence[str] =
     document = parse_yaml(text, name)
     values = check_mapping(document.value, name)
     values, source = apply_overrides(values, Source(name, document.lines), overrides)
-    return RunFile(RunConfig.parse(values, source), source)
+    return RunConfig.parse(values, source)
 
 
 def dump_run_file(config: RunConfig) -> str:
@@ -72,7 +65,7 @@ def dump_run_file(config: RunConfig) -> str:
     >>> config = RunConfig.parse(
     ...     {"max_duration": "2ep", "data": {"target": "my.data:make"}, "batch_size": 64}
     ... )
-    >>> parse_run_file(dump_run_file(config)).config == config
+    >>> parse_run_file(dump_run_file(config)) == config
     True
     """
     values = config.model_dump(mode="json")

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from stretto._location import local_path
 from stretto.batching.parse import without_nulls
@@ -116,6 +124,7 @@ class RunConfig(Section):
     scale_schedule: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Makes the run this many times as long, with every time that is not a fraction of it. The
     number of samples in the data stays."""
+    _source: Source = PrivateAttr(default=NO_SOURCE)
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: Source = NO_SOURCE) -> Self:
@@ -125,9 +134,16 @@ class RunConfig(Section):
             ConfigError: they say something else than they should; every mistake is listed.
         """
         try:
-            return cls.model_validate(dict(values))
+            config = cls.model_validate(dict(values))
         except ValidationError as error:
             raise explain(error, cls, source) from None
+        config._source = source
+        return config
+
+    @property
+    def source(self) -> Source:
+        """Where the values were written, for messages."""
+        return self._source
 
     @property
     def evaluations(self) -> tuple[Evaluate, ...]:

@@ -22,7 +22,6 @@ from stretto.config.building.data import known_sizes, make_spec
 from stretto.config.building.hyperparameters import base_values
 from stretto.config.building.times_and_sizes import build_run
 from stretto.config.building.training import check_complete, seed_everything
-from stretto.config.reading.source import NO_SOURCE, Source
 from stretto.config.run import RunConfig
 from stretto.data import Step
 from stretto.data.source import is_shuffled
@@ -56,7 +55,6 @@ class BranchPoint:
     Args:
         config: the run file.
         checkpoint: a checkpoint of that run, or the run folder, to use its newest intact one.
-        source: positions of values in the file, for messages.
         rule: how the learning rate follows the size; None: the file's `learning_rate_rule`, or the
             square root.
 
@@ -70,10 +68,9 @@ class BranchPoint:
         config: RunConfig,
         checkpoint: Path,
         *,
-        source: Source = NO_SOURCE,
         rule: LearningRateRule | None = None,
     ) -> None:
-        check_complete(config, source)
+        check_complete(config)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError.cannot(
                 "branch off a checkpoint on several ranks",
@@ -85,13 +82,13 @@ class BranchPoint:
                 "branch off a checkpoint",
                 why="the run file has a training step of its own",
                 instead="write step=null, if the model can be trained without it",
-                where=source.where(("step",)),
+                where=config.source.where(("step",)),
             )
         is_folder = (checkpoint / FOLDER).is_dir()
         self.path = newest_of(checkpoint) if is_folder else checkpoint
-        self._config, self._source = config, source
-        self._spec = make_spec(config, source=source)
-        self._run = build_run(config, known_sizes(self._spec), source=source)
+        self._config = config
+        self._spec = make_spec(config)
+        self._run = build_run(config, known_sizes(self._spec))
         self._horizon = prepare(self._run.horizon, self._run.policy).horizon
         self._reader = open_checkpoint(self.path, verify=not is_folder)
         with _reading(self.path, "its records are not those of this run"):
@@ -120,7 +117,7 @@ class BranchPoint:
         Raises:
             TrainingError: the data are map-style and not shuffled.
         """
-        shuffle = parts.make_loading(self._config, self._source).shuffle
+        shuffle = parts.make_loading(self._config).shuffle
         if count > 1 and self._spec.is_map_style and not is_shuffled(self._spec, asked=shuffle):
             raise TrainingError.cannot(
                 f"compare branches in {count} orders of the samples",
@@ -151,24 +148,24 @@ class BranchPoint:
 
     def _trainer(self, size: int, loss: Callback, *, seed: int, samples: int) -> Trainer:
         """The trainer of a branch."""
-        config, source, every = self._config, self._source, f"{samples}sp"
+        config, every = self._config, f"{samples}sp"
         seed_everything(config.seed + seed)
-        model = parts.make_model(config, source)
-        optimizer = parts.make_optimizer(config, model, source)
+        model = parts.make_model(config)
+        optimizer = parts.make_optimizer(config, model)
         self._restore(model, optimizer)
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * (self._rule(size) / self._rule(self.size))
         evaluations = [
-            parts.make_evaluation(config, one, self._run, source) for one in config.evaluations[:1]
+            parts.make_evaluation(config, one, self._run) for one in config.evaluations[:1]
         ]
-        loading = parts.make_loading(config, source)
-        stepping = parts.make_stepping(config, self._run, source)
+        loading = parts.make_loading(config)
+        stepping = parts.make_stepping(config, self._run)
         trainer = Trainer(
             model,
             # The previous branch may have exhausted an iterable.
-            self._spec if self._spec.is_map_style else make_spec(config, source=source),
+            self._spec if self._spec.is_map_style else make_spec(config),
             optimizer=optimizer,
-            loss=parts.make_loss(config, model, source),
+            loss=parts.make_loss(config, model),
             max_duration=every,
             batch_size=size,
             micro_batch_size=config.micro_batch_size,
@@ -185,16 +182,12 @@ class BranchPoint:
     def decay(self, branch: Branch) -> float:
         """Return the learning rate at the checkpoint as a fraction of the base value."""
         in_force = branch.learning_rate * self._rule(self.size) / self._rule(branch.size)
-        base = base_values(self._config, source=self._source).get("lr", 0.0)
+        base = base_values(self._config).get("lr", 0.0)
         return in_force / base if base else 1.0
 
     def _callbacks(self) -> list[Callback]:
         """Return callbacks that change the training, with their state at the checkpoint."""
-        made = [
-            one
-            for one in parts.make_callbacks(self._config, self._source)
-            if _changes_training(one)
-        ]
+        made = [one for one in parts.make_callbacks(self._config) if _changes_training(one)]
         with _reading(self.path, "a callback cannot go on from it"):
             stored = stored_tensors(self._reader, GROUP)
             restore_states(made, self._reader.records["callbacks"], stored)

@@ -46,7 +46,7 @@ def test_nothing_of_the_data_is_imported_and_torch_is_not(tmp_path: Path) -> Non
         "import sys\n"
         "from stretto.config.files import read_run_file\n"
         "from stretto.config.building.plans import build_plan\n"
-        "assert build_plan(read_run_file('run.yaml').config).num_batches == 20\n"
+        "assert build_plan(read_run_file('run.yaml')).num_batches == 20\n"
         "print(*{'torch', 'numpy', 'matplotlib', 'rich'} & set(sys.modules))\n"
     )
     done = subprocess.run(
@@ -131,7 +131,7 @@ def test_errors_say_where_they_come_from(text: str, message: str) -> None:
     head = f"max_duration: 2ep\ndata: {{target: 'a:b', num_samples: 100}}\n{size}"
     run_file = parse_run_file(head + text)
     with pytest.raises(ConfigError, match=message):
-        build_plan(run_file.config, source=run_file.source)
+        build_plan(run_file)
 
 
 def test_the_batch_size_says_where_it_stands() -> None:
@@ -140,7 +140,7 @@ def test_the_batch_size_says_where_it_stands() -> None:
     )
     run_file = parse_run_file(text)
     with pytest.raises(PlanError, match=r"set data.tokens_per_sample if all have equally many"):
-        build_plan(run_file.config, source=run_file.source)
+        build_plan(run_file)
 
 
 def test_a_run_that_only_the_run_can_tell() -> None:

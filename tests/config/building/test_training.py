@@ -15,7 +15,6 @@ from stretto.config.building.parts import make_loggers
 from stretto.config.building.plans import build_plan
 from stretto.config.building.training import build_trainer, resolved
 from stretto.config.files import dump_run_file, parse_run_file
-from stretto.config.reading.source import NO_SOURCE
 from stretto.config.run import RunConfig
 from stretto.errors import ConfigError, StrettoError
 from stretto.report.ledger import compare
@@ -112,7 +111,7 @@ def test_the_resolved_file_states_what_the_run_found(tmp_path: Path) -> None:
     assert found.optimizer is not None
     assert found.optimizer.arguments == {"lr": 1e-3}
     assert found.folder == str(tmp_path)
-    assert parse_run_file(dump_run_file(found)).config == found
+    assert parse_run_file(dump_run_file(found)) == found
 
 
 def test_everything_is_handed_over(tmp_path: Path) -> None:
@@ -206,8 +205,8 @@ def test_evaluation_data_may_be_of_its_own() -> None:
 
 
 def test_loggers() -> None:
-    assert make_loggers(config(), NO_SOURCE) == []
-    (logger,) = make_loggers(RunConfig.parse({**RUN, "log": {}}), NO_SOURCE)
+    assert make_loggers(config()) == []
+    (logger,) = make_loggers(RunConfig.parse({**RUN, "log": {}}))
     assert isinstance(logger, TensorBoardLogger), "it is installed, and wanted where it is"
     assert WandbLogger.__name__ == "WandbLogger"
 
@@ -227,7 +226,7 @@ def test_a_step_of_yours_gets_model_optimizer_and_loss(tmp_path: Path) -> None:
     assert trainer.step.loss is sys.modules["my_project"].Line.loss
     assert trainer.hyperparameters.base["lr"] == 0.01
     assert compare(build_plan(resolved(described, trainer)), tmp_path).agrees
-    again = build_trainer(parse_run_file(dump_run_file(resolved(described, trainer))).config)
+    again = build_trainer(parse_run_file(dump_run_file(resolved(described, trainer))))
     again.resume()
     assert again.timer.sample == 80
 

@@ -81,7 +81,7 @@ def test_a_stretched_run_stretches_the_pair() -> None:
 
 def test_it_is_written_as_it_was_read() -> None:
     config = RunConfig.parse({**RUN, "batch_size": {"seesaw": 16, "factor": "continuous"}})
-    assert parse_run_file(dump_run_file(config)).config == config
+    assert parse_run_file(dump_run_file(config)) == config
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stretto.config.reading.source import NO_SOURCE, Source
 from stretto.config.run import RunConfig
 from stretto.config.values.targets import call_target
 from stretto.errors import ConfigError
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from stretto.data import DataSpec
 
 
-def make_spec(config: RunConfig, *, source: Source = NO_SOURCE) -> DataSpec:
+def make_spec(config: RunConfig) -> DataSpec:
     """Return the training data with the sizes that the file states.
 
     Raises:
@@ -23,9 +22,9 @@ def make_spec(config: RunConfig, *, source: Source = NO_SOURCE) -> DataSpec:
     from stretto.data import DataSpec  # imports torch, which a plan of stated sizes does without
 
     data = config.data
-    with source.at("data"):
+    with config.source.at("data"):
         spec = DataSpec.of(
-            call_target(data, source=source, path=("data",)),
+            call_target(data, source=config.source, path=("data",)),
             num_samples=data.num_samples,
             num_tokens=data.num_tokens,
             tokens_per_sample=data.tokens_per_sample,
@@ -36,7 +35,7 @@ def make_spec(config: RunConfig, *, source: Source = NO_SOURCE) -> DataSpec:
             "train on a DataLoader with drop_last=True",
             why=f"last_batch is {config.last_batch!r} if the run file does not say it",
             instead=f"write last_batch: {spec.last_batch}, or last_batch: {config.last_batch}",
-            where=source.where(("data",)),
+            where=config.source.where(("data",)),
         )
     return spec
 
@@ -50,7 +49,7 @@ def known_sizes(spec: DataSpec) -> dict[str, int | None]:
     }
 
 
-def data_sizes(config: RunConfig, *, source: Source = NO_SOURCE) -> dict[str, int | None]:
+def data_sizes(config: RunConfig) -> dict[str, int | None]:
     """Return the sizes of the data: those that the file states, else those of the data itself.
 
     Raises:
@@ -58,7 +57,7 @@ def data_sizes(config: RunConfig, *, source: Source = NO_SOURCE) -> dict[str, in
     """
     data = config.data
     if data.num_samples is None:
-        return known_sizes(make_spec(config, source=source))
+        return known_sizes(make_spec(config))
     return {
         "num_samples": data.num_samples,
         "num_tokens": data.num_tokens,

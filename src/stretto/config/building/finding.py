@@ -17,7 +17,6 @@ from stretto.config.building.parts import (
 )
 from stretto.config.building.times_and_sizes import build_run
 from stretto.config.building.training import check_complete, seed_everything, with_some_maximum
-from stretto.config.reading.source import NO_SOURCE, Source
 from stretto.config.run import RunConfig
 from stretto.config.values.targets import import_target
 from stretto.data import DataSpec, StepLoader
@@ -42,14 +41,11 @@ class Finding(NamedTuple):
     """Samples in the data set; None where that is not known."""
 
 
-def build_finding(
-    config: RunConfig, *, source: Source = NO_SOURCE, on_meta: bool = False
-) -> Finding:
+def build_finding(config: RunConfig, *, on_meta: bool = False) -> Finding:
     """Return the training step of the run that a file describes, and an example of a batch.
 
     Args:
         config: the run file.
-        source: where its values were written, for messages.
         on_meta: whether the model is built without memory, so that it may be larger than this
             machine; else it is built and moved to where it trains.
 
@@ -57,34 +53,34 @@ def build_finding(
         ConfigError: something in it cannot be built; the message says where it stands.
         StrettoError: the run cannot be as described.
     """
-    check_complete(config, source)
+    check_complete(config)
     seed_everything(config.seed)
-    spec = make_spec(config, source=source)
-    batch = _examples(config, spec, source)
-    device = torch.device("meta") if on_meta else _device(config, source)
+    spec = make_spec(config)
+    batch = _examples(config, spec)
+    device = torch.device("meta") if on_meta else _device(config)
     with device if on_meta else contextlib.nullcontext():
-        model = make_model(config, source)
+        model = make_model(config)
     model.to(device)
     stepping = config.stepping
-    step = make_step(config, model, source) or SupervisedStep(
+    step = make_step(config, model) or SupervisedStep(
         model,
-        make_optimizer(config, model, source),
-        make_loss(config, model, source),
+        make_optimizer(config, model),
+        make_loss(config, model),
         precision=stepping.precision,
         clip_norm=stepping.clip_norm,
         loss_reduction=stepping.loss_reduction,
         compile=stepping.compile and not on_meta,
     )
-    noise = _measures_noise(config, spec, source)
+    noise = _measures_noise(config, spec)
     return Finding(step, MICRO_BATCHES, noise, batch, spec.known_num_samples)
 
 
-def _measures_noise(config: RunConfig, spec: DataSpec, source: Source) -> bool:
+def _measures_noise(config: RunConfig, spec: DataSpec) -> bool:
     """Whether steps keep gradients apart, for batch sizes or callbacks that follow their noise."""
     reads: frozenset[str] = frozenset()
     # What cannot be planned for the data here can where it trains, or is refused there.
     with contextlib.suppress(StrettoError):
-        run = with_some_maximum(build_run(config, known_sizes(spec), source=source))
+        run = with_some_maximum(build_run(config, known_sizes(spec)))
         reads = run.policy.bind(run.horizon).reads
     callbacks = []
     for section in config.callbacks:
@@ -95,9 +91,9 @@ def _measures_noise(config: RunConfig, spec: DataSpec, source: Source) -> bool:
     return keeps_gradients_apart(reads, kinds)
 
 
-def _examples(config: RunConfig, spec: DataSpec, source: Source) -> Any:
+def _examples(config: RunConfig, spec: DataSpec) -> Any:
     if spec.is_map_style:
-        collate = make_loading(config, source).collate_fn
+        collate = make_loading(config).collate_fn
         loader = StepLoader(spec, 1, max_duration="1ba", collate_fn=collate, rank=0, world_size=1)
         return example_batches(loader)
     for batch in spec.data:
@@ -106,11 +102,11 @@ def _examples(config: RunConfig, spec: DataSpec, source: Source) -> Any:
         "find a batch size",
         why="the data have no batch to look at",
         instead="write data that yield at least one",
-        where=source.where(("data",)),
+        where=config.source.where(("data",)),
     )
 
 
-def _device(config: RunConfig, source: Source) -> torch.device:
+def _device(config: RunConfig) -> torch.device:
     name = config.stepping.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
@@ -120,6 +116,6 @@ def _device(config: RunConfig, source: Source) -> torch.device:
             f"use the device {name!r}",
             why=str(error).splitlines()[0].lower().rstrip("."),
             instead="write one that this machine has, or ask with --device-memory",
-            where=source.where(("stepping", "device")),
+            where=config.source.where(("stepping", "device")),
         ) from None
     return device

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stretto.config.reading.source import NO_SOURCE, Path, Source
+from stretto.config.reading.source import Path, Source
 from stretto.config.run import RunConfig
 from stretto.config.values.settings import Optimizer
 from stretto.config.values.targets import import_target
@@ -19,7 +19,7 @@ _SINGLE = ("lr", "momentum", "weight_decay")
 """What is one number in each of torch's optimizers that has it."""
 
 
-def base_values(config: RunConfig, *, source: Source = NO_SOURCE) -> dict[str, float]:
+def base_values(config: RunConfig) -> dict[str, float]:
     """Return what the schedules multiply: the optimizer's own values, stated or its defaults.
 
     Raises:
@@ -31,7 +31,7 @@ def base_values(config: RunConfig, *, source: Source = NO_SOURCE) -> dict[str, f
         return {}
     found = {}
     for text in dict.fromkeys(("lr", *config.schedules)):
-        name, value = _value(optimizer, text, source)
+        name, value = _value(optimizer, text, config.source)
         if isinstance(value, (list, tuple)):
             # Of several the first stands for all, as in a run's ledger.
             value = dict(enumerate(value)).get(name.index or 0)
@@ -40,9 +40,7 @@ def base_values(config: RunConfig, *, source: Source = NO_SOURCE) -> dict[str, f
     return found
 
 
-def effective(
-    schedules: Mapping[str, Schedule], config: RunConfig, source: Source = NO_SOURCE
-) -> dict[str, Schedule]:
+def effective(schedules: Mapping[str, Schedule], config: RunConfig) -> dict[str, Schedule]:
     """Return what each value follows: `lr@group` is multiplied by `lr`, as in an optimizer.
 
     An optimizer has a learning rate also where nothing moves it.
@@ -54,7 +52,7 @@ def effective(
     if optimizer is not None or config.learning_rate_rule is not None:
         schedules = {"lr": Constant(), **schedules}
     names = {
-        text: parse_name(text) if optimizer is None else _value(optimizer, text, source)[0]
+        text: parse_name(text) if optimizer is None else _value(optimizer, text, config.source)[0]
         for text in schedules
     }
     found = {}
@@ -77,7 +75,7 @@ def _reaches(name: Name, other: Name) -> bool:
     )
 
 
-def check_optimizer(config: RunConfig, source: Source = NO_SOURCE) -> None:
+def check_optimizer(config: RunConfig) -> None:
     """Refuse values and schedules that the optimizer cannot have, without building it.
 
     Torch's own optimizers are known to make their parameter groups of their arguments; another
@@ -91,16 +89,16 @@ def check_optimizer(config: RunConfig, source: Source = NO_SOURCE) -> None:
         return
     names = {text: parse_name(text) for text in config.schedules}
     for text, name in names.items():
-        _check_group(optimizer, text, name, source.where(("schedules", text)))
-    found = {text: _value(optimizer, text, source) for text in names}
+        _check_group(optimizer, text, name, config.source.where(("schedules", text)))
+    found = {text: _value(optimizer, text, config.source) for text in names}
     for text, (name, value) in found.items():
         if name.index is not None and value is not None:
-            with source.at("schedules", text):
+            with config.source.at("schedules", text):
                 check_index(text, name, value)
     keys = {*_SINGLE, "betas", *(name.key for name, _ in found.values())}
     for path, settings in _settings(optimizer):
         for key in sorted(keys & settings.keys()):
-            _check_number(optimizer, (*path, key), settings[key], source)
+            _check_number(optimizer, (*path, key), settings[key], config.source)
 
 
 def _check_group(optimizer: Optimizer, text: str, name: Name, where: Place) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stretto.config.building.times_and_sizes import TimesAndSizes, scale_of
-from stretto.config.reading.source import Path, Source, show_path
+from stretto.config.reading.source import Path, show_path
 from stretto.config.run import RunConfig
 from stretto.config.values.context import Building
 from stretto.config.values.fields import Target
@@ -38,20 +38,20 @@ VALIDATION = "validation"
 """What `split` is for an evaluation that names no data of its own."""
 
 
-def make_model(config: RunConfig, source: Source) -> nn.Module:
+def make_model(config: RunConfig) -> nn.Module:
     """Return the model.
 
     Raises:
         ConfigError: it cannot be made, or is no module.
     """
     assert config.model is not None, "checked before anything is built"
-    return _made(config.model, nn.Module, "a torch.nn.Module", source, ("model",))
+    return _made(config, config.model, nn.Module, "a torch.nn.Module", ("model",))
 
 
-def make_loss(config: RunConfig, model: nn.Module, source: Source) -> Any:
+def make_loss(config: RunConfig, model: nn.Module) -> Any:
     """Return the loss function: the file's, or that of the model's class."""
     if config.loss is not None:
-        return bound_target(config.loss, source=source, path=("loss",))
+        return bound_target(config.loss, source=config.source, path=("loss",))
     loss = getattr(type(model), "loss", None)
     if callable(loss):
         return loss
@@ -60,11 +60,11 @@ def make_loss(config: RunConfig, model: nn.Module, source: Source) -> Any:
         why=f"there is no 'loss', and {type(model).__name__} has no static method of that name",
         instead="write for example 'loss: {target: my.models:loss}', "
         "a function (model, batch) -> loss",
-        where=source.name,
+        where=config.source.name,
     )
 
 
-def make_optimizer(config: RunConfig, model: nn.Module, source: Source) -> Optimizer:
+def make_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
     """Return the optimizer of the model's parameters, in the groups that the file names."""
     section = config.optimizer
     assert section is not None, "checked before anything is built"
@@ -77,7 +77,7 @@ def make_optimizer(config: RunConfig, model: nn.Module, source: Source) -> Optim
                 f"make the parameter group {name!r}",
                 why=f"no parameter left has a name with {group.parameters!r} in it",
                 instead=f"write a pattern of names such as {next(iter(rest), '')!r}",
-                where=source.where(("optimizer", "groups", name, "parameters")),
+                where=config.source.where(("optimizer", "groups", name, "parameters")),
             )
         options = _tuples(group.options)
         groups.append({"params": [rest.pop(key) for key in taken], "name": name, **options})
@@ -86,10 +86,10 @@ def make_optimizer(config: RunConfig, model: nn.Module, source: Source) -> Optim
         groups.insert(0, {"params": list(rest.values()), "name": "rest"})
     parameters = groups if section.groups else list(rest.values())
     tupled = type(section).model_validate({"target": section.target, **_tuples(section.arguments)})
-    return _made(tupled, Optimizer, "a torch Optimizer", source, ("optimizer",), parameters)
+    return _made(config, tupled, Optimizer, "a torch Optimizer", ("optimizer",), parameters)
 
 
-def make_step(config: RunConfig, model: nn.Module, source: Source) -> TrainStep | None:
+def make_step(config: RunConfig, model: nn.Module) -> TrainStep | None:
     """Return the file's own training step; None if it has none.
 
     Raises:
@@ -98,21 +98,21 @@ def make_step(config: RunConfig, model: nn.Module, source: Source) -> TrainStep 
     section = config.step
     if section is None:
         return None
-    target = import_target(section.target, where=source.where(("step", "target")))
+    target = import_target(section.target, where=config.source.where(("step", "target")))
     given: dict[str, Any] = {"model": model}
     if config.optimizer is not None:
-        given["optimizer"] = make_optimizer(config, model, source)
+        given["optimizer"] = make_optimizer(config, model)
     if config.loss is not None or accepts(target, "loss"):
-        given["loss"] = make_loss(config, model, source)
+        given["loss"] = make_loss(config, model)
     for name in given:
         if name in section.arguments:
             raise ConfigError.cannot(
                 f"give {section.target} a {name!r} of its own",
                 why=f"it is called with the {name} of the run file",
                 instead="leave it out",
-                where=source.where(("step", name)),
+                where=config.source.where(("step", name)),
             )
-    return _made(section, TrainStep, "a stretto.TrainStep", source, ("step",), **given)  # type: ignore[type-abstract]
+    return _made(config, section, TrainStep, "a stretto.TrainStep", ("step",), **given)  # type: ignore[type-abstract]
 
 
 def _tuples(options: dict[str, Any]) -> dict[str, Any]:
@@ -122,9 +122,9 @@ def _tuples(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def make_settings(kind: type[S], section: Any, path: Path, source: Source, **more: Any) -> S:
+def make_settings(config: RunConfig, kind: type[S], section: Any, path: Path, /, **more: Any) -> S:
     """Return the settings that a section holds, with its targets imported, and some more."""
-    building = Building(source=source)
+    building = Building(source=config.source)
 
     def made(value: Any, here: Path) -> Any:
         if isinstance(value, Target):
@@ -135,81 +135,77 @@ def make_settings(kind: type[S], section: Any, path: Path, source: Source, **mor
 
     names = [name for name in type(section).model_fields if name not in more]
     values = {name: made(getattr(section, name), (*path, name)) for name in names}
-    with source.at(*path):
+    with config.source.at(*path):
         return kind(**values, **more)
 
 
-def make_loading(config: RunConfig, source: Source) -> Loading:
+def make_loading(config: RunConfig) -> Loading:
     """Return how samples are ordered and fetched."""
     more = {"seed": config.seed, "last_batch": config.last_batch}
-    return make_settings(Loading, config.loading, ("loading",), source, **more)
+    return make_settings(config, Loading, config.loading, ("loading",), **more)
 
 
-def make_checkpointing(
-    config: RunConfig, run: TimesAndSizes, source: Source
-) -> Checkpointing | None:
+def make_checkpointing(config: RunConfig, run: TimesAndSizes) -> Checkpointing | None:
     """Return when checkpoints are written and which are kept."""
     if config.checkpoint is None:
         return None
     every = run.triggers["checkpoint"]
-    return make_settings(Checkpointing, config.checkpoint, ("checkpoint",), source, every=every)
+    return make_settings(config, Checkpointing, config.checkpoint, ("checkpoint",), every=every)
 
 
-def make_stepping(config: RunConfig, run: TimesAndSizes, source: Source) -> Stepping:
+def make_stepping(config: RunConfig, run: TimesAndSizes) -> Stepping:
     """Return how a step is computed."""
     rule = run.rule
-    return make_settings(Stepping, config.stepping, ("stepping",), source, learning_rate_rule=rule)
+    return make_settings(config, Stepping, config.stepping, ("stepping",), learning_rate_rule=rule)
 
 
-def make_evaluation(
-    config: RunConfig, section: Evaluate, run: TimesAndSizes, source: Source
-) -> Evaluation:
+def make_evaluation(config: RunConfig, section: Evaluate, run: TimesAndSizes) -> Evaluation:
     """Return an evaluation: its data, metrics and interval."""
     path: Path = ("evaluate",)
     if isinstance(config.evaluate, list):
         path = ("evaluate", config.evaluate.index(section))
-    data = _evaluation_data(config, section, path, source)
+    data = _evaluation_data(config, section, path)
     every = run.triggers[f"evaluate {section.name}"]
-    return make_settings(Evaluation, section, path, source, data=data, every=every)
+    return make_settings(config, Evaluation, section, path, data=data, every=every)
 
 
-def _evaluation_data(config: RunConfig, section: Evaluate, path: Path, source: Source) -> Any:
+def _evaluation_data(config: RunConfig, section: Evaluate, path: Path) -> Any:
     if section.data is not None:
-        return call_target(section.data, source=source, path=(*path, "data"))
-    target = import_target(config.data.target, where=source.where(("data", "target")))
+        return call_target(section.data, source=config.source, path=(*path, "data"))
+    target = import_target(config.data.target, where=config.source.where(("data", "target")))
     if not accepts(target, "split"):
         raise ConfigError.cannot(
             "evaluate",
             why=f"there is no 'data' to evaluate on, and {config.data.target} takes no 'split'",
             instead="write for example 'data: {target: my.data:make_validation}' in it",
-            where=source.where(path),
+            where=config.source.where(path),
         )
     if config.data.arguments.get("split") == VALIDATION:
         raise ConfigError.cannot(
             "evaluate",
             why="there is no 'data' to evaluate on, and the validation split is trained on",
             instead="write 'data: {target: ...}' in it",
-            where=source.where(path),
+            where=config.source.where(path),
         )
-    data = call_target(config.data, source=source, path=("data",), split=VALIDATION)
+    data = call_target(config.data, source=config.source, path=("data",), split=VALIDATION)
     return DataSpec.of(data, sharded=config.data.sharded)
 
 
-def make_logging(config: RunConfig, run: TimesAndSizes, source: Source) -> Logging:
+def make_logging(config: RunConfig, run: TimesAndSizes) -> Logging:
     """Return when metrics are logged, and where they go."""
     return make_settings(
+        config,
         Logging,
         config.log,
         ("log",),
-        source,
         every=run.triggers["log"],
         flush=Every(config.log.flush).scaled(scale_of(config)),
-        loggers=make_loggers(config, source),
+        loggers=make_loggers(config),
         config=config.model_dump(mode="json"),
     )
 
 
-def make_loggers(config: RunConfig, source: Source) -> list[Logger]:
+def make_loggers(config: RunConfig) -> list[Logger]:
     """Return where metrics go besides the run folder."""
     kinds = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MLflowLogger}
     wanted = config.log.loggers
@@ -221,26 +217,26 @@ def make_loggers(config: RunConfig, source: Source) -> list[Logger]:
             made.append(kinds[one]())
             continue
         kind = "a logger with the methods start, log and close"
-        made.append(_made(one, Logger, kind, source, ("log", "loggers", number)))  # type: ignore[type-abstract]
+        made.append(_made(config, one, Logger, kind, ("log", "loggers", number)))  # type: ignore[type-abstract]
     return made
 
 
-def make_callbacks(config: RunConfig, source: Source) -> list[Callback]:
+def make_callbacks(config: RunConfig) -> list[Callback]:
     """Return the listeners that the file names, with times for a run of the length it has."""
     made = []
     for number, section in enumerate(config.callbacks):
         path = ("callbacks", number)
-        callback = _made(section, Callback, "a stretto.training.Callback", source, path)
-        with source.at("callbacks", number):
+        callback = _made(config, section, Callback, "a stretto.training.Callback", path)
+        with config.source.at("callbacks", number):
             made.append(callback.scaled(scale_of(config)))
     return made
 
 
 def _made(
+    config: RunConfig,
     section: Target,
     kind: type[S],
     called: str,
-    source: Source,
     path: Path,
     *positional: Any,
     **extra: Any,
@@ -250,12 +246,12 @@ def _made(
     Raises:
         ConfigError: it cannot be made, or is of another kind.
     """
-    found = call_target(section, *positional, source=source, path=path, **extra)
+    found = call_target(section, *positional, source=config.source, path=path, **extra)
     if isinstance(found, kind):
         return found
     raise ConfigError.cannot(
         f"use what {section.target} returns as {show_path(path)}",
         why=f"it is a {type(found).__name__} and not {called}",
         instead=f"name something that makes {called}",
-        where=source.where(path),
+        where=config.source.where(path),
     )

@@ -14,7 +14,7 @@ from stretto.config.building.times_and_sizes import (
     build_run,
     planned_micro_batch_size,
 )
-from stretto.config.reading.source import NO_SOURCE, Source, as_key
+from stretto.config.reading.source import as_key
 from stretto.config.run import RunConfig
 from stretto.config.values.fields import Target
 from stretto.errors import ConfigError, PlanError
@@ -25,9 +25,7 @@ MAX_STAGES = 100_000
 """Most stages of the run of a file; a ramp from 32 to 4,096 in steps of one has 4,065."""
 
 
-def build_plan(
-    config: RunConfig, *, source: Source = NO_SOURCE, world_size: int | None = None
-) -> Plan:
+def build_plan(config: RunConfig, *, world_size: int | None = None) -> Plan:
     """Return the plan of the run that a file describes.
 
     >>> config = RunConfig.parse({
@@ -40,23 +38,20 @@ def build_plan(
 
     Args:
         config: the run file.
-        source: where its values were written, for messages.
         world_size: how many ranks; left out, those that the file states, or one.
 
     Raises:
         ConfigError: what it says cannot be built, or not on this run.
         PlanError: only the run itself can tell its batch sizes.
     """
-    sizes = data_sizes(config, source=source)
+    sizes = data_sizes(config)
     world_size = world_size or config.world_size or 1
-    run = build_run(config, sizes, source=source, world_size=world_size)
-    prepared = prepare_run(config, run, source)
-    return plan_of(config, prepared, source=source, world_size=world_size)
+    run = build_run(config, sizes, world_size=world_size)
+    prepared = prepare_run(config, run)
+    return plan_of(config, prepared, world_size=world_size)
 
 
-def plan_of(
-    config: RunConfig, run: Prepared, *, source: Source = NO_SOURCE, world_size: int = 1
-) -> Plan:
+def plan_of(config: RunConfig, run: Prepared, *, world_size: int = 1) -> Plan:
     """Return the plan of a run that was prepared from `config`.
 
     Raises:
@@ -67,10 +62,12 @@ def plan_of(
             run,
             world_size=world_size,
             micro_batch_size=planned_micro_batch_size(config),
-            base=base_values(config, source=source),
+            base=base_values(config),
         )
     except PlanError as error:
-        raise error.recast(PlanError, where=source.where(("batch_size",)), word=as_key) from error
+        raise error.recast(
+            PlanError, where=config.source.where(("batch_size",)), word=as_key
+        ) from error
 
 
 def ends_of(
@@ -78,7 +75,6 @@ def ends_of(
     run: TimesAndSizes,
     bounds: tuple[int, int],
     *,
-    source: Source = NO_SOURCE,
     world_size: int = 1,
 ) -> tuple[Plan, Plan]:
     """Return the plans of a run with the smallest and with the largest size that it may decide.
@@ -90,8 +86,7 @@ def ends_of(
     smallest, largest = (
         plan_of(
             config,
-            prepare_run(config, replace(run, policy=Fixed(size)), source),
-            source=source,
+            prepare_run(config, replace(run, policy=Fixed(size))),
             world_size=world_size,
         )
         for size in bounds
@@ -109,7 +104,7 @@ def _is_ada_scale(target: Target) -> bool:
     return name == "AdaScale" and module.partition(".")[0] == "stretto"
 
 
-def prepare_run(config: RunConfig, run: TimesAndSizes, source: Source = NO_SOURCE) -> Prepared:
+def prepare_run(config: RunConfig, run: TimesAndSizes) -> Prepared:
     """Bind a run, and refuse what cannot be, as far as that is known before anything is built.
 
     Raises:
@@ -118,30 +113,30 @@ def prepare_run(config: RunConfig, run: TimesAndSizes, source: Source = NO_SOURC
 
     def at(kind: str, name: str = "") -> Any:
         if kind == "triggers":
-            return source.at(*run.places[name])
-        return source.at(kind, name) if name else source.at(kind)
+            return config.source.at(*run.places[name])
+        return config.source.at(kind, name) if name else config.source.at(kind)
 
     prepared = prepare(
         run.horizon,
         run.policy,
-        schedules=effective(run.schedules, config, source),
+        schedules=effective(run.schedules, config),
         triggers=run.triggers,
         rule=run.rule,
         most_stages=MAX_STAGES,
         at=at,
     )
-    check_rates(config, run, source)
-    check_optimizer(config, source)
+    check_rates(config, run)
+    check_optimizer(config)
     measured = metrics_of(config.evaluations)
-    with source.at("batch_size"):
+    with config.source.at("batch_size"):
         followed_metric(prepared.bound_policy.reads, measured)
     if config.checkpoint is not None and config.checkpoint.monitor is not None:
-        with source.at("checkpoint", "monitor"):
+        with config.source.at("checkpoint", "monitor"):
             check_monitored(config.checkpoint.monitor, measured)
     return prepared
 
 
-def check_rates(config: RunConfig, run: TimesAndSizes, source: Source) -> None:
+def check_rates(config: RunConfig, run: TimesAndSizes) -> None:
     """Refuse an AdaScale beside what follows the batch size already, as it does itself.
 
     Raises:
@@ -158,5 +153,5 @@ def check_rates(config: RunConfig, run: TimesAndSizes, source: Source) -> None:
             "follow the batch size by AdaScale",
             why=f"{others[0]} does so already",
             instead="leave one of the two out",
-            where=source.where(("callbacks", number)),
+            where=config.source.where(("callbacks", number)),
         )

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import cast, final
 
 from stretto.batching import BatchSizePolicy, LearningRateRule
-from stretto.config.reading.source import NO_SOURCE, Path, Source
+from stretto.config.reading.source import Path
 from stretto.config.run import RunConfig
 from stretto.config.values.batch_sizes import build_sizes
 from stretto.config.values.context import Building
@@ -36,7 +36,6 @@ def build_run(
     config: RunConfig,
     sizes: Mapping[str, int | None],
     *,
-    source: Source = NO_SOURCE,
     world_size: int = 1,
 ) -> TimesAndSizes:
     """Return what a run file says about time and sizes.
@@ -44,15 +43,14 @@ def build_run(
     Args:
         config: the run file.
         sizes: `num_samples`, `num_tokens` and `tokens_per_sample` of the data, as far as known.
-        source: where its values were written, for messages.
         world_size: how many ranks.
 
     Raises:
         ConfigError: something cannot be built; the message says where it stands.
     """
-    building = Building(world_size, planned_micro_batch_size(config), source)
+    building = Building(world_size, planned_micro_batch_size(config), config.source)
     ratio = scale_of(config)
-    with source.at("max_duration"):
+    with config.source.at("max_duration"):
         horizon = Horizon(
             config.max_duration,
             dataset_num_samples=sizes["num_samples"],
@@ -66,13 +64,13 @@ def build_run(
     }
     policy, schedules = build_sizes(config.batch_size, written, building, ("batch_size",))
     scaled, triggers, intervals = {}, {}, _intervals(config)
-    with source.at("batch_size"):
+    with config.source.at("batch_size"):
         policy = policy.scaled(ratio)
     for name, schedule in schedules.items():
-        with source.at("schedules", name):
+        with config.source.at("schedules", name):
             scaled[name] = schedule.scaled(ratio)
     for name, (path, every) in intervals.items():
-        with source.at(*path):
+        with config.source.at(*path):
             triggers[name] = Every(every).scaled(ratio)
     rule = config.learning_rate_rule
     return TimesAndSizes(

@@ -27,7 +27,6 @@ from stretto.config.building.parts import (
 )
 from stretto.config.building.plans import prepare_run
 from stretto.config.building.times_and_sizes import TimesAndSizes, build_run
-from stretto.config.reading.source import NO_SOURCE, Source
 from stretto.config.run import RunConfig
 from stretto.errors import ConfigError
 from stretto.training import Callback, Trainer
@@ -41,7 +40,6 @@ _NO_LIMIT = 2**31
 def build_trainer(
     config: RunConfig,
     *,
-    source: Source = NO_SOURCE,
     folder: Path | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Trainer:
@@ -49,7 +47,6 @@ def build_trainer(
 
     Args:
         config: the run file.
-        source: where its values were written, for messages.
         folder: the run folder; left out, that of the file, if it names one.
         callbacks: listeners besides those of the file.
 
@@ -57,32 +54,32 @@ def build_trainer(
         ConfigError: something in it cannot be built; the message says where it stands.
         StrettoError: the run cannot be as described.
     """
-    check_complete(config, source)
-    world_size = _world_size(config, source)
-    spec = make_spec(config, source=source)
-    run = build_run(config, known_sizes(spec), source=source, world_size=world_size)
-    prepared = prepare_run(config, with_some_maximum(run), source)
+    check_complete(config)
+    world_size = _world_size(config)
+    spec = make_spec(config)
+    run = build_run(config, known_sizes(spec), world_size=world_size)
+    prepared = prepare_run(config, with_some_maximum(run))
     seed_everything(config.seed)
-    model = make_model(config, source)
+    model = make_model(config)
     if config.parallel == "fsdp":
         model = shard_blocks(model, device=config.stepping.device)
-    step = make_step(config, model, source)
-    evaluations = [make_evaluation(config, one, run, source) for one in config.evaluations]
+    step = make_step(config, model)
+    evaluations = [make_evaluation(config, one, run) for one in config.evaluations]
     trainer = Trainer(
         model if step is None else step,
         spec,
-        optimizer=make_optimizer(config, model, source) if step is None else None,
-        loss=make_loss(config, model, source) if step is None else None,
+        optimizer=make_optimizer(config, model) if step is None else None,
+        loss=make_loss(config, model) if step is None else None,
         max_duration=run.horizon.max_duration,
         batch_size=run.policy,
         micro_batch_size=config.micro_batch_size,
         schedules=run.schedules,
-        loading=make_loading(config, source),
-        stepping=make_stepping(config, run, source),
+        loading=make_loading(config),
+        stepping=make_stepping(config, run),
         evaluate=evaluations,
-        checkpoint=make_checkpointing(config, run, source),
-        log=make_logging(config, run, source),
-        callbacks=[*make_callbacks(config, source), *callbacks],
+        checkpoint=make_checkpointing(config, run),
+        log=make_logging(config, run),
+        callbacks=[*make_callbacks(config), *callbacks],
         folder=folder if folder is not None else config.folder,
         prepared=prepared,
     )
@@ -149,7 +146,7 @@ def _with_maximum(written: Any, found: FoundMaximum | None) -> Any:
     return changed
 
 
-def check_complete(config: RunConfig, source: Source) -> None:
+def check_complete(config: RunConfig) -> None:
     """Refuse a run file that is enough for a plan and not for training.
 
     Raises:
@@ -166,11 +163,11 @@ def check_complete(config: RunConfig, source: Source) -> None:
                 "train",
                 why=f"there is no '{name}'",
                 instead=f"write for example '{example}'",
-                where=source.name,
+                where=config.source.name,
             )
 
 
-def _world_size(config: RunConfig, source: Source) -> int:
+def _world_size(config: RunConfig) -> int:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if config.world_size not in (None, world_size):
         raise ConfigError.cannot(
@@ -178,6 +175,6 @@ def _world_size(config: RunConfig, source: Source) -> int:
             why=f"the run is said to have {config.world_size}",
             instead=f"start it with torchrun --nproc-per-node {config.world_size}, "
             "or set world_size=null",
-            where=source.where(("world_size",)),
+            where=config.source.where(("world_size",)),
         )
     return world_size

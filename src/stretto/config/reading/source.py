@@ -30,15 +30,17 @@ def show_path(path: Path) -> str:
 class Source:
     """What a run file is called, and the line on which each of its values stands.
 
+    Two files that say the same are equal, so all sources are.
+
     >>> print(Source("run.yaml", {("seed",): 3}).where(("seed",)))
     seed in run.yaml, line 3
     """
 
-    name: str = "the run file"
+    name: str = field(default="the run file", compare=False)
     """The file's name, without its folder."""
-    lines: Mapping[Path, int] = field(default_factory=dict)
+    lines: Mapping[Path, int] = field(default_factory=dict, compare=False)
     """The line, from 1, of each key and each item of a list."""
-    overridden: frozenset[Path] = frozenset()
+    overridden: frozenset[Path] = field(default=frozenset(), compare=False)
     """The paths that the command line has set."""
 
     def where(self, path: Path) -> Place:
