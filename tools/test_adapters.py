@@ -41,7 +41,12 @@ ADAPTERS = {
             "transformers==5.23.0",
             "trl==1.16.0",
         ),
-        tests=("test_huggingface.py", "test_trl.py", "test_sentence_transformers.py"),
+        tests=(
+            "test_huggingface.py",
+            "test_trl.py",
+            "test_sentence_transformers.py",
+            "test_accelerate.py",
+        ),
     ),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from stretto.data import DataSpec
 from stretto.integrations import prepare
-from stretto.integrations.weights import total_units
+from stretto.integrations.weights import units_of
 from stretto.schedules import Linear
 from stretto.settings import Loading
 
@@ -60,8 +61,8 @@ def train(out: Path, resume: Path | None, *, micro_batch_size: int, stop: int | 
             if step.timestamp.batch == stop:
                 break
             micros = meter.micro_batches(step)
-            units = [targets(micro.batch) if micro.num_samples else 0 for micro in micros]
-            total = total_units(step, units, world_size=run.loader.world_size)
+            cut = replace(step, micro_batches=list(micros))
+            units, total = units_of(cut, targets, world_size=run.loader.world_size)
             if len(micros) == len(step):
                 assert run.weights(step, targets) == [
                     one * run.loader.world_size / total for one in units

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch.distributed as dist
@@ -32,7 +32,19 @@ def weights_of(step: Step, units: Units, *, world_size: int) -> list[float]:
     """Return the factor of the mean loss of each micro-batch. All ranks must call it.
 
     Gradients summed over micro-batches and averaged over ranks are then those of the mean over the
-    units of the whole batch. Dummies have 0 units. Unless units are samples, ranks add them up.
+    units of the whole batch.
+
+    Raises:
+        TrainingError: the batch has no unit.
+    """
+    own, total = units_of(step, units, world_size=world_size)
+    return [one * world_size / total for one in own]
+
+
+def units_of(step: Step, units: Units, *, world_size: int) -> tuple[list[int], float]:
+    """Return the units of each micro-batch, and those of the step over all ranks.
+
+    Dummies have none. Unless units are samples, ranks add them up, so all must call it.
 
     Args:
         step: the step.
@@ -43,28 +55,13 @@ def weights_of(step: Step, units: Units, *, world_size: int) -> list[float]:
         TrainingError: the batch has no unit.
     """
     if units == "samples":
-        return [micro.weight for micro in step]
+        return [micro.num_samples for micro in step], float(step.size)
     count = count_target_tokens if units == "tokens" else units
     own = [count(micro.batch) if micro.num_samples else 0 for micro in step]
-    total = total_units(step, own, world_size=world_size)
-    return [one * world_size / total for one in own]
-
-
-def total_units(step: Step, own: Sequence[int], *, world_size: int) -> float:
-    """Return the units of a step over all ranks, which must all call it.
-
-    Args:
-        step: the step.
-        own: the units of this rank's micro-batches.
-        world_size: how many ranks share the step.
-
-    Raises:
-        TrainingError: there are none.
-    """
     total = float(sum(own))
     if world_size > 1 and is_started():
         # Several processes may hold parts of one model, and then have the same batches.
         total = all_sum([total])[0] * world_size / dist.get_world_size()
     if not total:
         raise nothing_to_learn(step)
-    return total
+    return own, total

@@ -1,0 +1,178 @@
+"""stretto in loops of Accelerate, against the real package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate", reason="needs stretto[accelerate]: make test-adapters")
+
+import torch
+from accelerate import Accelerator
+from tests.integrations import accelerate_loop as loop
+from torch.utils.data import DataLoader, TensorDataset
+
+from stretto.batching import BatchSizePolicy, BoundPolicy, NoiseScale, Signals
+from stretto.errors import StrettoError
+from stretto.integrations.accelerate import prepare
+from stretto.ordering import SampleOrder
+from stretto.planning import plan
+from stretto.timing import Horizon
+
+PLAN = plan(
+    Horizon("2ep", dataset_num_samples=loop.N),
+    loop.SIZES,
+    schedules=loop.SCHEDULES,
+    base={"lr": 0.05},
+)
+STEPS = list(PLAN.batches())
+ORDER = SampleOrder(loop.N, loop.SEED)
+IDS = [
+    sorted(ORDER[place] for place in range(one.timestamp.sample, one.timestamp.sample + one.size))
+    for one in STEPS
+]
+
+
+def by_hand(*, is_weighted: bool) -> torch.Tensor:
+    """Train on one big batch for each step; return the weights."""
+    model = loop.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step, ids in zip(STEPS, IDS, strict=True):
+        optimizer.param_groups[0]["lr"] = step.values["lr"]
+        batch = (loop.X[ids], loop.Y[ids], torch.tensor(ids))
+        loop.loss_of(model, batch, is_weighted=is_weighted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+
+def close(found: dict[str, Any], weights: Any) -> None:
+    ours = torch.tensor(found["weights"], dtype=torch.float64)
+    theirs = torch.as_tensor(weights, dtype=torch.float64)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[str, Any]:
+    return loop.train()
+
+
+def test_a_stock_loop_follows_the_plan(whole: dict[str, Any]) -> None:
+    assert whole["ids"] == IDS
+    assert whole["rates"] == [step.values["lr"] for step in STEPS]
+    assert whole["clock"] == [len(STEPS), 2 * loop.N]
+    assert len(whole["evaluations"]) == 4
+    close(whole, by_hand(is_weighted=False))
+
+
+def test_losses_can_be_weighed_by_what_a_function_counts() -> None:
+    close(loop.train(is_weighted=True), by_hand(is_weighted=True))
+
+
+@pytest.mark.parametrize("at", [1, 6, 12, 13, 16])
+def test_a_state_saved_in_the_loop_resumes_after_that_step(
+    at: int, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    loop.train(save=(at, tmp_path))
+    rest = loop.train(load=tmp_path)
+    assert rest["ids"] == whole["ids"][at:]
+    assert rest["rates"] == whole["rates"][at:]
+    close(rest, whole["weights"])
+
+
+def test_the_length_is_that_of_the_epoch() -> None:
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    loader, _ = prepare(accelerator, range(20), optimizer, "0sp:8 20sp:5", max_duration="2ep")
+    for steps in (3, 4):
+        assert len(loader) == steps
+        assert len(list(loader)) == steps
+
+
+def test_sizes_follow_the_noise() -> None:
+    found = loop.train(sizes=NoiseScale(6, 40, window=5))
+    assert found["clock"][1] == 2 * loop.N
+    assert len({len(ids) for ids in found["ids"]}) > 2
+
+
+class Listens(BatchSizePolicy, BoundPolicy):
+    """Batches of 10; keeps the losses that it is given."""
+
+    is_static, units, bounds, reads = False, frozenset(), (10, 10), frozenset({"loss"})
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def bind(self, horizon: Any) -> BoundPolicy:
+        return self
+
+    def start(self) -> dict[str, Any]:
+        return {}
+
+    def decide(self, timestamp: Any, state: Any, signals: Signals) -> tuple[int, Any]:
+        if signals.loss is not None:
+            self.losses.append(signals.loss)
+        return 10, state
+
+
+def test_a_policy_hears_the_loss_of_the_batch() -> None:
+    policy = Listens()
+    found = loop.train(sizes=policy)
+    ids = found["ids"][0]
+    batch = (loop.X[ids], loop.Y[ids], torch.tensor(ids))
+    first = loop.loss_of(loop.make_model(), batch, is_weighted=False).item()
+    assert policy.losses[0] == pytest.approx(first, rel=1e-12)
+    assert len(policy.losses) == len(found["ids"])
+
+
+def refused(**settings: Any) -> None:
+    accelerator = Accelerator(cpu=True, **settings.pop("accelerator", {}))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    data: Any = DataLoader(TensorDataset(loop.X), batch_size=4)
+    if settings.pop("is_prepared", False):
+        data = accelerator.prepare(data)
+    prepare(accelerator, data, optimizer, settings.pop("sizes", 8), max_duration="1ep")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"accelerator": {"gradient_accumulation_steps": 2}}, "gradient_accumulation_steps=2"),
+        ({"is_prepared": True}, "DataLoaderShard"),
+        ({"sizes": NoiseScale(6, 40)}, "model=model"),
+    ],
+    ids=["accumulation", "prepared", "noise"],
+)
+def test_what_cannot_be_followed_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(StrettoError, match=said):
+        refused(**settings)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_two_ranks_train_as_one(
+    whole: dict[str, Any], launch_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    launch_ranks(Path(__file__).with_name("accelerate_loop.py"), tmp_path)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+    def ids_of(name: str) -> list[list[int]]:
+        pairs = zip(ranks[0][name]["ids"], ranks[1][name]["ids"], strict=True)
+        return [sorted(one + other) for one, other in pairs]
+
+    assert ids_of("two") == IDS
+    assert ids_of("resumed") == IDS[6:]
+    assert sum(map(len, ids_of("noise"))) == 2 * loop.N
+    for rank in ranks:
+        assert rank["two"]["rates"] == whole["rates"]
+        close(rank["two"], whole["weights"])
+        close(rank["resumed"], whole["weights"])
+        close(rank["weighted"], by_hand(is_weighted=True))
+    alone = loop.train(load=tmp_path / "saved", micro_batch_size=7)
+    assert alone["ids"] == IDS[6:]
+    close(alone, whole["weights"])
