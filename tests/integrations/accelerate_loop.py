@@ -54,11 +54,12 @@ def train(
 ) -> dict[str, Any]:
     """Train; return what each optimizer step saw."""
     accelerator = Accelerator(cpu=True)
-    model, seen = make_model(), []
+    model, seen = make_model(), list[list[int]]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     optimizer.register_step_pre_hook(lambda one, *_: rates.append(one.param_groups[0]["lr"]))
     rates: list[float] = []
-    loader = DataLoader(TensorDataset(X, Y, torch.arange(N)), batch_size=4, shuffle=True)
+    data = TensorDataset(X, Y, torch.arange(N))
+    loader: Any = DataLoader(data, batch_size=4, shuffle=True)
 
     model, optimizer = accelerator.prepare(model, optimizer)
     loader, scheduler = prepare(
