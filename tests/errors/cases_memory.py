@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stretto.memory import find_batch_size, sandbox
-from stretto.memory.amounts import Margin, parse_bytes
+from stretto.memory.amounts import margin_of, parse_bytes
 from stretto.memory.finding.request import Agreement
 from stretto.memory.measuring.limits import free_memory
 from stretto.memory.search import CandidateSizes, search
@@ -34,7 +34,7 @@ CASES = [
     ("memory-unit-wrong", lambda: parse_bytes("8XB")),
     ("memory-without-unit", lambda: parse_bytes("80")),
     ("memory-no-number", lambda: parse_bytes("lots")),
-    ("memory-margin-of-all", lambda: Margin.parse("100%")),
+    ("memory-margin-of-all", lambda: margin_of("100%", 1000)),
     ("memory-minimum", lambda: CandidateSizes(minimum=0)),
     ("memory-no-power-of-two", lambda: CandidateSizes(power_of_two=True, multiple_of=3)),
     ("memory-no-size", lambda: CandidateSizes(minimum=5, maximum=7, multiple_of=4)),

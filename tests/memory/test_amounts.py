@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import ConfigError
-from stretto.memory.amounts import UNITS, Margin, parse_bytes, show_bytes
+from stretto.memory.amounts import UNITS, margin_of, parse_bytes, show_bytes
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_what_is_no_amount(text: object, message: str) -> None:
 
 @given(st.text() | st.from_regex(r"[0-9._ ]{1,8}[a-zA-Z%]{0,4}", fullmatch=True))
 def test_any_text_fails_only_with_our_error(text: str) -> None:
-    for parse in (parse_bytes, Margin.parse):
+    for parse in (parse_bytes, lambda text: margin_of(text, 1_000)):
         with contextlib.suppress(ConfigError):
             assert parse(text) is not None
 
@@ -77,11 +77,10 @@ def test_what_is_shown_is_near(amount: int) -> None:
 
 
 def test_margins() -> None:
-    assert Margin.parse("10%").of(1_000) == 100
-    assert Margin.parse("2.5%").of(1_001) == 26  # rounded up
-    assert Margin.parse("1KiB").of(1_000_000) == 1024
-    assert Margin.parse(0).of(1_000) == 0
-    assert [str(Margin.parse(text)) for text in ("5%", "512MiB", 0)] == ["5%", "512 MiB", "0 B"]
+    assert margin_of("10%", 1_000) == 100
+    assert margin_of("2.5%", 1_001) == 26  # rounded up
+    assert margin_of("1KiB", 1_000_000) == 1024
+    assert margin_of(0, 1_000) == 0
     for text in ("100%", "250%"):
         with pytest.raises(ConfigError, match="nothing would be left"):
-            Margin.parse(text)
+            margin_of(text, 1_000)

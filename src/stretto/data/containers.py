@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -170,9 +170,9 @@ def take_samples(batch: Any, part: slice, num_samples: int | None = None) -> Any
         DataError: no leaf of the batch has that many samples, or its leaves contradict each other.
     """
     whole = count_samples(batch) if num_samples is None else num_samples
-    cut = _Cut(part, whole)
-    result = cut.of(batch)
-    if not cut.found:
+    found: list[Any] = []
+    result = _cut(batch, part, whole, found)
+    if not found:
         raise DataError.cannot(
             f"cut a batch of {whole} samples",
             why=f"nothing in it has {whole} as its first dimension or its length",
@@ -181,54 +181,38 @@ def take_samples(batch: Any, part: slice, num_samples: int | None = None) -> Any
     return result
 
 
-@final
-class _Cut:
-    """One cut through a batch."""
-
-    __slots__ = ("found", "num_samples", "part")
-
-    def __init__(self, part: slice, num_samples: int) -> None:
-        self.part = part
-        self.num_samples = num_samples
-        self.found = False
-
-    def of(self, node: Any) -> Any:
-        kind = type(node)
-        length = _length(node)
-        if length is not None:
-            return self._leaf(node, length)
-        if kind is dict:
-            return {key: self.of(item) for key, item in node.items()}
-        if self._is_per_sample(node):
-            self.found = True
-            return node[self.part]
-        if kind is list or kind is tuple:
-            return kind([self.of(item) for item in node])
-        container = opened(node)
-        if container is None:
-            return node
-        return container.rebuilt([self.of(item) for item in container.items])
-
-    def _leaf(self, leaf: Any, length: int) -> Any:
-        if length == self.num_samples:
-            self.found = True
-            return leaf[self.part]
-        if length == 1:
-            return leaf
+def _cut(node: Any, part: slice, num_samples: int, found: list[Any]) -> Any:
+    """Return `part` of what is per sample in a batch, which is also added to `found`."""
+    length, kind = _length(node), type(node)
+    if length not in (None, num_samples, 1):
         raise DataError.cannot(
-            f"cut a batch of {self.num_samples} samples",
-            why=f"a tensor in it has the shape {tuple(leaf.shape)}",
+            f"cut a batch of {num_samples} samples",
+            why=f"a tensor in it has the shape {tuple(node.shape)}",
             instead="make its first dimension the samples, or 1 where all share it, "
             "or pass DataSpec(data, split_batch=...)",
         )
+    if length == num_samples or (length is None and _is_per_sample(node, num_samples)):
+        found.append(node)
+        return node[part]
+    if length is not None:
+        return node
+    if kind is dict:
+        return {key: _cut(item, part, num_samples, found) for key, item in node.items()}
+    if kind is list or kind is tuple:
+        return kind([_cut(item, part, num_samples, found) for item in node])
+    container = opened(node)
+    if container is None:
+        return node
+    return container.rebuilt([_cut(item, part, num_samples, found) for item in container.items])
 
-    def _is_per_sample(self, node: Any) -> bool:
-        """Return whether a list has one item per sample; not if its items are per sample."""
-        if not isinstance(node, (list, tuple)) or hasattr(node, "_fields"):
-            return False
-        if len(node) != self.num_samples:
-            return False
-        return any(_first_length(item) != self.num_samples for item in node)
+
+def _is_per_sample(node: Any, num_samples: int) -> bool:
+    """Return whether a list has one item per sample; not if its items are per sample."""
+    if not isinstance(node, (list, tuple)) or hasattr(node, "_fields"):
+        return False
+    if len(node) != num_samples:
+        return False
+    return any(_first_length(item) != num_samples for item in node)
 
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})

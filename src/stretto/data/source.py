@@ -115,7 +115,9 @@ def make_source(
     if not spec.is_map_style:
         _check_iterable(spec, run.horizon, is_keyed=is_keyed)
         chunks = ChunkSource(spec, batched(spec, workers, chunk_size), seed=seed)
-        stream = _stream(chunks, spec, part)
+        stream: Stream = SameStream(chunks, spec, part)
+        if spec.sharded:
+            stream = OwnStreams(chunks, spec, part, partial(gathered, part))
         steps: Steps = partial(cut_steps, stream, chunks.kind, run.horizon, pins=workers.pins)
         return Source(steps, None, chunks, spec, part)
     order = SampleOrder(len(spec.dataset), seed, is_shuffled(spec, asked=shuffle))
@@ -131,12 +133,6 @@ def make_source(
         cuts = fetch.is_default or spec.split_batch is not None
         steps = partial(chunk_steps if cuts else sample_steps, source, grid)
     return Source(steps, source, None, spec, part)
-
-
-def _stream(chunks: ChunkSource, spec: DataSpec, part: Part) -> Stream:
-    if spec.sharded:
-        return OwnStreams(chunks, spec, part, lambda values: gathered(part, values))
-    return SameStream(chunks, spec, part)
 
 
 def is_shuffled(spec: DataSpec, *, asked: bool | None) -> bool:

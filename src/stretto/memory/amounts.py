@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import final
 
 from stretto.errors import ConfigError, shown
 
@@ -61,43 +59,26 @@ def show_bytes(amount: int) -> str:
     return f"{sign}{value:.{digits}f} {unit}"
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Margin:
-    """Memory that stays free: a fraction of the total, or a number of bytes.
+def margin_of(text: str | int, limit: int) -> int:
+    """Return the bytes that stay free of `limit` bytes: a percentage or an amount.
 
-    >>> Margin.parse("5%").of(1000), Margin.parse("100B").of(1000)
+    >>> margin_of("5%", 1000), margin_of("100B", 1000)
     (50, 100)
+
+    Raises:
+        ConfigError: the text is not a margin, or is 100 percent or more.
     """
-
-    part: Fraction = Fraction(0)
-    bytes: int = 0
-
-    @classmethod
-    def parse(cls, text: str | int) -> Margin:
-        """Return the margin for a text such as `5%` or `512MiB`, or for a number of bytes.
-
-        Raises:
-            ConfigError: the text is not a margin, or is 100 percent or more.
-        """
-        match = _NUMBER.fullmatch(text.strip()) if isinstance(text, str) else None
-        if match is None or match[2] != "%":
-            return cls(bytes=parse_bytes(text))
-        part = Fraction(match[1].replace("_", "")) / 100
-        if part >= 1:
-            raise ConfigError.cannot(
-                f"leave {shown(text)} of memory free",
-                why="nothing would be left",
-                instead="write for example 5%",
-            )
-        return cls(part=part)
-
-    def of(self, limit: int) -> int:
-        """Return the bytes that are left free of `limit` bytes."""
-        return self.bytes + math.ceil(self.part * limit)
-
-    def __str__(self) -> str:
-        return f"{float(self.part * 100):.3g}%" if self.part else show_bytes(self.bytes)
+    match = _NUMBER.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None or match[2] != "%":
+        return parse_bytes(text)
+    part = Fraction(match[1].replace("_", "")) / 100
+    if part >= 1:
+        raise ConfigError.cannot(
+            f"leave {shown(text)} of memory free",
+            why="nothing would be left",
+            instead="write for example 5%",
+        )
+    return math.ceil(part * limit)
 
 
 def _advice(match: re.Match[str] | None) -> tuple[str, str]:

@@ -140,24 +140,15 @@ def check_plannable(horizon: Horizon, policy: BoundPolicy) -> None:
     Raises:
         PlanError: it follows measurements, the wall clock, or counts that are not known before.
     """
-    refusal = unplannable(horizon, policy)
-    if refusal is not None:
-        why, instead = refusal
-        raise PlanError.cannot("know the batch sizes before the run", why=why, instead=instead)
-
-
-def unplannable(horizon: Horizon, policy: BoundPolicy) -> tuple[str, Text] | None:
-    """Return why the sizes are not known before the run and what to write instead, or None."""
     unknown = unknown_count(horizon, {horizon.axis(unit).unit for unit in policy.units})
-    if unknown is not None:
-        return _UNKNOWN[unknown]
-    if not policy.is_static:
-        instead = "run it without a plan"
+    why, instead = _UNKNOWN.get(unknown or "", ("", ""))
+    if unknown is None and not policy.is_static:
+        why, instead = "they follow what the run measures", "run it without a plan"
         if policy.bounds is not None:
             least, most = policy.bounds
             instead += f", or plan it once with batches of {least} and once of {most}"
-        return "they follow what the run measures", instead
-    return None
+    if why:
+        raise PlanError.cannot("know the batch sizes before the run", why=why, instead=instead)
 
 
 def unknown_count(horizon: Horizon, units: Iterable[TimeUnit]) -> str | None:

@@ -19,8 +19,7 @@ from stretto.batching import (
     check_pairs,
 )
 from stretto.errors import PlanError, shown
-from stretto.planning.clock import unplannable
-from stretto.planning.sizes import ENDLESS, PlannedSizes, UnknownSizes, horizon_of
+from stretto.planning.sizes import PlannedSizes, UnknownSizes, horizon_of
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike, as_schedule
 from stretto.timing import BoundTrigger, Horizon, TimeLike, TimeUnit, Trigger, parse_trigger
 from stretto.timing.number import MAX_DIGITS
@@ -159,18 +158,12 @@ def prepare(
 
 def _with_sizes(facts: Horizon, policy: BatchSizePolicy, most_stages: int | None) -> Prepared:
     bound, sizes, refusal = policy.bind(facts), None, None
-    unknown = unplannable(facts, bound)
-    if unknown is not None:
-        why, instead = unknown
-        refusal = PlanError.cannot("know the batch sizes before the run", why=why, instead=instead)
-        horizon = facts.with_batch_sizes(UnknownSizes(why))
-    else:
-        try:
-            sizes = PlannedSizes(facts, policy, bound=bound, most_stages=most_stages)
-            horizon = horizon_of(sizes)
-        except PlanError as error:
-            refusal = error
-            horizon = facts.with_batch_sizes(UnknownSizes(ENDLESS))
+    try:
+        sizes = PlannedSizes(facts, policy, bound=bound, most_stages=most_stages)
+        horizon = horizon_of(sizes)
+    except PlanError as error:
+        refusal = error.with_traceback(None)  # its frames hold the caller
+        horizon = facts.with_batch_sizes(UnknownSizes(str(error.message.why)))
     return Prepared(facts, horizon, policy, bound, sizes, refusal, {}, {}, {}, {}, NoRule())
 
 

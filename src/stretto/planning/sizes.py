@@ -16,9 +16,6 @@ from stretto.timing.epochs import cut, end_tick, equal_batches
 _MOST_DECISIONS = 4096  # 0.1 s; the limit for a run of unknown length whose sizes never settle
 
 
-ENDLESS = "they may change for ever, and only the run itself can tell when it ends"
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -61,7 +58,7 @@ def find_segments(
         if until_end is None and decisions > _MOST_DECISIONS:
             raise PlanError.cannot(
                 f"plan the batch sizes of a run of {horizon.max_duration}",
-                why=ENDLESS,
+                why="they may change for ever, and only the run itself can tell when it ends",
                 instead="write max_duration in 'ep', 'sp' or 'ba', or run it without a plan",
             )
         count = _least(_count(batches, policy.holds_until(now, state)), until_end)

@@ -11,8 +11,8 @@ import torch
 
 from stretto.data import move_batch
 from stretto.errors import FitError, shown
-from stretto.memory.amounts import Margin, parse_bytes
-from stretto.memory.batches import resize_batch
+from stretto.memory.amounts import margin_of, parse_bytes
+from stretto.memory.examples import resize_batch
 from stretto.memory.finding.methods import Finder
 from stretto.memory.finding.request import Agreement, Request
 from stretto.memory.finding.result import Answer
@@ -107,7 +107,7 @@ def find_batch_size(
     limit = _limit(whole, device_memory)
     is_here = device_memory is None
     usual = MARGIN if is_here and method != "predict" else MARGIN_OF_PREDICTIONS
-    reserve = Margin.parse(usual if margin is None else margin).of(limit.bytes)
+    reserve = margin_of(usual if margin is None else margin, limit.bytes)
     request = Request(
         step=whole,
         make_batch=_maker(batch, whole.device),
@@ -115,7 +115,7 @@ def find_batch_size(
         sizes=CandidateSizes(minimum, maximum, multiple_of, power_of_two),
         limit=limit,
         reserve=reserve,
-        reserve_of_probes=Margin.parse(MARGIN_OF_PROBES).of(limit.bytes),
+        reserve_of_probes=margin_of(MARGIN_OF_PROBES, limit.bytes),
         is_here=is_here,
         device=device,
         is_checked=check,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.memory.batches import resize_batch
+from stretto.memory.examples import resize_batch
 
 BATCH = {
     "x": torch.arange(12).reshape(3, 4),
