@@ -110,20 +110,32 @@ def micro_batches_of_epoch(
     num_samples = run.facts.dataset_num_samples
     if num_samples is None or run.sizes is None or not run.sizes.is_exact:
         return Count(0, None)
+    start, stop = epoch * num_samples, (epoch + 1) * num_samples
+    total = planned_micro_batches(
+        run, start, stop, world_size=world_size, micro_batch_size=micro_batch_size
+    )
+    return Count(total, total)
+
+
+def planned_micro_batches(
+    run: Prepared, start: int, stop: int, *, world_size: int, micro_batch_size: int | None
+) -> int:
+    """Return how many micro-batches each rank has in the planned steps in `[start, stop)`."""
+    assert run.sizes is not None, "planned"
     total, end = 0, end_of(run)
     for segment in run.sizes.segments:
-        start, stop = (_index(segment, at * num_samples) for at in (epoch, epoch + 1))
-        if start == stop:
+        first, after = _index(segment, start), _index(segment, stop)
+        if first == after:
             continue
         batches = segment.batches
-        last = batches.size_of(stop - 1)
+        last = batches.size_of(after - 1)
         if end is not None and run.facts.last_batch != "drop":
-            last = min(last, end - batches.position(stop - 1))
+            last = min(last, end - batches.position(after - 1))
         total += sum(
             count * split(size, world_size, micro_batch_size).accumulation
-            for size, count in ((batches.size, stop - 1 - start), (last, 1))
+            for size, count in ((batches.size, after - 1 - first), (last, 1))
         )
-    return Count(total, total)
+    return total
 
 
 def _index(segment: Segment, sample: int) -> int:

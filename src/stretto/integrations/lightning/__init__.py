@@ -1,0 +1,94 @@
+"""`attach(trainer, dataloader, batch_size, schedules)`: stretto in the `Trainer` of Lightning.
+
+One element of the train dataloader is one micro-batch. Automatic optimization stays: Lightning
+accumulates over the micro-batches of a step, clips, steps and logs as before.
+
+What cannot work is refused: `accumulate_grad_batches`, `GradientAccumulationScheduler`,
+`limit_train_batches`, `overfit_batches`, `reload_dataloaders_every_n_epochs`,
+`BatchSizeFinder`; `val_check_interval` as a number of batches or a time; learning rate schedulers
+of the module beside `schedules`; batch sizes that follow the noise under FSDP2, in manual
+optimization or over other units than samples.
+
+With manual optimization, `training_step` multiplies its loss by `dataloader.weight`, and steps its
+optimizers if `dataloader.is_last`.
+
+Tested with Lightning 2.6. The names that Lightning does not document are listed in
+docs/integrations.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from stretto.batching import PolicyLike, RuleLike
+from stretto.data import DataSpec
+from stretto.integrations.lightning.batches import MicroBatches
+from stretto.integrations.lightning.callback import FollowRun
+from stretto.integrations.lightning.checks import check_events, check_trainer, own_interval
+from stretto.integrations.preparation import prepare
+from stretto.integrations.weights import Units
+from stretto.settings import Loading
+from stretto.timing import TimeLike, Trigger
+
+__all__ = ["MicroBatches", "attach"]
+
+
+def attach(
+    trainer: Trainer,
+    dataloader: Any,
+    batch_size: PolicyLike,
+    schedules: Mapping[str, Any] | None = None,
+    *,
+    rule: RuleLike | None = None,
+    every: Mapping[str, Trigger | TimeLike] | None = None,
+    max_duration: TimeLike | None = None,
+    units: Units = "samples",
+    loading: Loading | None = None,
+) -> MicroBatches:
+    """Let a trainer follow a batch size that changes, and schedules on an exact clock.
+
+    Call it before `trainer.fit`, on every rank, and pass what it returns to `trainer.fit`. The
+    `batch_size` of a `DataLoader` is the most samples of a micro-batch from now on.
+
+    Args:
+        trainer: the trainer.
+        dataloader: a `DataLoader`, a data set, an iterable of batches, or a `DataSpec`.
+        batch_size: samples of one step over all ranks: a number, a text, a policy.
+        schedules: by hyper-parameter; None: the module's own schedulers stay.
+        rule: how learning rates follow the batch size.
+        every: when to "evaluate" and to "save". Without "evaluate", as `val_check_interval` and
+            `check_val_every_n_epoch` say.
+        max_duration: how long to train; None: `max_steps` or `max_epochs` of the trainer.
+        units: what the loss is a mean over: "samples", "tokens", or a function of a batch.
+        loading: how data are loaded, as far as the `DataLoader` does not say.
+
+    Returns:
+        The train dataloader.
+
+    Raises:
+        StrettoError: the trainer or the settings cannot be followed; the message says why.
+    """
+    when = every or {}
+    check_events(when)
+    check_trainer(trainer)
+    epochs = f"{1000 if trainer.max_epochs is None else trainer.max_epochs}ep"
+    length = f"{trainer.max_steps}ba" if trainer.max_steps > 0 else epochs
+    run = prepare(
+        DataSpec.of(dataloader),
+        batch_size,
+        max_duration=max_duration or length,
+        schedules=schedules,
+        rule=rule,
+        evaluate=when["evaluate"] if "evaluate" in when else own_interval(trainer),
+        checkpoint=when.get("save"),
+        micro_batch_size=dataloader.batch_size if isinstance(dataloader, DataLoader) else None,
+        loading=loading,
+    )
+    batches = MicroBatches(run, units)
+    # First, so that other callbacks see the clock behind the step and the rates of the next one.
+    trainer.callbacks.insert(0, FollowRun(batches, is_scheduled=schedules is not None))  # type: ignore[attr-defined]
+    return batches

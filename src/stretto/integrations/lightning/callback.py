@@ -1,0 +1,172 @@
+"""`FollowRun`: the callback that moves the clock of a run in Lightning."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, final
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+
+from stretto.batching import NO_SIGNALS
+from stretto.errors import TrainingError
+from stretto.integrations import counts
+from stretto.integrations.lightning.batches import UNKNOWN, Accumulation, MicroBatches
+
+
+@final
+class FollowRun(Callback):
+    """Weighs the losses, moves the clock, and says when to evaluate and to save."""
+
+    def __init__(self, batches: MicroBatches, *, is_scheduled: bool) -> None:
+        self._batches, self._run, self._is_scheduled = batches, batches.run, is_scheduled
+        self._accumulation = Accumulation(1)
+        self._accumulation.batches = batches
+        self._signals = NO_SIGNALS
+        self._loss: Tensor | float = 0.0
+
+    @property
+    def state_key(self) -> str:
+        """The name of the run in a checkpoint."""
+        return "stretto"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run; an open step comes anew after a resume."""
+        return self._run.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the run."""
+        self._accumulation.is_open = bool(state_dict.get("open"))
+        self._run.load_state_dict(state_dict)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Set what the module and other callbacks read before the run is bound."""
+        if stage == "fit":
+            # Whether to evaluate is decided after each step; Lightning reads it after each batch.
+            trainer.check_val_every_n_epoch = None
+            # With these two, trainer.estimated_stepping_batches is the number of optimizer steps.
+            trainer.fit_loop.max_epochs = -1
+            trainer.fit_loop.epoch_loop.max_steps = self._run.num_steps.exact or -1
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Bind the run: optimizers exist, and their saved state is not loaded yet."""
+        if self._is_scheduled and trainer.lr_scheduler_configs:
+            raise TrainingError.cannot(
+                "follow two schedules",
+                why=f"{type(pl_module).__name__}.configure_optimizers returns lr schedulers",
+                instead="return the optimizer alone, or pass schedules=None",
+            )
+        part = trainer.distributed_sampler_kwargs or {}
+        self._run.bind(
+            trainer.optimizers,
+            rank=part.get("rank", trainer.global_rank),
+            world_size=part.get("num_replicas", trainer.world_size),
+        )
+        if "noise" in self._run.loader.reads:
+            is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
+            is_manual = not pl_module.automatic_optimization
+            if is_sharded or is_manual or self._batches.units != "samples":
+                raise TrainingError.cannot(
+                    "follow the noise of the gradient",
+                    why="it is measured in automatic optimization, without FSDP2, over samples",
+                    instead="plan the batch sizes, such as '0ep:32 1ep:64'",
+                )
+            self._batches.meter = self._run.meter(trainer.strategy.model)  # type: ignore[arg-type]
+        end, num_samples = counts.end_of(self._run.prepared), self._run.horizon.dataset_num_samples
+        trainer.fit_loop.epoch_loop.max_steps = -1
+        trainer.fit_loop.max_epochs = math.ceil(end / num_samples) if end and num_samples else -1
+        trainer.accumulate_grad_batches = self._accumulation
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        """Set the progress in the epoch to that of the run.
+
+        An open step comes anew, and other ranks or micro-batches change the number of batches.
+        """
+        trainer.val_check_batch = UNKNOWN
+        run, loop = self._run, trainer.fit_loop.epoch_loop
+        num_samples = run.horizon.dataset_num_samples
+        if not loop.restarting or num_samples is None or len(self._batches) == UNKNOWN:
+            return
+        now = run.timer.timestamp
+        done = counts.planned_micro_batches(
+            run.prepared,
+            now.epoch * num_samples,
+            now.sample,
+            world_size=run.loader.world_size,
+            micro_batch_size=run.loader.micro_batch_size,
+        )
+        progress = loop.batch_progress.current
+        progress.ready = progress.started = progress.processed = done
+        # Lightning counts the batch after which it was saved when it restarts.
+        progress.completed = done - int(loop.restarted_on_train_batch_end)
+
+    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Keep the dataloaders during the epoch."""
+        trainer.reload_dataloaders_every_n_epochs = 0
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Have Lightning read the length of the next epoch."""
+        trainer.reload_dataloaders_every_n_epochs = 1
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Say where in the step and in the epoch the micro-batch is."""
+        if trainer.accumulate_grad_batches is not self._accumulation:
+            raise TrainingError.cannot(
+                f"set accumulate_grad_batches={trainer.accumulate_grad_batches}",
+                why="micro-batches follow from the batch size",
+                instead="remove the callback that sets it",
+            )
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        self._accumulation.begun = progress.current.ready
+        progress.is_last_batch = progress.is_last_batch or self._batches.ends_epoch
+        trainer.val_check_batch = UNKNOWN
+        if self._batches.is_first:
+            self._loss, self._signals = 0.0, NO_SIGNALS
+
+    def on_before_backward(self, _: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Weigh the loss, and watch the gradient if the policy reads its noise."""
+        if pl_module.automatic_optimization:
+            if self._batches.weight != 1.0:
+                loss.mul_(self._batches.weight)  # its own tensor: Lightning has divided it
+            if "loss" in self._run.loader.reads:
+                self._loss = self._loss + loss.detach()
+        self._batches.watch.__enter__()
+
+    def on_after_backward(self, *_: Any) -> None:
+        """Stop watching."""
+        self._batches.watch.__exit__(None, None, None)
+        self._batches.watch = nullcontext()
+
+    def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
+        """Read what the step measured, before gradients are clipped."""
+        if self._batches.meter is not None:
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            self._signals = self._batches.meter.signals(scale)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Count the step if it is complete, and say what is due."""
+        if not self._batches.is_last:
+            return
+        if "loss" in self._run.loader.reads and isinstance(self._loss, Tensor):
+            mean = trainer.strategy.reduce(self._loss, reduce_op="mean")
+            self._signals = replace(self._signals, loss=float(mean))
+        due = self._run.finish(self._signals)
+        if self._run.is_done:
+            trainer.should_stop = True
+        if "evaluate" in due:
+            trainer.val_check_batch = 1
+        if "checkpoint" in due:
+            saver = trainer.checkpoint_callback
+            folder = getattr(saver, "dirpath", None) or Path(trainer.default_root_dir)
+            trainer.save_checkpoint(Path(folder) / f"sample={self._run.timer.sample}.ckpt")
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        """Give the policy the metric that it follows."""
+        if self._run.is_bound and not trainer.sanity_checking:
+            for name in self._run.loader.reads & set(trainer.callback_metrics):
+                self._run.loader.note_metric(float(trainer.callback_metrics[name]))

@@ -1,0 +1,74 @@
+"""What a trainer of Lightning cannot do with a batch size that changes, refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import lightning
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+
+from stretto.errors import TrainingError
+
+
+def check_events(every: Iterable[str]) -> None:
+    """Refuse events that a trainer does not have.
+
+    Raises:
+        TrainingError: there is one.
+    """
+    for name in set(every) - {"evaluate", "save"}:
+        raise TrainingError.cannot(
+            f"wait for {name!r}",
+            why="a trainer does nothing of that name now and then",
+            instead="write 'evaluate' or 'save'",
+        )
+
+
+def own_interval(trainer: Trainer) -> str:
+    """Return how often the settings of a trainer evaluate, as a time.
+
+    Raises:
+        TrainingError: they count batches or seconds.
+    """
+    epochs = trainer.check_val_every_n_epoch
+    interval = trainer.val_check_interval
+    if not isinstance(interval, float) or (interval != 1.0 and epochs != 1):
+        raise TrainingError.cannot(
+            f"evaluate with val_check_interval={interval!r}",
+            why="it counts micro-batches, whose number changes with the batch size",
+            instead="leave it out, and pass every={'evaluate': '10%'}",
+        )
+    return f"{interval * (epochs or 1)}ep"
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse a trainer with settings or callbacks that cannot be followed.
+
+    Raises:
+        TrainingError: it has one, or it is of another version.
+    """
+    settings = {
+        "accumulate_grad_batches": (1, "micro-batches follow from the batch size"),
+        "limit_train_batches": (1.0, "a run has all batches of its length; see max_duration"),
+        "overfit_batches": (0.0, "a run has all batches of its length"),
+        "reload_dataloaders_every_n_epochs": (0, "the run itself counts the batches of an epoch"),
+    }
+    for name, (default, why) in settings.items():
+        if getattr(trainer, name) != default:
+            raise TrainingError.cannot(
+                f"use Trainer({name}={getattr(trainer, name)!r})", why=why, instead="leave it out"
+            )
+    for one in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(one, (GradientAccumulationScheduler, BatchSizeFinder)):
+            raise TrainingError.cannot(
+                f"use {type(one).__name__}",
+                why="stretto sets the batch size and accumulates",
+                instead="leave it out",
+            )
+    if not lightning.__version__.startswith("2.6."):
+        raise TrainingError.cannot(
+            f"use Lightning {lightning.__version__}",
+            why="only 2.6 was tested, and the loop of another version may differ",
+            instead="install 'lightning>=2.6,<2.7'",
+        )
