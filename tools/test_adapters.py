@@ -48,6 +48,7 @@ ADAPTERS = {
             "test_accelerate.py",
         ),
     ),
+    "lightning": Adapter(packages=("lightning==2.6.6",), tests=("test_lightning.py",)),
 }
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning_toys import RANK, WORLD, Module, flat, train
+from tests.integrations.lightning_toys import RANK, WORLD, Module, flat, train
 from torch.distributed.fsdp import fully_shard
 
 
@@ -19,7 +20,7 @@ class Sharded(Module):
 
     def configure_model(self) -> None:
         mesh = self.device_mesh["data_parallel"]
-        for layer in (*self.net, self.net):
+        for layer in [*self.net.children(), self.net]:
             if list(layer.parameters()):
                 fully_shard(layer, mesh=mesh)
 
@@ -31,7 +32,9 @@ def gathered(values: Any) -> list[Any]:
 
 
 def weights(module: Module) -> list[float]:
-    full = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in module.parameters()]
+    full = [
+        one.full_tensor() if hasattr(one, "full_tensor") else one for one in module.parameters()
+    ]
     return [number for one in full for number in one.detach().flatten().tolist()]
 
 
@@ -43,7 +46,7 @@ def main(out: Path, settings: dict[str, Any]) -> None:
     trainer, module, run = train(save, module=module, strategy=strategy, **settings)
     steps = gathered(module.steps)
     result = {
-        "ids": [sorted(sum(parts, [])) for parts in zip(*steps, strict=True)],
+        "ids": [sorted(chain(*parts)) for parts in zip(*steps, strict=True)],
         "rates": module.rates,
         "weights": weights(module) if is_sharded else flat(module.net).tolist(),
         "global_step": trainer.global_step,

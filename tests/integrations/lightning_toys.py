@@ -38,13 +38,20 @@ def rows() -> TensorDataset:
     return TensorDataset(inputs, inputs.sin().sum(1, keepdim=True), torch.arange(N))
 
 
-def network() -> nn.Module:
+def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
 
+def mean_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    loss: Tensor = (model(batch[0]) - batch[1]).square().mean()
+    return loss
+
+
 class Module(LightningModule):
     """A module as users write it; it records what it sees."""
+
+    net: nn.Sequential
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +62,7 @@ class Module(LightningModule):
         self.validated: list[tuple[int, int]] = []
 
     def mean_loss(self, batch: Sequence[Tensor]) -> Tensor:
-        return (self.net(batch[0]) - batch[1]).square().mean()
+        return mean_loss(self.net, batch)
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
         self.seen += batch[2].tolist()

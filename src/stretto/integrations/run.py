@@ -9,7 +9,7 @@ from typing import Any, Self, final
 from torch import nn
 from torch.optim import Optimizer
 
-from stretto.batching import NO_SIGNALS, Signals
+from stretto.batching import NO_SIGNALS, NoRule, Signals
 from stretto.data import DataSpec, Step, StepLoader
 from stretto.errors import CheckpointError, TrainingError
 from stretto.integrations import counts
@@ -115,6 +115,11 @@ class ExternalRun:
         return self
 
     @property
+    def is_scheduled(self) -> bool:
+        """Whether the run sets learning rates or other values; if not, it leaves them alone."""
+        return bool(self.prepared.schedules) or not isinstance(self.prepared.rule, NoRule)
+
+    @property
     def is_bound(self) -> bool:
         """Whether `bind` was called."""
         return self._loader is not None
@@ -168,7 +173,8 @@ class ExternalRun:
         step = next(self.loader, None)
         if step is not None:
             self.step, self.batch_size = step, step.batch_size
-            self.hyperparameters.apply(step.timestamp, step.batch_size)
+            if self.is_scheduled:
+                self.hyperparameters.apply(step.timestamp, step.batch_size)
         return step
 
     def finish(

@@ -3,11 +3,12 @@
 One element of the train dataloader is one micro-batch. Automatic optimization stays: Lightning
 accumulates over the micro-batches of a step, clips, steps and logs as before.
 
-What cannot work is refused: `accumulate_grad_batches`, `GradientAccumulationScheduler`,
-`limit_train_batches`, `overfit_batches`, `reload_dataloaders_every_n_epochs`,
-`BatchSizeFinder`; `val_check_interval` as a number of batches or a time; learning rate schedulers
-of the module beside `schedules`; batch sizes that follow the noise under FSDP2, in manual
-optimization or over other units than samples.
+What cannot work is refused: `accumulate_grad_batches`, `limit_train_batches`, `overfit_batches`,
+`reload_dataloaders_every_n_epochs`; `val_check_interval` as a number of batches or a time;
+`GradientAccumulationScheduler`, `BatchSizeFinder` and `StochasticWeightAveraging`; learning rate
+schedulers of the module beside `schedules`; batch sizes that follow the noise under FSDP2, in
+manual optimization or over other units than samples. Data of unknown length have no progress bar
+with a total.
 
 With manual optimization, `training_step` multiplies its loss by `dataloader.weight`, and steps its
 optimizers if `dataloader.is_last`.
@@ -58,7 +59,7 @@ def attach(
         trainer: the trainer.
         dataloader: a `DataLoader`, a data set, an iterable of batches, or a `DataSpec`.
         batch_size: samples of one step over all ranks: a number, a text, a policy.
-        schedules: by hyper-parameter; None: the module's own schedulers stay.
+        schedules: by hyper-parameter; None, without a `rule`: the module's own schedulers stay.
         rule: how learning rates follow the batch size.
         every: when to "evaluate" and to "save". Without "evaluate", as `val_check_interval` and
             `check_val_every_n_epoch` say.
@@ -90,5 +91,5 @@ def attach(
     )
     batches = MicroBatches(run, units)
     # First, so that other callbacks see the clock behind the step and the rates of the next one.
-    trainer.callbacks.insert(0, FollowRun(batches, is_scheduled=schedules is not None))  # type: ignore[attr-defined]
+    trainer.callbacks.insert(0, FollowRun(batches))
     return batches

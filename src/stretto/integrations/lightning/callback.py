@@ -22,8 +22,8 @@ from stretto.integrations.lightning.batches import UNKNOWN, Accumulation, MicroB
 class FollowRun(Callback):
     """Weighs the losses, moves the clock, and says when to evaluate and to save."""
 
-    def __init__(self, batches: MicroBatches, *, is_scheduled: bool) -> None:
-        self._batches, self._run, self._is_scheduled = batches, batches.run, is_scheduled
+    def __init__(self, batches: MicroBatches) -> None:
+        self._batches, self._run = batches, batches.run
         self._accumulation = Accumulation(1)
         self._accumulation.batches = batches
         self._signals = NO_SIGNALS
@@ -43,7 +43,7 @@ class FollowRun(Callback):
         self._accumulation.is_open = bool(state_dict.get("open"))
         self._run.load_state_dict(state_dict)
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Set what the module and other callbacks read before the run is bound."""
         if stage == "fit":
             # Whether to evaluate is decided after each step; Lightning reads it after each batch.
@@ -54,7 +54,7 @@ class FollowRun(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Bind the run: optimizers exist, and their saved state is not loaded yet."""
-        if self._is_scheduled and trainer.lr_scheduler_configs:
+        if self._run.is_scheduled and trainer.lr_scheduler_configs:
             raise TrainingError.cannot(
                 "follow two schedules",
                 why=f"{type(pl_module).__name__}.configure_optimizers returns lr schedulers",
@@ -75,7 +75,7 @@ class FollowRun(Callback):
                     why="it is measured in automatic optimization, without FSDP2, over samples",
                     instead="plan the batch sizes, such as '0ep:32 1ep:64'",
                 )
-            self._batches.meter = self._run.meter(trainer.strategy.model)  # type: ignore[arg-type]
+            self._batches.meter = self._run.meter(trainer.strategy.model)
         end, num_samples = counts.end_of(self._run.prepared), self._run.horizon.dataset_num_samples
         trainer.fit_loop.epoch_loop.max_steps = -1
         trainer.fit_loop.max_epochs = math.ceil(end / num_samples) if end and num_samples else -1

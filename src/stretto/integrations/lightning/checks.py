@@ -6,9 +6,15 @@ from collections.abc import Iterable
 
 import lightning
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
 
 from stretto.errors import TrainingError
+
+_REFUSED = (BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging)
 
 
 def check_events(every: Iterable[str]) -> None:
@@ -50,8 +56,8 @@ def check_trainer(trainer: Trainer) -> None:
     """
     settings = {
         "accumulate_grad_batches": (1, "micro-batches follow from the batch size"),
-        "limit_train_batches": (1.0, "a run has all batches of its length; see max_duration"),
         "overfit_batches": (0.0, "a run has all batches of its length"),
+        "limit_train_batches": (1.0, "a run has all batches of its length; see max_duration"),
         "reload_dataloaders_every_n_epochs": (0, "the run itself counts the batches of an epoch"),
     }
     for name, (default, why) in settings.items():
@@ -59,11 +65,11 @@ def check_trainer(trainer: Trainer) -> None:
             raise TrainingError.cannot(
                 f"use Trainer({name}={getattr(trainer, name)!r})", why=why, instead="leave it out"
             )
-    for one in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(one, (GradientAccumulationScheduler, BatchSizeFinder)):
+    for one in trainer.callbacks:
+        if isinstance(one, _REFUSED):
             raise TrainingError.cannot(
                 f"use {type(one).__name__}",
-                why="stretto sets the batch size and accumulates",
+                why="it changes the batches or the accumulation, which the run decides",
                 instead="leave it out",
             )
     if not lightning.__version__.startswith("2.6."):

@@ -1,0 +1,360 @@
+"""stretto in the trainer of Lightning, against the real package."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning", reason="needs stretto[lightning]: make test-adapters")
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    TQDMProgressBar,
+)
+from lightning.pytorch.loggers import CSVLogger
+from tests.integrations import lightning_toys as toys
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from stretto.batching import NoiseScale, Plateau
+from stretto.errors import StrettoError, TrainingError
+from stretto.integrations import prepare
+from stretto.integrations.lightning import attach
+from stretto.settings import Loading
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+IDS = toys.planned_ids()
+EPOCH = 13
+"""Steps of the first epoch."""
+
+
+def ids_of(module: toys.Module) -> list[list[int]]:
+    return [sorted(step) for step in module.steps]
+
+
+def close(module: torch.nn.Module, weights: Tensor) -> None:
+    torch.testing.assert_close(toys.flat(module), weights, rtol=0, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def big_batches() -> Tensor:
+    return toys.one_big_batch()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, toys.Module, Any, Path]:
+    """A run that nothing interrupts, with a checkpoint after each step."""
+    folder = tmp_path_factory.mktemp("whole")
+    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    return *toys.train(save), folder
+
+
+def test_a_trainer_follows_the_plan(whole: Any, big_batches: Tensor) -> None:
+    _, module, _, _ = whole
+    assert ids_of(module) == IDS
+    assert module.rates == toys.planned_rates()
+    close(module.net, big_batches)
+
+
+def test_its_counters_agree_with_the_clock(whole: Any) -> None:
+    trainer, module, run, _ = whole
+    assert (trainer.global_step, trainer.current_epoch) == (len(IDS), 2)
+    assert (run.timer.batch, run.timer.epoch, run.timer.sample) == (len(IDS), 2, 2 * toys.N)
+    assert module.validated == [(EPOCH, 0), (len(IDS), 1)]
+
+
+# In the first and the second epoch, and where one ends.
+@pytest.mark.parametrize("at", [1, 9, EPOCH, EPOCH + 1, 16])
+@pytest.mark.parametrize("size", [8, 5])
+def test_a_run_resumes_exactly(whole: Any, big_batches: Tensor, at: int, size: int) -> None:
+    first, _, _, folder = whole
+    trainer, module, run = toys.train(resume=folder / f"step={at}.ckpt", size=size)
+    assert ids_of(module) == IDS[at:]
+    close(module.net, big_batches)
+    assert (trainer.global_step, trainer.current_epoch) == (len(IDS), 2)
+    assert run.timer.batch == len(IDS)
+    assert module.validated == [(EPOCH, 0), (len(IDS), 1)][at >= EPOCH :]
+    steps = [one.fit_loop.epoch_loop._batches_that_stepped for one in (trainer, first)]
+    assert steps[0] == steps[1]  # the x axis of loggers
+
+
+class Fails(toys.Module):
+    """Fails inside a step, after a micro-batch of it."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if len(self.steps) == self.at and self.seen:
+            raise KeyError("a sample")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("at", [9, 12, EPOCH])
+def test_an_open_step_is_trained_anew(at: int, tmp_path: Path, big_batches: Tensor) -> None:
+    with pytest.raises(KeyError):
+        toys.train(OnExceptionCheckpoint(tmp_path), module=Fails(at))
+    trainer, module, _ = toys.train(resume=tmp_path / "on_exception.ckpt")
+    assert ids_of(module) == IDS[at:]
+    close(module.net, big_batches)
+    assert trainer.global_step == len(IDS)
+
+
+def test_evaluations_and_checkpoints_in_times(tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path)
+    _, module, _ = toys.train(save, every={"evaluate": "0.3ep", "save": "100sp"})
+    assert [step for step, _ in module.validated] == [6, 10, 13, 14, 16, 17]
+    saved = {path.name for path in tmp_path.glob("sample=*.ckpt")}
+    ends = [sum(map(len, IDS[: count + 1])) for count in range(len(IDS))]
+    due = {next(end for end in ends if end >= at) for at in (100, 200, 300)}
+    assert saved == {f"sample={end}.ckpt" for end in due}
+
+
+def test_early_stopping_sees_each_evaluation() -> None:
+    stop = EarlyStopping("validation/loss", patience=1, mode="max")
+    _, module, run = toys.train(stop, every={"evaluate": "0.2ep"})
+    assert len(module.validated) == 2
+    assert run.timer.batch == module.validated[-1][0] < EPOCH
+
+
+def test_the_learning_rate_monitor_shows_the_rates_of_its_step(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    toys.train(LearningRateMonitor("step"), logger=logger)
+    with Path(logger.log_dir, "metrics.csv").open() as file:
+        lines = [line for line in csv.DictReader(file) if line["lr-AdamW"]]
+    shown = {int(line["step"]): float(line["lr-AdamW"]) for line in lines}
+    assert [shown[step] for step in range(len(IDS))] == pytest.approx(toys.planned_rates())
+
+
+def test_the_progress_bar_has_the_length_of_each_epoch() -> None:
+    class Totals(Callback):
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+            progress = trainer.fit_loop.epoch_loop.batch_progress.current
+            self.seen.append((trainer.num_training_batches, progress.completed))
+
+    totals = Totals()
+    _, _, run = toys.train(totals, TQDMProgressBar(), enable_progress_bar=True)
+    lengths = [run.micro_batches_in_epoch(epoch).exact for epoch in range(2)]
+    assert totals.seen == [(length, length) for length in lengths]
+    assert lengths[0] != lengths[1]
+
+
+def test_a_run_may_end_inside_an_epoch() -> None:
+    _, module, run = toys.train(max_duration="250sp")
+    assert sum(map(len, module.steps)) == run.timer.sample == 250
+
+
+def test_schedulers_of_the_module_stay_and_know_the_number_of_steps() -> None:
+    class Scheduled(toys.Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            total = self.trainer.estimated_stepping_batches
+            curve = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, int(total))
+            return [optimizer], [{"scheduler": curve, "interval": "step"}]
+
+    _, module, _ = toys.train(module=Scheduled(), schedules=None)
+    assert ids_of(module) == IDS
+    assert module.rates == pytest.approx([1 - step / len(IDS) for step in range(len(IDS))])
+    with pytest.raises(TrainingError, match="two schedules"):
+        toys.train(module=Scheduled())
+
+
+def test_epoch_schedulers_step_if_the_length_of_an_epoch_is_not_known() -> None:
+    class Scheduled(toys.Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    _, module, _ = toys.train(module=Scheduled(), schedules=None, policy=NoiseScale(8, 32))
+    assert module.rates[0] == 1e-3
+    assert module.rates[-1] == 5e-4
+
+
+def test_sizes_follow_the_noise() -> None:
+    trainer, module, run = toys.train(policy=NoiseScale(8, 32, c=3), schedules=None)
+    assert max(map(len, module.steps)) > 8
+    assert sorted(chain(*module.steps)) == sorted([*range(toys.N)] * 2)
+    assert (trainer.current_epoch, run.timer.epoch) == (2, 2)
+    assert trainer.global_step == run.timer.batch
+
+
+def test_sizes_follow_a_metric() -> None:
+    policy = Plateau("validation/loss", start=8, maximum=64, patience=1, mode="max")
+    _, module, _ = toys.train(policy=policy, schedules=None, every={"evaluate": "0.2ep"})
+    assert max(map(len, module.steps)) == 64
+
+
+def test_manual_optimization_with_two_optimizers(big_batches: Tensor) -> None:
+    class Manual(toys.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            batches, optimizers = self.trainer.train_dataloader, self.optimizers()
+            self.seen += batch[2].tolist()
+            self.manual_backward(batches.weight * self.mean_loss(batch))
+            if batches.is_last:
+                self.steps.append(self.seen)
+                self.seen = []
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            return [
+                torch.optim.AdamW(one.parameters(), lr=toys.RATE)
+                for one in (self.net[0], self.net[2])
+            ]
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            pass
+
+    _, module, run = toys.train(module=Manual())
+    assert ids_of(module) == IDS
+    close(module.net, big_batches)
+    assert run.timer.batch == len(IDS)
+
+
+def test_losses_whose_value_is_kept_for_backward_are_weighted() -> None:
+    class Root(toys.Module):
+        def mean_loss(self, batch: Any) -> Tensor:
+            return super().mean_loss(batch).sqrt()
+
+    _, module, _ = toys.train(module=Root())
+    assert ids_of(module) == IDS
+
+
+@pytest.mark.parametrize(
+    ("settings", "callbacks", "why"),
+    [
+        ({"accumulate_grad_batches": 2}, [], "accumulate_grad_batches=2"),
+        ({"limit_train_batches": 10}, [], "limit_train_batches"),
+        ({"overfit_batches": 2}, [], "overfit_batches"),
+        ({"reload_dataloaders_every_n_epochs": 1}, [], "reload_dataloaders"),
+        ({"val_check_interval": 5}, [], "val_check_interval=5"),
+        ({}, [GradientAccumulationScheduler({1: 2})], "GradientAccumulationScheduler"),
+        ({}, [StochasticWeightAveraging(1e-2)], "StochasticWeightAveraging"),
+    ],
+    ids=lambda one: next(iter(one), "callback") if isinstance(one, dict) else None,
+)
+def test_what_cannot_work_is_refused(settings: Any, callbacks: Any, why: str) -> None:
+    with pytest.raises(StrettoError, match=why):
+        toys.follow(toys.make_trainer(*callbacks, **settings))
+
+
+def test_a_callback_that_accumulates_is_noticed() -> None:
+    class Accumulates(Callback):
+        def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+            trainer.accumulate_grad_batches = 4
+
+    with pytest.raises(TrainingError, match="accumulate_grad_batches=4"):
+        toys.train(Accumulates())
+
+
+def test_unknown_events_and_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TrainingError, match="'evaluate' or 'save'"):
+        toys.follow(toys.make_trainer(), every={"log": "1ep"})
+    monkeypatch.setattr("lightning.__version__", "3.0.0")
+    with pytest.raises(TrainingError, match=r"Lightning 3\.0\.0"):
+        toys.follow(toys.make_trainer())
+
+
+def test_the_hooks_that_lightning_does_not_document_exist() -> None:
+    """If this fails, the adapter must be checked against the new version of Lightning."""
+    seen: dict[str, Any] = {}
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            loop = trainer.fit_loop.epoch_loop
+            progress = loop.batch_progress
+            seen["names"] = [
+                progress.current.ready,
+                progress.current.started,
+                progress.current.processed,
+                progress.current.completed,
+                progress.is_last_batch,
+                loop.restarting,
+                loop.restarted_on_train_batch_end,
+                trainer.val_check_batch,
+                trainer.distributed_sampler_kwargs,
+            ]
+
+    trainer = toys.make_trainer(Look())
+    module = toys.Module()
+    trainer.fit(module, DataLoader(toys.rows(), 50))
+    assert len(seen["names"]) == 9
+    # A batch that is in the middle of an epoch is no step: Lightning asks `ready % it`.
+    trainer = toys.make_trainer()
+    batches = attach(trainer, DataLoader(toys.rows(), 8), 24, max_duration="1ep")
+    module = toys.Module()
+    trainer.fit(module, batches)
+    assert [len(step) for step in module.steps] == [24] * 6 + [6]
+    assert trainer.accumulate_grad_batches == 1
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["DDP", "FSDP2"])
+def test_two_ranks(
+    is_sharded: bool, launch_ranks: Callable[..., Any], tmp_path: Path, big_batches: Tensor
+) -> None:
+    script = Path(__file__).with_name("distributed_lightning.py")
+    launch_ranks(script, tmp_path, json.dumps({"is_sharded": is_sharded}))
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["ids"] == IDS
+    assert result["rates"] == toys.planned_rates()
+    weights = torch.tensor(result["weights"], dtype=torch.float64)
+    torch.testing.assert_close(weights, big_batches, rtol=0, atol=1e-12)
+    assert (result["global_step"], result["clock"]) == (len(IDS), [len(IDS), 2, 2 * toys.N])
+    assert result["validated"] == [[EPOCH, 0], [len(IDS), 1]]
+    if not is_sharded:  # with one rank instead of two, and other micro-batches
+        _, module, _ = toys.train(resume=tmp_path / "saved" / "step=11.ckpt", size=5)
+        assert ids_of(module) == IDS[11:]
+        close(module.net, big_batches)
+
+
+def test_fabric_needs_no_adapter(big_batches: Tensor, tmp_path: Path) -> None:
+    code = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
+    code = code.split("### Fabric")[1].split("```python")[1].split("```")[0]
+    code = code.replace('"0sp:16 300sp:64"', "SIZES").replace('{"lr": 1.0}', "SCHEDULES")
+    code = code.replace('"last.ckpt"', "SAVED").replace('="2ep"', '="2ep", loading=LOADING')
+    model, seen = toys.network(), []
+
+    def loss_of(model: Any, batch: Any) -> Tensor:
+        seen.extend(batch[2].tolist())
+        return toys.mean_loss(model, batch)
+
+    names: dict[str, Any] = {
+        "lightning": lightning,
+        "prepare": prepare,
+        "data": toys.rows(),
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=toys.RATE),
+        "loss_of": loss_of,
+        "SIZES": toys.SIZES,
+        "SCHEDULES": toys.SCHEDULES,
+        "LOADING": Loading(seed=toys.SEED),
+        "SAVED": tmp_path / "last.ckpt",
+    }
+    exec(code, names)
+    assert sorted(seen) == sorted([*range(toys.N)] * 2)
+    close(model, big_batches)
+    saved = lightning.Fabric(accelerator="cpu", devices=1).load(tmp_path / "last.ckpt")
+    assert saved["run"] == names["run"].state_dict()
