@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from stretto.data import DataSpec, StepLoader, count_samples, count_target_tokens, take_samples
-from stretto.data.fetching.feed import Part
+from stretto.data.fetching.shares import Part
 from stretto.data.iterables.chunks import ChunkSource
 from stretto.data.iterables.streams import OwnStreams
 from stretto.ordering import SampleOrder

@@ -10,7 +10,6 @@ import typer
 
 from stretto.batching import BatchSizePolicy
 from stretto.cli.files import PLAN, add_working_folder, read_arguments
-from stretto.config.building.data import data_sizes
 from stretto.config.building.plans import ends_of, plan_of, prepare_run, scales_rate
 from stretto.config.building.times_and_sizes import build_run
 from stretto.config.run import RunConfig
@@ -39,7 +38,7 @@ def plan(
     if against is not None:
         config = _as_it_ran(config, against)
     ranks = config.world_size or 1
-    run = build_run(config, data_sizes(config), world_size=ranks)
+    run = build_run(config, world_size=ranks)
     if scales_rate(config):
         typer.echo(
             "not planned: AdaScale multiplies the learning rate by what it measures", err=True

@@ -7,7 +7,6 @@ from pathlib import Path
 import typer
 
 from stretto.cli.files import add_working_folder, read_arguments
-from stretto.config.building.data import data_sizes
 from stretto.config.building.plans import plan_of, prepare_run
 from stretto.config.building.times_and_sizes import build_run
 from stretto.errors import ConfigError, PlanError
@@ -30,7 +29,7 @@ def report(folder: Path, *, plot: Path | None, unit: str | None) -> None:
 
     add_working_folder()
     config = read_arguments([], folder=folder)
-    run = build_run(config, data_sizes(config))
+    run = build_run(config)
     try:
         plan = plan_of(config, prepare_run(config, run))
     except PlanError:

@@ -12,7 +12,7 @@ from typing import Any, final
 from stretto.batching import NO_SIGNALS, BatchSizePolicy, PolicyLike, Signals
 from stretto.data import state as saved
 from stretto.data.decisions import Decisions
-from stretto.data.fetching.feed import FetchedStep, Part
+from stretto.data.fetching.shares import FetchedStep, Part
 from stretto.data.fetching.workers import Workers
 from stretto.data.prepared import prepared_for
 from stretto.data.ranks import check_shares, part_of

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.batching import checked_size
-from stretto.data.fetching.feed import Part
+from stretto.data.fetching.shares import Part
 from stretto.errors import DataError
 from stretto.planning import Prepared, check_least
 from stretto.planning.plan import plan_prepared

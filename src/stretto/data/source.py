@@ -8,7 +8,6 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader, RandomSampler
 
-from stretto.data.fetching.feed import Part, Steps
 from stretto.data.fetching.fetch import Fetch
 from stretto.data.fetching.map_style import (
     Chunks,
@@ -18,6 +17,7 @@ from stretto.data.fetching.map_style import (
     planned_steps,
     sample_steps,
 )
+from stretto.data.fetching.shares import Part, Steps
 from stretto.data.fetching.workers import Workers, batched
 from stretto.data.iterables.chunks import ChunkSource
 from stretto.data.iterables.shards import check_streams, record_of_all, record_of_rank

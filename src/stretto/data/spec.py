@@ -149,19 +149,23 @@ class DataSpec:
         """Tokens in each sample if all have equally many, else None."""
         return None if self.tokens_vary else self._stated_tokens_per_sample
 
+    @property
+    def counts(self) -> dict[str, int | None]:
+        """What a `Horizon` has to know of the data, by the names of its arguments."""
+        return {
+            "dataset_num_samples": self.known_num_samples,
+            "dataset_num_tokens": self.known_num_tokens,
+            "tokens_per_sample": self.known_tokens_per_sample,
+        }
+
     def horizon(self, max_duration: TimeLike, last_batch: LastBatch | None = None) -> Horizon:
         """Return the horizon of a run over these data.
 
         >>> DataSpec(range(20), num_samples=20).horizon("2ep")
         Horizon('2ep', dataset_num_samples=20)
         """
-        return Horizon(
-            max_duration,
-            dataset_num_samples=self.known_num_samples,
-            dataset_num_tokens=self.known_num_tokens,
-            tokens_per_sample=self.known_tokens_per_sample,
-            last_batch=self.last_batch if last_batch is None else last_batch,
-        )
+        ends = self.last_batch if last_batch is None else last_batch
+        return Horizon(max_duration, **self.counts, last_batch=ends)
 
     def count_samples(self, batch: Any) -> int:
         """Return the number of samples in a batch."""

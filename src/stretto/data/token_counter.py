@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, final
 
 from stretto.batching import Signals
-from stretto.data.fetching.feed import FetchedStep
+from stretto.data.fetching.shares import FetchedStep
 from stretto.data.ranks import agreed, is_all
 from stretto.data.source import Source
 from stretto.data.step import MicroBatch, Step

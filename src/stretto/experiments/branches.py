@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from stretto.batching import LearningRateRule, SquareRootRule
 from stretto.checkpoint import open_checkpoint, unpack_optimizer
 from stretto.config.building import parts
-from stretto.config.building.data import known_sizes, make_spec
+from stretto.config.building.data import make_spec
 from stretto.config.building.hyperparameters import base_values
 from stretto.config.building.times_and_sizes import build_run
 from stretto.config.building.training import check_complete, seed_everything
@@ -88,7 +88,7 @@ class BranchPoint:
         self.path = newest_of(checkpoint) if is_folder else checkpoint
         self._config = config
         self._spec = make_spec(config)
-        self._run = build_run(config, known_sizes(self._spec))
+        self._run = build_run(config, self._spec)
         self._horizon = prepare(self._run.horizon, self._run.policy).horizon
         self._reader = open_checkpoint(self.path, verify=not is_folder)
         with _reading(self.path, "its records are not those of this run"):

@@ -20,7 +20,6 @@ RUN: dict[str, Any] = {
     "data": {"target": "a:b", "num_samples": 3000},
     "schedules": {"lr": {"cosine": {"warmup": "5%"}}},
 }
-SIZES = {"num_samples": 3000, "num_tokens": None, "tokens_per_sample": None}
 COSINE = Cosine(warmup="5%")
 
 
@@ -51,7 +50,7 @@ COSINE = Cosine(warmup="5%")
 )
 def test_ways_to_write_it(value: dict[str, Any], expected: Coupling) -> None:
     config = RunConfig.parse({**RUN, "batch_size": value, "micro_batch_size": 6})
-    run = build_run(config, SIZES)
+    run = build_run(config)
     assert run.policy == expected.policy
     assert run.schedules == {"lr": expected.schedule}
     jsonschema.Draft202012Validator(run_file_schema()).validate({**RUN, "batch_size": value})
@@ -75,7 +74,7 @@ def test_a_stretched_run_stretches_the_pair() -> None:
     value = {"seesaw": {"ramp": "double", "start": 8, "end": 16, "over": "1ep"}}
     config = RunConfig.parse({**RUN, "batch_size": value, "scale_schedule": 2.0})
     pair = Seesaw(COSINE, DoublingRamp(8, 16, "2ep"))
-    run = build_run(config, SIZES)
+    run = build_run(config)
     assert (run.policy, run.schedules["lr"]) == (pair.policy, pair.schedule)
 
 

@@ -40,26 +40,21 @@ def make_spec(config: RunConfig) -> DataSpec:
     return spec
 
 
-def known_sizes(spec: DataSpec) -> dict[str, int | None]:
-    """Return the sizes of data, as far as they are known."""
-    return {
-        "num_samples": spec.known_num_samples,
-        "num_tokens": spec.known_num_tokens,
-        "tokens_per_sample": spec.known_tokens_per_sample,
-    }
+def data_counts(config: RunConfig, spec: DataSpec | None = None) -> dict[str, int | None]:
+    """Return what a `Horizon` has to know of the data, by the names of its arguments.
 
-
-def data_sizes(config: RunConfig) -> dict[str, int | None]:
-    """Return the sizes of the data: those that the file states, else those of the data itself.
+    Args:
+        config: the run file.
+        spec: the data; left out, they are made if the file does not state the number of samples.
 
     Raises:
         ConfigError: the data are needed and cannot be made.
     """
     data = config.data
-    if data.num_samples is None:
-        return known_sizes(make_spec(config))
-    return {
-        "num_samples": data.num_samples,
-        "num_tokens": data.num_tokens,
-        "tokens_per_sample": data.tokens_per_sample,
-    }
+    if spec is None and data.num_samples is not None:
+        return {
+            "dataset_num_samples": data.num_samples,
+            "dataset_num_tokens": data.num_tokens,
+            "tokens_per_sample": data.tokens_per_sample,
+        }
+    return (spec or make_spec(config)).counts

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stretto.config.building.data import known_sizes, make_spec
+from stretto.config.building.data import make_spec
 from stretto.config.building.parts import (
     make_loading,
     make_loss,
@@ -80,7 +80,7 @@ def _measures_noise(config: RunConfig, spec: DataSpec) -> bool:
     reads: frozenset[str] = frozenset()
     # What cannot be planned for the data here can where it trains, or is refused there.
     with contextlib.suppress(StrettoError):
-        run = with_some_maximum(build_run(config, known_sizes(spec)))
+        run = with_some_maximum(build_run(config, spec))
         reads = run.policy.bind(run.horizon).reads
     callbacks = []
     for section in config.callbacks:

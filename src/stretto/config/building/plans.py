@@ -7,7 +7,6 @@ from typing import Any
 
 from stretto.batching import Fixed, couplings_in
 from stretto.batching.adaptive.following import check_monitored, followed_metric, metrics_of
-from stretto.config.building.data import data_sizes
 from stretto.config.building.hyperparameters import base_values, check_optimizer, effective
 from stretto.config.building.times_and_sizes import (
     TimesAndSizes,
@@ -44,9 +43,8 @@ def build_plan(config: RunConfig, *, world_size: int | None = None) -> Plan:
         ConfigError: what it says cannot be built, or not on this run.
         PlanError: only the run itself can tell its batch sizes.
     """
-    sizes = data_sizes(config)
     world_size = world_size or config.world_size or 1
-    run = build_run(config, sizes, world_size=world_size)
+    run = build_run(config, world_size=world_size)
     prepared = prepare_run(config, run)
     return plan_of(config, prepared, world_size=world_size)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import cast, final
+from typing import TYPE_CHECKING, cast, final
 
 from stretto.batching import BatchSizePolicy, LearningRateRule
+from stretto.config.building.data import data_counts
 from stretto.config.reading.source import Path
 from stretto.config.run import RunConfig
 from stretto.config.values.batch_sizes import build_sizes
@@ -16,6 +17,9 @@ from stretto.config.values.schedules import build_schedule
 from stretto.config.values.settings import build_rule
 from stretto.schedules import Schedule
 from stretto.timing import Every, Horizon, Time, Trigger
+
+if TYPE_CHECKING:
+    from stretto.data import DataSpec
 
 
 @final
@@ -33,31 +37,22 @@ class TimesAndSizes:
 
 
 def build_run(
-    config: RunConfig,
-    sizes: Mapping[str, int | None],
-    *,
-    world_size: int = 1,
+    config: RunConfig, spec: DataSpec | None = None, *, world_size: int = 1
 ) -> TimesAndSizes:
     """Return what a run file says about time and sizes.
 
     Args:
         config: the run file.
-        sizes: `num_samples`, `num_tokens` and `tokens_per_sample` of the data, as far as known.
+        spec: the data; left out, they are made if the file does not state the number of samples.
         world_size: how many ranks.
 
     Raises:
         ConfigError: something cannot be built; the message says where it stands.
     """
     building = Building(world_size, planned_micro_batch_size(config), config.source)
-    ratio = scale_of(config)
+    ratio, counts = scale_of(config), data_counts(config, spec)
     with config.source.at("max_duration"):
-        horizon = Horizon(
-            config.max_duration,
-            dataset_num_samples=sizes["num_samples"],
-            dataset_num_tokens=sizes["num_tokens"],
-            tokens_per_sample=sizes["tokens_per_sample"],
-            last_batch=config.last_batch,
-        ).scaled(ratio)
+        run = Horizon(config.max_duration, **counts, last_batch=config.last_batch).scaled(ratio)
     written = {
         name: build_schedule(value, building, ("schedules", name))
         for name, value in config.schedules.items()
@@ -74,7 +69,7 @@ def build_run(
             triggers[name] = Every(every).scaled(ratio)
     rule = config.learning_rate_rule
     return TimesAndSizes(
-        horizon,
+        run,
         policy,
         scaled,
         triggers,

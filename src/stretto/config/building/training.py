@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stretto.batching import awaits_maximum, with_maximum
-from stretto.config.building.data import known_sizes, make_spec
+from stretto.config.building.data import make_spec
 from stretto.config.building.parts import (
     make_callbacks,
     make_checkpointing,
@@ -57,7 +57,7 @@ def build_trainer(
     check_complete(config)
     world_size = _world_size(config)
     spec = make_spec(config)
-    run = build_run(config, known_sizes(spec), world_size=world_size)
+    run = build_run(config, spec, world_size=world_size)
     prepared = prepare_run(config, with_some_maximum(run))
     seed_everything(config.seed)
     model = make_model(config)

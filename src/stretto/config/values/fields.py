@@ -151,6 +151,15 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def summary_of(kind: object) -> str:
+    """Return the first line of a docstring.
+
+    >>> summary_of(len)
+    'Return the number of items in a container.'
+    """
+    return (kind.__doc__ or "").partition("\n")[0]
+
+
 def _plain(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

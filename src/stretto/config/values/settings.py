@@ -20,7 +20,6 @@ from stretto.batching import LearningRateRule, as_rule
 from stretto.batching.rules import RULES
 from stretto.config.reading.source import Path
 from stretto.config.values.context import Building
-from stretto.config.values.docstrings import summary_of
 from stretto.config.values.fields import (
     TARGET_PATTERN,
     Count,
@@ -33,6 +32,7 @@ from stretto.config.values.fields import (
     WallClock,
     shape_of,
     shown,
+    summary_of,
 )
 from stretto.errors import ConfigError
 from stretto.settings import Checkpointing, Loading, Stepping

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Collection
 from typing import Any, get_args
 
@@ -10,7 +11,7 @@ from stretto.batching import SizeFunction
 from stretto.batching.written import COUPLED, ORDER, RAMPS, WAYS, WRAPPERS, Way
 from stretto.config.values.batch_sizes import FileWords
 from stretto.config.values.context import CHECKING
-from stretto.config.values.docstrings import argument_texts, summary_of
+from stretto.config.values.fields import summary_of
 from stretto.config.values.schedules import KINDS
 from stretto.schedules import DecayShape
 from stretto.timing import Time
@@ -182,3 +183,15 @@ def _in_period(way: dict[str, Any]) -> dict[str, Any]:
         "properties": {"duration": _DURATION, **way["properties"]},
         "required": ["duration", *way.get("required", ())],
     }
+
+
+def argument_texts(kind: object) -> dict[str, str]:
+    """Return what a docstring says of each argument.
+
+    >>> from stretto.batching import StagedRamp
+    >>> argument_texts(StagedRamp)["sizes"]
+    'two or more sizes in ascending order.'
+    """
+    section = (inspect.getdoc(kind) or "").partition("Args:\n")[2]
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}

@@ -11,7 +11,9 @@ from typing import Any, final
 from torch import Tensor
 
 from stretto.data.containers import count_samples, may_hold
-from stretto.data.fetching.feed import (
+from stretto.data.fetching.fetch import Fetch, no_such_sample
+from stretto.data.fetching.indices import IndexStream
+from stretto.data.fetching.shares import (
     CountedBatch,
     FetchedStep,
     Part,
@@ -21,8 +23,6 @@ from stretto.data.fetching.feed import (
     pinned,
     share_sizes,
 )
-from stretto.data.fetching.fetch import Fetch, no_such_sample
-from stretto.data.fetching.indices import IndexStream
 from stretto.data.fetching.workers import Element, Workers, start_workers
 from stretto.data.spec import DataSpec
 from stretto.errors import DataError

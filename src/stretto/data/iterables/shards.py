@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stretto.data.containers import nodes
-from stretto.data.fetching.feed import Part
+from stretto.data.fetching.shares import Part
 from stretto.data.iterables.chunks import ChunkSource
 from stretto.data.ranks import gathered_texts, is_all
 from stretto.errors import CheckpointError, DataError

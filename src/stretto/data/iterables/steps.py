@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.data.fetching.feed import FetchedStep, Plans, pinned
+from stretto.data.fetching.shares import FetchedStep, Plans, pinned
 from stretto.data.iterables.streams import Stream
 from stretto.errors import DataError
 from stretto.planning import StepPlan

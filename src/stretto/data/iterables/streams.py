@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias, final
 
 from stretto.batching import Split
-from stretto.data.fetching.feed import CountedBatch, Part, evenly, first_sample, share_sizes
+from stretto.data.fetching.shares import CountedBatch, Part, evenly, first_sample, share_sizes
 from stretto.data.iterables.chunks import ChunkSource, Range
 from stretto.data.spec import DataSpec
 from stretto.errors import DataError

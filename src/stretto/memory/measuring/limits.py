@@ -114,6 +114,21 @@ def guard(limit: int) -> Iterator[None]:
                 _LIMITS.clear()
 
 
+@contextlib.contextmanager
+def bounded(device: torch.device, reserve: int = 0) -> Iterator[None]:
+    """Make a step fail if it needs more than the free memory of a device minus `reserve` bytes."""
+    if device.type != "cpu":
+        # The allocator has no limit in bytes, so allocate the reserve during the step.
+        reserved = torch.empty(reserve, dtype=torch.uint8, device=device)
+        yield
+        del reserved
+    elif sys.platform == "linux":
+        with guard(max(free_memory(device).bytes - reserve, 0)):
+            yield
+    else:
+        yield
+
+
 def process_status(root: Path = ROOT) -> dict[str, int]:
     """Return the fields of `/proc/self/status` in bytes, by name."""
     return _read_table(root / "proc/self/status")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from fractions import Fraction
 from typing import Any, final
 
 from stretto.errors import FitError
-from stretto.memory.measuring.limits import allocated_bytes, free_memory, guard
+from stretto.memory.measuring.limits import allocated_bytes, bounded, free_memory
 from stretto.memory.measuring.real import record_step
 from stretto.memory.measuring.sandbox import sandbox
 from stretto.memory.prediction.curve import MemoryCurve, Peak
@@ -121,7 +118,7 @@ class Probe:
     def _record(self, sizes: Iterable[int]) -> list[Any]:
         """Run and record steps in a sandbox; the first creates the optimizer state."""
         recordings = []
-        with self._bounds(), sandbox(self._step.model, vars(self._step.step)):
+        with bounded(self._step.device), sandbox(self._step.model, vars(self._step.step)):
             self._take(SIZES[0])
             for size in sizes:
                 # GPU kernels may allocate extra memory for a size that they see first.
@@ -133,12 +130,6 @@ class Probe:
                 self._count(size)
                 del batch
         return recordings
-
-    def _bounds(self) -> AbstractContextManager[Any]:
-        """Make a step raise an error if memory runs out."""
-        if self._step.device.type != "cpu" or sys.platform != "linux":
-            return contextlib.nullcontext()
-        return guard(free_memory(self._step.device).bytes)
 
     def _take(self, size: int) -> None:
         self._step.run(self._make_batch(size))

@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-import torch
 from torch import nn
 
 from stretto.errors import FitError
 from stretto.memory.measuring.calibration import footprint
-from stretto.memory.measuring.limits import free_memory, guard
+from stretto.memory.measuring.limits import bounded, free_memory
 from stretto.memory.measuring.sandbox import sandbox
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
@@ -37,6 +36,7 @@ def trials(
         reserve: bytes that a step must leave free.
         smallest: samples of the step that creates the optimizer state.
 
+    >>> import torch
     >>> from stretto.runtime import SupervisedStep
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -133,7 +133,7 @@ class Trials:
         def work() -> None:
             self._step.run(self._make_batch(size))
 
-        with self._bounds():
+        with bounded(self._step.device, self._reserve):
             done = attempt(work if around is None else lambda: around(work), in_finder=True)
         if done.out_of_memory is None:
             return True
@@ -142,19 +142,6 @@ class Trials:
         self._undo()
         self._is_warm = False
         return False
-
-    @contextlib.contextmanager
-    def _bounds(self) -> Iterator[None]:
-        """Limit a step to the free memory minus the reserve."""
-        device = self._step.device
-        if device.type == "cpu":
-            with guard(max(free_memory(device).bytes - self._reserve, 0)):
-                yield
-            return
-        # The allocator has no limit in bytes, so allocate the reserve during the step.
-        reserved = torch.empty(self._reserve, dtype=torch.uint8, device=device)
-        yield
-        del reserved
 
 
 def _check(model: nn.Module) -> None:

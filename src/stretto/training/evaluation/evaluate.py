@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from stretto.data import DataSpec, StepLoader, move_batch
-from stretto.data.fetching.feed import evenly
+from stretto.data.fetching.shares import evenly
 from stretto.data.spec import Collate
 from stretto.errors import TrainingError
 from stretto.runtime.gradients import is_fully_sharded

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar, cast, final
 from torch import nn
 
 from stretto.data import DataSpec, MicroBatch, Step
-from stretto.data.fetching.feed import evenly
+from stretto.data.fetching.shares import evenly
 from stretto.errors import DataError, TrainingError
 from stretto.runtime.gradients import is_fully_sharded
 from stretto.runtime.out_of_memory import attempt, is_out_of_memory, release_memory
