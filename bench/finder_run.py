@@ -58,8 +58,8 @@ def lightning(case: Case, mode: str) -> dict[str, Any]:
     """Ask Lightning's `BatchSizeFinder` through its `Tuner`."""
     import logging
 
-    import lightning as pl  # type: ignore[import-not-found]
-    from lightning.pytorch.tuner import (  # type: ignore[import-not-found]
+    import lightning as pl
+    from lightning.pytorch.tuner import (
         Tuner,
         batch_size_scaling,
     )
