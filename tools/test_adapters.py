@@ -59,13 +59,18 @@ def own_requirements() -> tuple[str, ...]:
     return (*needed, "hypothesis", "pytest", "pytest-timeout")
 
 
-def test(name: str) -> int:
-    """Run the tests of one adapter; return the exit code."""
+def python_for(name: str) -> Path:
+    """Return the Python of the environment of an adapter, made first if it is not there yet."""
     adapter = ADAPTERS[name]
     peer_environments.ENVIRONMENTS[f"adapter-{name}"] = Environment(
         (*adapter.packages, *own_requirements()), adapter.without_dependencies
     )
-    python = python_of(f"adapter-{name}")
+    return python_of(f"adapter-{name}")
+
+
+def test(name: str) -> int:
+    """Run the tests of one adapter; return the exit code."""
+    adapter, python = ADAPTERS[name], python_for(name)
     result = ROOT / "bench" / "results" / f"adapters-{name}.txt"
     files = [f"tests/integrations/{one}" for one in adapter.tests]
     command = [str(python), "-m", "pytest", "-q", "--show-capture=no", "--tb=short", *files]

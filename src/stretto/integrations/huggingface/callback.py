@@ -39,6 +39,8 @@ class Attached:
         self.run: ExternalRun
         """The run: its clock is `run.timer`."""
         self.curve: Callable[[float], float]
+        self.is_counted = False
+        """Whether the number of steps that are left is known."""
         self.weight: float | None = None
         self.signals = NO_SIGNALS
         self._meter: tuple[Any, StepMeter] | None = None
@@ -105,14 +107,13 @@ class StrettoCallback(TrainerCallback, ExportableState):
         for name, event in EVENTS.items():
             if event in due:
                 setattr(control, f"should_{name}", True)
-        left, end = run.steps_left.exact, end_of(run.prepared)
         if run.is_done:
-            left = 0  # the flow callback comes next, and stops the run
-        elif left is None and end is not None:  # as if the size stayed as it is
-            left = max(1, -(-(end - run.timer.sample) // run.batch_size))
-        elif left is None:
-            left = max(1, state.max_steps - state.global_step)
-        state.max_steps = state.global_step + left
+            state.max_steps = state.global_step  # the flow callback comes next, and stops the run
+        elif not self.trainer.stretto.is_counted:
+            end, left = end_of(run.prepared), state.max_steps - state.global_step
+            if end is not None:  # as if the size stayed as it is
+                left = -(-(end - run.timer.sample) // run.batch_size)
+            state.max_steps = state.global_step + max(1, left)
         return control
 
     def on_evaluate(

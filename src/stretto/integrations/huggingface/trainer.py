@@ -90,6 +90,9 @@ class Follows(Trainer):
                     instead="attach before the first step, or start anew",
                 )
             own.run.load_state_dict(saved["attributes"]["run"])
+        left = own.run.steps_left.exact
+        own.is_counted = left is not None
+        self.state.max_steps = num_training_steps if left is None else own.run.timer.batch + left
         return self.lr_scheduler
 
     def _stock_curve(self, num_steps: int) -> Callable[[float], float]:
@@ -138,7 +141,7 @@ class Follows(Trainer):
                 self.control = self.callback_handler.on_substep_end(
                     self.args, self.state, self.control
                 )
-        own.weight, loss = None, torch.stack(losses).sum()
+        own.weight, loss = None, losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         own.signals = NO_SIGNALS
         if meter is not None:
             scaler = accelerator.scaler

@@ -1,0 +1,243 @@
+"""What stretto adds to a stock trainer of another framework, at equal micro-batches.
+
+Run `python bench/adapters.py`; the last result lies in `bench/results/adapters.json` and `.txt`.
+Stock and attached trainers take turns in one process, each with steps of 1 and of 8 micro-batches
+of 4 samples, an MLP 16-16-1 on one thread of the CPU. The time is that of the processor over the
+steps after the first 50. From the median differences follow the cost of a step and of a
+micro-batch; the aim is 30 us and 10 us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+RESULTS = Path(__file__).parent / "results"
+ENVIRONMENTS = {"transformers": "huggingface", "accelerate": "huggingface"}
+MICRO, ACCUMULATION, FIRST, RATE = 4, (1, 8), 50, 1e-3
+
+
+class Clock:
+    """The processor time from step `FIRST` to the last one."""
+
+    def __init__(self) -> None:
+        self.steps, self.start, self.seconds = 0, 0.0, 0.0
+
+    def step(self) -> None:
+        """Note the end of a step."""
+        self.steps += 1
+        if self.steps == FIRST:
+            self.start = time.process_time()
+        self.seconds = time.process_time() - self.start
+
+    @property
+    def microseconds(self) -> float:
+        """The time of a step."""
+        return 1e6 * self.seconds / (self.steps - FIRST)
+
+
+def make_model() -> Any:
+    """Return a model as Hugging Face's trainer takes it."""
+    import torch
+    from torch import nn
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": nn.functional.mse_loss(self.layers(x)[:, 0], labels)}
+
+    return Model()
+
+
+def make_data(number: int) -> Any:
+    """Return samples."""
+    import torch
+
+    return [{"x": torch.randn(16), "labels": torch.randn(())} for _ in range(number)]
+
+
+def transformers_run(accumulation: int, steps: int, *, attached: bool) -> float:
+    """Train with `transformers.Trainer`; return the microseconds of a step."""
+    import transformers
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from stretto.integrations.huggingface import attach
+
+    transformers.logging.set_verbosity_error()
+    clock = Clock()
+
+    class Watch(TrainerCallback):  # type: ignore[misc,unused-ignore]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.step()
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            logging_strategy="no",
+            save_strategy="no",
+            dataloader_pin_memory=False,
+            per_device_train_batch_size=MICRO,
+            gradient_accumulation_steps=1 if attached else accumulation,
+            max_steps=steps,
+            optim="sgd",
+        )
+        data = make_data(MICRO * accumulation * 64)
+        trainer = Trainer(make_model(), arguments, train_dataset=data, callbacks=[Watch()])
+        if attached:
+            attach(trainer, MICRO * accumulation)
+        trainer.train()
+    return clock.microseconds
+
+
+def accelerate_run(accumulation: int, steps: int, *, attached: bool) -> float:
+    """Train with a loop of Accelerate; return the microseconds of a step."""
+    import torch
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    from stretto.integrations.accelerate import prepare
+    from stretto.schedules import Cosine
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1 if attached else accumulation)
+    clock, model = Clock(), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    size = MICRO * accumulation
+    loader: Any = DataLoader(make_data(size * 64), batch_size=MICRO, shuffle=True)
+    if attached:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        loader, scheduler = prepare(
+            accelerator, loader, optimizer, size, {"lr": Cosine()}, max_duration=f"{steps}ba"
+        )
+    else:
+        schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        model, optimizer, loader, scheduler = accelerator.prepare(
+            model, optimizer, loader, schedule
+        )
+    while clock.steps < steps:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch)["loss"])
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                clock.step()
+                if clock.steps == steps:
+                    break
+    accelerator.free_memory()
+    return clock.microseconds
+
+
+RUNS: dict[str, Callable[..., float]] = {
+    "transformers": transformers_run,
+    "accelerate": accelerate_run,
+}
+
+
+def measure(name: str, steps: int, rounds: int) -> dict[str, list[float]]:
+    """Return the times of stock and attached steps, by accumulation and round."""
+    import torch
+
+    torch.set_num_threads(1)
+    found: dict[str, list[float]] = {}
+    for number in range(rounds + 1):
+        for accumulation in ACCUMULATION:
+            sides = (False, True) if number % 2 else (True, False)
+            times = {side: RUNS[name](accumulation, steps, attached=side) for side in sides}
+            if number:  # after one to warm up
+                for side, value in times.items():
+                    found.setdefault(f"{accumulation} {side}", []).append(value)
+    return found
+
+
+def costs(found: dict[str, list[float]]) -> dict[str, float]:
+    """Return what a step and a micro-batch cost more, and the ratio of whole steps."""
+    added, ratios = [], {}
+    for accumulation in ACCUMULATION:
+        pairs = list(
+            zip(found[f"{accumulation} True"], found[f"{accumulation} False"], strict=True)
+        )
+        added.append(statistics.median(ours - stock for ours, stock in pairs))
+        ratios[f"ratio at {accumulation}"] = statistics.median(
+            ours / stock for ours, stock in pairs
+        )
+    each = (added[1] - added[0]) / (ACCUMULATION[1] - ACCUMULATION[0])
+    stock = statistics.median(found[f"{ACCUMULATION[0]} False"])
+    return {"stock step": stock, "a step": added[0] - each, "a micro-batch": each, **ratios}
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a minute, and nothing is saved")
+    parser.add_argument("--measure", help="in the environment of an adapter")
+    options = parser.parse_args()
+    steps, rounds = (250, 3) if options.quick else (1050, 9)
+    if options.measure:
+        print(json.dumps(measure(options.measure, steps, rounds)))
+        return
+    from machine import processor
+    from test_adapters import python_for
+
+    rows: dict[str, dict[str, float]] = {}
+    for name, environment in ENVIRONMENTS.items():
+        done = subprocess.run(
+            [str(python_for(environment)), __file__, "--measure", name]
+            + ["--quick"] * options.quick,
+            check=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        )
+        rows[name] = costs(json.loads(done.stdout.splitlines()[-1]))
+    text = table(rows)
+    print(text)
+    if options.quick:
+        return
+    result = {
+        "what": "microseconds that stretto adds to stock trainers at equal micro-batches",
+        "rows": {
+            name: {key: round(one, 3) for key, one in row.items()} for name, row in rows.items()
+        },
+        "aim": {"a step": 30, "a micro-batch": 10},
+        "python": platform.python_version(),
+        "processor": processor(),
+        "load_average": round(os.getloadavg()[1], 1),
+    }
+    (RESULTS / "adapters.json").write_text(json.dumps(result, indent=2) + "\n")
+    (RESULTS / "adapters.txt").write_text(text + "\n")
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """Return the results as text."""
+    names = list(next(iter(rows.values())))
+    lines = [f"{'us':16}" + "".join(f"{name:>16}" for name in names)]
+    for trainer, row in rows.items():
+        values = "".join(
+            f"{row[name]:>16.3f}" if "ratio" in name else f"{row[name]:>+16.1f}" for name in names
+        )
+        lines.append(f"{trainer:16}{values}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
