@@ -112,6 +112,16 @@ def _joined(text: Text, word: Callable[[Argument], str]) -> str:
     return "".join(part if isinstance(part, str) else word(part) for part in parts)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of what it says, at most 200 characters.
+
+    >>> first_line(ValueError("no such file"))
+    'ValueError: no such file'
+    """
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
 def cannot(what: Text, *, why: Text, instead: Text, where: Place | str | None = None) -> Message:
     """Return the message of an error, in the one form that all of ours have.
 

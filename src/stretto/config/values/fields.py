@@ -25,7 +25,7 @@ from pydantic_core import core_schema
 from stretto.batching.parse import without_nulls
 from stretto.config.reading.source import show_path
 from stretto.errors import ConfigError, TimeError
-from stretto.timing import Time, read_wall_clock
+from stretto.timing import Every, Time, read_wall_clock
 from stretto.timing.conversion import check_run
 
 TIME_PATTERN = (
@@ -117,21 +117,6 @@ def read_time(value: object) -> Time:
     )
 
 
-def longer(time: Time) -> Time:
-    """Return a time that is longer than nothing.
-
-    Raises:
-        TimeError: it is not positive.
-    """
-    if time.amount <= 0:
-        raise TimeError.cannot(
-            f"use '{time}' here",
-            why="it is not longer than 0",
-            instead="write a time such as '1ep'",
-        )
-    return time
-
-
 def shape_of(shape: Callable[[Any], str | None], instead: str) -> Discriminator:
     """Return what picks the way in which a value is written, with the error for none of them."""
     return Discriminator(
@@ -188,7 +173,7 @@ TargetText: TypeAlias = Annotated[
     Field(json_schema_extra={"pattern": TARGET_PATTERN}, examples=["torch.optim:AdamW"]),
 ]
 """`package.module:attribute`."""
-Length: TypeAlias = Annotated[Time, *_time(longer, ["1ep", "10%", "512sp"])]
+Length: TypeAlias = Annotated[Time, *_time(lambda time: Every(time).interval, ["1ep", "10%"])]
 """A time that is longer than nothing."""
 WallClock: TypeAlias = Annotated[Time, *_time(read_wall_clock, ["90s", "10m"])]
 """A time on the wall clock that is longer than nothing."""

@@ -11,7 +11,7 @@ from stretto.batching.parse import Dialect, without_nulls
 from stretto.batching.written import Way
 from stretto.config.reading.source import Path
 from stretto.config.values.context import CHECKING, Building, read_section
-from stretto.config.values.fields import longer, read_time, shown
+from stretto.config.values.fields import read_time, shown
 from stretto.errors import ScheduleError
 from stretto.schedules import (
     WSD,
@@ -107,7 +107,7 @@ def _period(value: Any, building: Building, path: Path) -> tuple[Any, Schedule]:
             raise ScheduleError.cannot("use a period", why="it has no 'duration'", instead=instead)
         if duration not in ("rest", -1, "-1"):  # Periods says what to write instead of -1
             with building.at((*path, "duration")):
-                duration = longer(read_time(duration))
+                duration = read_time(duration)
         return duration, _of_kind(words, building, path)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from stretto.config.reading.source import NO_SOURCE, Path, Source
 from stretto.config.values.fields import Target
-from stretto.errors import ConfigError, Message, Place, StrettoError, cannot, nearest
+from stretto.errors import ConfigError, Message, Place, StrettoError, cannot, first_line, nearest
 
 
 def import_target(target: str, *, where: Place | None = None) -> Any:
@@ -32,7 +32,7 @@ def import_target(target: str, *, where: Place | None = None) -> Any:
     except Exception as error:  # the user's own code runs here and may raise anything
         raise ConfigError.cannot(
             f"import {target}",
-            why=f"its module raised {_said(error)}",
+            why=f"its module raised {first_line(error)}",
             instead=f"mend {name}, or see where with --traceback",
             where=where,
         ) from error
@@ -78,7 +78,7 @@ def call_target(
     except Exception as error:  # the user's own code runs here and may raise anything
         raise ConfigError.cannot(
             f"build {section.target}",
-            why=f"it raised {_said(error)}",
+            why=f"it raised {first_line(error)}",
             instead="change its arguments, or see where with --traceback",
             where=where,
         ) from error
@@ -194,8 +194,3 @@ def _no_module(target: str, name: str, error: ModuleNotFoundError, where: Place 
         why = f"{name} imports {missing!r}, which is not installed"
         instead = f"install {missing}"
     return cannot(f"import {target}", why=why, instead=instead, where=where)
-
-
-def _said(error: Exception) -> str:
-    said = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__

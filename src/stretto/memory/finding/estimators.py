@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
-from stretto.errors import FitError
+from stretto.errors import FitError, first_line
 from stretto.memory.amounts import show_bytes
 from stretto.memory.finding.request import Agreement
 from stretto.memory.finding.result import MemoryEstimator
@@ -187,7 +187,7 @@ class EstimatorRunner:
         (error,) = said
         if isinstance(error, FitError):
             raise error.recast(NoEstimateError) from error
-        raise no_estimate(f"{type(error).__name__}: {error}") from error
+        raise no_estimate(first_line(error)) from error
 
 
 def needs(estimator: MemoryEstimator, overhead: Overhead | None, size: int) -> int:

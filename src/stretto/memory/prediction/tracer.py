@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 
 from stretto.data import move_batch
-from stretto.errors import FitError, StrettoError
+from stretto.errors import FitError, StrettoError, first_line
 from stretto.memory.prediction.cuda import CudaKernels, use_foreach
 from stretto.memory.prediction.fake_copies import FakeCopies
 from stretto.memory.prediction.fake_values import FakeValues
@@ -54,7 +54,7 @@ class Tracer:
         except Exception as error:  # copying a user's model may raise anything
             raise FitError.cannot(
                 "copy a model with fake tensors",
-                why=f"copy.deepcopy of the model fails: {_first_line(error)}",
+                why=f"copy.deepcopy of the model fails: {first_line(error)}",
                 instead="probe with real steps, or give modules a __deepcopy__",
             ) from error
         self._kernels: AbstractContextManager[Any] = contextlib.nullcontext()
@@ -81,14 +81,8 @@ class Tracer:
         except Exception as error:  # a user's model may raise anything
             raise FitError.cannot(
                 f"follow a step of {size} samples on fake tensors",
-                why=_first_line(error),
+                why=first_line(error),
                 instead="probe with real steps",
             ) from error
         finally:
             state.restore()
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error."""
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
