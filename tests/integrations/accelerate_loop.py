@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -50,10 +50,12 @@ def train(
     save: tuple[int, Path] | None = None,
     load: Path | None = None,
     is_weighted: bool = False,
+    is_sharded: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Train; return what each optimizer step saw."""
-    accelerator = Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if is_sharded else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model, seen = make_model(), list[list[int]]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     optimizer.register_step_pre_hook(lambda one, *_: rates.append(one.param_groups[0]["lr"]))
@@ -91,7 +93,8 @@ def train(
                     evaluations.append(len(seen))
                 if save is not None and len(seen) == save[0]:
                     accelerator.save_state(str(save[1]))
-    weights = torch.cat([one.detach().flatten() for one in model.parameters()])
+    each = [getattr(one, "full_tensor", lambda one=one: one)() for one in model.parameters()]
+    weights = torch.cat([one.detach().flatten() for one in each])
     accelerator.free_memory()
     return {
         "ids": seen,
@@ -107,6 +110,7 @@ def main(out: Path) -> None:
     found = {
         "two": train(save=(6, out / "saved")),
         "weighted": train(is_weighted=True),
+        "sharded": train(is_sharded=True),
         "noise": train(sizes=NoiseScale(6, 40, window=5)),
         "resumed": train(load=out / "saved"),
     }

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch.distributed as dist
+from datasets.distributed import split_dataset_by_node
 from tests.integrations import huggingface_toys as toys
 from transformers import Trainer
 
@@ -15,16 +17,25 @@ from stretto.batching import NoiseScale
 from stretto.integrations.huggingface import attach
 
 
-def train(out: Path, name: str, *, sizes: Any = toys.SIZES, resume: str | None = None) -> None:
+def train(
+    out: Path,
+    name: str,
+    *,
+    sizes: Any = toys.SIZES,
+    resume: str | None = None,
+    data: Any = None,
+    **options: Any,
+) -> None:
     trainer = Trainer(
         model=toys.llama(),
         args=toys.arguments(
-            out=str(out / name), save_strategy="steps", save_steps=6, ddp_backend="gloo"
+            out=str(out / name), save_strategy="steps", save_steps=6, ddp_backend="gloo",
+            max_steps=-1 if data is None else 999,
         ),
-        train_dataset=toys.dataset(),
+        train_dataset=toys.dataset() if data is None else data,
         data_collator=toys.collate,
-    )
-    attach(trainer, sizes, toys.SCHEDULES)
+    )  # fmt: skip
+    attach(trainer, sizes, toys.SCHEDULES, **options)
     recorder = toys.Recorder(trainer)
     trainer.train(resume_from_checkpoint=resume)
     seen = {
@@ -43,4 +54,8 @@ if __name__ == "__main__":
     train(folder, "two")
     train(folder, "resumed", resume=sys.argv[2])
     train(folder, "noise", sizes=NoiseScale(6, 40, window=5))
+    stream = datasets.IterableDataset.from_generator(toys.rows)
+    train(folder, "stream", sizes=18, data=stream, max_duration="170sp")
+    own = split_dataset_by_node(stream, dist.get_rank(), 2)
+    train(folder, "shards", sizes=18, data=own, max_duration="140sp", sharded=True)
     dist.destroy_process_group()

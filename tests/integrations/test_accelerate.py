@@ -165,13 +165,14 @@ def test_two_ranks_train_as_one(
         pairs = zip(ranks[0][name]["ids"], ranks[1][name]["ids"], strict=True)
         return [sorted(one + other) for one, other in pairs]
 
-    assert ids_of("two") == IDS
+    assert ids_of("two") == ids_of("sharded") == IDS
     assert ids_of("resumed") == IDS[6:]
     assert sum(map(len, ids_of("noise"))) == 2 * loop.N
     for rank in ranks:
         assert rank["two"]["rates"] == whole["rates"]
         close(rank["two"], whole["weights"])
         close(rank["resumed"], whole["weights"])
+        close(rank["sharded"], whole["weights"])
         close(rank["weighted"], by_hand(is_weighted=True))
     alone = loop.train(load=tmp_path / "saved", micro_batch_size=7)
     assert alone["ids"] == IDS[6:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -150,6 +151,24 @@ def test_training_again_starts_anew(whole: Any) -> None:
     other.train()
     assert seen.rates[count:] == first
     assert seen.ids[count:] == recorder.ids
+
+
+HOOKS = {
+    "get_train_dataloader": ["self"],
+    "set_initial_training_values": ["self", "args", "dataloader"],
+    "create_scheduler": ["self", "num_training_steps", "optimizer"],
+    "get_batch_samples": ["self", "epoch_iterator", "num_batches", "device"],
+    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
+    "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
+    "log": ["self", "logs", "start_time"],
+    "floating_point_ops": ["self", "inputs"],
+    "_track_num_input_tokens": ["self", "inputs"],
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_the_trainer_has_the_hooks_that_are_used(name: str) -> None:
+    assert list(inspect.signature(getattr(Trainer, name)).parameters) == HOOKS[name]
 
 
 def test_a_checkpoint_of_a_stock_trainer_is_refused(tmp_path: Path) -> None:
@@ -306,6 +325,10 @@ def test_two_ranks_train_as_one_and_resume_what_one_has_begun(
     assert noise[0]["noise"] == noise[1]["noise"] is not None
     pairs = zip(noise[0]["ids"], noise[1]["ids"], strict=True)
     assert sum(len(one + other) for one, other in pairs) == 2 * toys.N
+    for name, read in (("stream", [*range(150), *range(20)]), ("shards", [*range(140)])):
+        ranks = [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
+        seen_ids = [i for rank in ranks for step in rank["ids"] for i in step]
+        assert sorted(seen_ids) == sorted(read)
     # Saved on two ranks, it goes on with one and other micro-batches.
     alone, seen, _ = make(per_device_train_batch_size=5)
     alone.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-6"))

@@ -92,12 +92,12 @@ class StrettoCallback(TrainerCallback, ExportableState):
 
     def __init__(self, trainer: Any = None) -> None:
         self.trainer = trainer  # None if transformers restores callbacks; it is then replaced
+        self.run: dict[str, Any] | None = None
+        """The state of the run in the last checkpoint."""
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the run, for a checkpoint."""
-        run = None if self.trainer is None else self.trainer.stretto.run
-        saved = {} if run is None or not run.is_bound else {"run": run.state_dict()}
-        return {"args": {}, "attributes": saved}
+        """Return the state of the run, for `trainer_state.json`."""
+        return {"args": {}, "attributes": {"run": self.run}}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Count the step; say what is due."""

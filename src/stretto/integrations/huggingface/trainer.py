@@ -83,7 +83,7 @@ class Follows(Trainer):
         callbacks[:] = [own.callback, *(c for c in callbacks if type(c) is not StrettoCallback)]
         if self.state.global_step:
             saved = self.state.stateful_callbacks.get(StrettoCallback.__name__, {})
-            if "run" not in saved.get("attributes", {}):
+            if saved.get("attributes", {}).get("run") is None:
                 raise CheckpointError.cannot(
                     f"resume at step {self.state.global_step}",
                     why="the checkpoint was not written with stretto attached",
@@ -169,6 +169,12 @@ class Follows(Trainer):
             logs |= {"batch_size": run.batch_size, "samples": run.timer.sample}
             logs |= {"tokens": run.timer.token} if run.timer.token else {}
         super().log(logs, *rest)
+
+    def save_model(self, *given: Any, **options: Any) -> None:
+        """Save the model, and note the state of the run: only the first rank saves callbacks."""
+        if self.stretto.run.is_bound:
+            self.stretto.callback.run = self.stretto.run.state_dict()
+        super().save_model(*given, **options)
 
     def floating_point_ops(self, inputs: Step) -> int:
         """Return the operations of a step on this rank."""
