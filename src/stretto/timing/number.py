@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from numbers import Number, Rational, Real
+from numbers import Number, Rational
 
 from stretto.errors import StrettoError, Text, TimeError, shown
 
@@ -93,26 +92,21 @@ def checked_whole(
 
 
 def _decimal(number: object) -> Decimal | None:
-    """Return the decimal that a number prints as; None if there is no usable one."""
-    if isinstance(number, float):
-        # Not repr(): NumPy's float64 is a float whose repr is 'np.float64(0.29)'.
-        return Decimal(float.__repr__(number)) if math.isfinite(number) else None
-    if isinstance(number, Decimal):
-        return _expandable(number)
-    if isinstance(number, bool) or not isinstance(number, Real):
+    """Return the decimal that a number prints as.
+
+    None if there is none, or if it is too long to expand, such as Decimal('1e999999999').
+    """
+    if not is_number(number):
         return None
     try:
-        return _expandable(Decimal(str(number)))
+        # Not repr(): NumPy's float64 is a float whose repr is 'np.float64(0.29)'.
+        decimal = Decimal(float.__repr__(number) if isinstance(number, float) else str(number))
     except InvalidOperation:
-        return None
-
-
-def _expandable(decimal: Decimal) -> Decimal | None:
-    """Refuse nan and numbers too long to expand, such as Decimal('1e999999999')."""
-    if not decimal.is_finite():
         return None
     if not decimal:
         return Decimal(0)
+    if not decimal.is_finite():
+        return None
     exponent = decimal.as_tuple().exponent
     fits = decimal.adjusted() <= 2 * MAX_DIGITS and int(exponent) >= -2 * MAX_DIGITS
     return decimal if fits else None

@@ -8,7 +8,7 @@ from typing import Any, final
 from stretto.errors import FitError, first_line
 from stretto.memory.amounts import show_bytes
 from stretto.memory.finding.request import Agreement
-from stretto.memory.finding.result import MemoryEstimator
+from stretto.memory.finding.result import Estimator
 from stretto.memory.measuring.calibration import Overhead
 from stretto.memory.measuring.limits import MemoryLimit
 from stretto.memory.measuring.probe import Probe
@@ -56,9 +56,7 @@ class EstimatorRunner:
         self.made: list[Any] = []
         """All estimators that were made."""
 
-    def make(
-        self, make: Callable[[], MemoryEstimator], *, is_real: bool = False
-    ) -> MemoryEstimator:
+    def make(self, make: Callable[[], Estimator], *, is_real: bool = False) -> Estimator:
         """Make an estimator, on every rank or on none.
 
         Raises:
@@ -70,12 +68,12 @@ class EstimatorRunner:
             return _YES
 
         self._agreed(work, self.tolerated if is_real else FitError)
-        made: MemoryEstimator = self.made[-1]
+        made: Estimator = self.made[-1]
         return made
 
     def largest(
         self,
-        estimator: MemoryEstimator,
+        estimator: Estimator,
         limit: MemoryLimit,
         reserve: int,
         overhead: Overhead | None = None,
@@ -148,7 +146,7 @@ class EstimatorRunner:
         return None
 
     def _is_confirmed(
-        self, estimator: MemoryEstimator, sizes: list[Any], tolerated: type[Exception]
+        self, estimator: Estimator, sizes: list[Any], tolerated: type[Exception]
     ) -> bool:
         """Return whether steps of these sizes confirm the estimate; if not, it is updated."""
 
@@ -190,6 +188,6 @@ class EstimatorRunner:
         raise no_estimate(first_line(error)) from error
 
 
-def needs(estimator: MemoryEstimator, overhead: Overhead | None, size: int) -> int:
+def needs(estimator: Estimator, overhead: Overhead | None, size: int) -> int:
     """Return the estimated bytes of a step of that size, with overhead."""
     return estimator.peak(size) + (0 if overhead is None else overhead.at(size))

@@ -19,7 +19,7 @@ from stretto.errors import FitError
 from stretto.memory.amounts import show_bytes
 from stretto.memory.finding.estimators import EstimatorRunner, NoEstimateError, needs, no_estimate
 from stretto.memory.finding.request import Agreement, Request
-from stretto.memory.finding.result import Answer, Cost, MemoryEstimator, peaks_around
+from stretto.memory.finding.result import Answer, Cost, Estimator, peaks_around
 from stretto.memory.measuring.calibration import Overhead, RetainedMemory
 from stretto.memory.measuring.probe import Probe, probe
 from stretto.memory.measuring.trial import WARM_UP_SIZE, Trials, trials
@@ -50,8 +50,8 @@ class Finder:
         request: Request,
         agreement: Agreement,
         *,
-        predict: Callable[..., MemoryEstimator] = predict,
-        probe: Callable[..., MemoryEstimator] = probe,
+        predict: Callable[..., Estimator] = predict,
+        probe: Callable[..., Estimator] = probe,
     ) -> None:
         self._request = request
         self._limit = request.limit
@@ -86,11 +86,11 @@ class Finder:
 
     # Estimators
 
-    def _predicting(self) -> MemoryEstimator:
+    def _predicting(self) -> Estimator:
         request = self._request
         return self._predict(request.step, request.make_fake, device=request.device)
 
-    def _probing(self) -> MemoryEstimator:
+    def _probing(self) -> Estimator:
         request = self._request
         if request.step.device.type == "meta":
             raise NoEstimateError.cannot(
@@ -115,7 +115,7 @@ class Finder:
     def _probed(self) -> Answer:
         return self._estimated(self._estimators.make(self._probing, is_real=True))
 
-    def _estimated(self, estimator: MemoryEstimator, *, is_final: bool = False) -> Answer:
+    def _estimated(self, estimator: Estimator, *, is_final: bool = False) -> Answer:
         """Return the answer of an estimator, calibrated if the device is present."""
         self._notes.append(estimator.reason)
         found = self._fitting(estimator)
@@ -129,7 +129,7 @@ class Finder:
             found = taken or self._fitting(estimator)
         return self._answer(found, estimator.certainty(found.size), estimator)
 
-    def _fitting(self, estimator: MemoryEstimator, overhead: Overhead | None = None) -> Found:
+    def _fitting(self, estimator: Estimator, overhead: Overhead | None = None) -> Found:
         return self._estimators.largest(estimator, self._limit, self._reserve, overhead)
 
     # Real steps
@@ -146,7 +146,7 @@ class Finder:
             self._trials.append(tried)
             yield tried
 
-    def _calibrated(self, estimator: MemoryEstimator, found: Found) -> Answer:
+    def _calibrated(self, estimator: Estimator, found: Found) -> Answer:
         """Correct an answer by the overhead of small real steps over the estimate."""
         with self._trying() as tried:
             overhead, retained = Overhead(), self._retained_memory()
@@ -186,7 +186,7 @@ class Finder:
     def _measure(
         self,
         tried: Trials,
-        estimator: MemoryEstimator,
+        estimator: Estimator,
         overhead: Overhead,
         size: int,
         retained: RetainedMemory | None = None,
@@ -208,7 +208,7 @@ class Finder:
     def _checked(
         self,
         tried: Trials,
-        estimator: MemoryEstimator,
+        estimator: Estimator,
         found: Found,
         overhead: Overhead | None = None,
         parts: Sequence[float] = (1.0, LESS),
@@ -263,7 +263,7 @@ class Finder:
         self,
         found: Found,
         certainty: Certainty,
-        estimator: MemoryEstimator | None,
+        estimator: Estimator | None,
         overhead: Overhead | None = None,
     ) -> Answer:
         peaks: dict[int, int] = {}

@@ -4,39 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 from stretto.memory.amounts import show_bytes
 from stretto.memory.measuring.limits import MemoryLimit
-from stretto.memory.prediction.predict import Certainty
+from stretto.memory.measuring.probe import Probe
+from stretto.memory.prediction.predict import Certainty, Prediction
 from stretto.memory.search import CandidateSizes
 
-
-class MemoryEstimator(Protocol):
-    """Estimates the memory of a step: a prediction or a probe."""
-
-    @property
-    def certainty_if_verified(self) -> Certainty:
-        """The certainty for a size that was verified."""
-
-    @property
-    def reason(self) -> str:
-        """Why it has this certainty."""
-
-    def certainty(self, size: int) -> Certainty:
-        """Return the certainty for a size."""
-
-    def peak(self, size: int) -> int:
-        """Return the peak memory of a step of that size, in bytes."""
-
-    def guess(self, limit: int) -> int | None:
-        """Return roughly how many samples need `limit` bytes, if each query costs a step.
-
-        None if queries are free.
-        """
-
-    def verify(self, size: int) -> bool:
-        """Return whether a step of that size confirms the estimate."""
+Estimator: TypeAlias = Prediction | Probe
+"""Estimates the memory of a step."""
 
 
 class Cost(NamedTuple):
