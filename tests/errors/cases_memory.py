@@ -10,7 +10,7 @@ from torch import nn
 
 from stretto.memory import find_batch_size, sandbox
 from stretto.memory.amounts import margin_of, parse_bytes
-from stretto.memory.finding.request import Agreement
+from stretto.memory.finding.agreement import Agreement
 from stretto.memory.measuring.limits import free_memory
 from stretto.memory.search import CandidateSizes, search
 from stretto.runtime import SupervisedStep

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from stretto.memory.finding.request import Agreement
+from stretto.memory.finding.agreement import Agreement
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))  # for memory_families
 

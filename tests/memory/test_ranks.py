@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import FitError
-from stretto.memory.finding.request import Agreement
+from stretto.memory.finding.agreement import Agreement
 
 
 def test_one_rank() -> None:

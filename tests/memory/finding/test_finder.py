@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import ConfigError, FitError, cannot
+from stretto.memory.finding.agreement import Agreement
 from stretto.memory.finding.finder import find_batch_size
 from stretto.memory.finding.methods import Finder
-from stretto.memory.finding.request import Agreement, Request
 from stretto.memory.finding.result import Answer
 from stretto.memory.measuring.limits import MemoryLimit
 from stretto.memory.search import CandidateSizes
@@ -107,7 +107,7 @@ def ask(
     step = SupervisedStep(
         model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).mean()
     )
-    request = Request(
+    finder = Finder(
         step=WholeStep.of(step),
         make_batch=lambda size: torch.ones(size, 1),
         make_fake=lambda size: torch.ones(size, 1),
@@ -115,11 +115,13 @@ def ask(
         limit=MemoryLimit(LIMIT, "fake"),
         reserve=options.pop("reserve", 0),
         is_here=options.pop("is_here", True),
+        agreement=agreement or Agreement(),
+        predict=predict,
+        probe=probe,
         **options,
     )
-    finder = Finder(request, agreement or Agreement(), predict=predict, probe=probe)
     patched = monkeypatch or pytest.MonkeyPatch()
-    held = request.static_bytes()
+    held = finder.static_bytes()
     with patched.context() as patch:
         # What the real step takes is said by the test.
         def measure(work: Callable[[], object], _device: Any, **_: Any) -> int | None:
@@ -297,7 +299,7 @@ def ask_plain(
     model = Capacity(capacity)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = SupervisedStep(model, optimizer, lambda m, x: m(x).mean())
-    request = Request(
+    finder = Finder(
         step=WholeStep.of(step),
         make_batch=lambda size: torch.ones(size, 1),
         make_fake=lambda size: torch.ones(size, 1),
@@ -305,8 +307,11 @@ def ask_plain(
         limit=MemoryLimit(LIMIT, "fake"),
         reserve=0,
         is_here=method == "try",
+        agreement=agreement,
+        predict=estimator,
+        probe=cannot_tell,
     )
-    return Finder(request, agreement, predict=estimator, probe=cannot_tell).run(method)
+    return finder.run(method)
 
 
 def test_ranks_with_different_memory_try_together(on_ranks: Any) -> None:

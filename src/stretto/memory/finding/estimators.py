@@ -7,7 +7,7 @@ from typing import Any, final
 
 from stretto.errors import FitError, first_line
 from stretto.memory.amounts import show_bytes
-from stretto.memory.finding.request import Agreement
+from stretto.memory.finding.agreement import Agreement
 from stretto.memory.finding.result import Estimator
 from stretto.memory.measuring.calibration import Overhead
 from stretto.memory.measuring.limits import MemoryLimit

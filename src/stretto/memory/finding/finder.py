@@ -13,8 +13,8 @@ from stretto.data import move_batch
 from stretto.errors import FitError, shown
 from stretto.memory.amounts import margin_of, parse_bytes
 from stretto.memory.examples import resize_batch
+from stretto.memory.finding.agreement import Agreement
 from stretto.memory.finding.methods import Finder
-from stretto.memory.finding.request import Agreement, Request
 from stretto.memory.finding.result import Answer
 from stretto.memory.measuring.limits import MemoryLimit, allocated_bytes, free_memory
 from stretto.memory.prediction.trace import step_tensors
@@ -108,7 +108,7 @@ def find_batch_size(
     is_here = device_memory is None
     usual = MARGIN if is_here and method != "predict" else MARGIN_OF_PREDICTIONS
     reserve = margin_of(usual if margin is None else margin, limit.bytes)
-    request = Request(
+    finder = Finder(
         step=whole,
         make_batch=_maker(batch, whole.device),
         make_fake=_maker(batch, None),
@@ -119,8 +119,9 @@ def find_batch_size(
         is_here=is_here,
         device=device,
         is_checked=check,
+        agreement=Agreement(agree_minimum),
     )
-    answer = Finder(request, Agreement(agree_minimum)).run(method)
+    answer = finder.run(method)
     cost = answer.cost._replace(seconds=time.perf_counter() - start)
     return dataclasses.replace(answer, cost=cost)
 

@@ -12,19 +12,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import final
+from typing import Any, Literal, final
 
 from stretto.errors import FitError
 from stretto.memory.amounts import show_bytes
+from stretto.memory.finding.agreement import Agreement
 from stretto.memory.finding.estimators import EstimatorRunner, NoEstimateError, needs, no_estimate
-from stretto.memory.finding.request import Agreement, Request
 from stretto.memory.finding.result import Answer, Cost, Estimator, peaks_around
 from stretto.memory.measuring.calibration import Overhead, RetainedMemory
+from stretto.memory.measuring.limits import MemoryLimit, allocated_bytes, free_memory
 from stretto.memory.measuring.probe import Probe, probe
 from stretto.memory.measuring.trial import WARM_UP_SIZE, Trials, trials
 from stretto.memory.prediction.predict import Certainty, predict
-from stretto.memory.search import Found, search
+from stretto.memory.prediction.trace import step_tensors
+from stretto.memory.search import CandidateSizes, Found, search
+from stretto.memory.step import WholeStep
 
 CALIBRATED_PART = 10
 """The larger of the two calibration steps has this fraction (1/10) of the answer."""
@@ -35,33 +39,41 @@ LESS = 0.95
 
 
 @final
+@dataclass
 class Finder:
-    """Searches for the largest batch size that fits a request.
+    """Searches for the largest batch size whose step fits into memory."""
 
-    Args:
-        request: the step, the candidate sizes and the memory limit.
-        agreement: lets ranks agree on each answer.
-        predict: makes the estimator that uses fake tensors.
-        probe: makes the estimator that runs small real steps.
-    """
+    step: WholeStep
+    make_batch: Callable[[int], Any]
+    """Makes a batch of a given size on the device of the step."""
+    make_fake: Callable[[int], Any]
+    """The same on any device, for steps on fake tensors."""
+    sizes: CandidateSizes
+    limit: MemoryLimit
+    reserve: int
+    is_here: bool
+    """Whether the limit is the memory of the step's own device."""
+    device: Literal["cpu", "cuda"] | None = None
+    """The device type to predict for; None: only the bytes of tensors are counted."""
+    reserve_of_probes: int = 0
+    """The minimum reserve if the size found by a probe was not verified by a step."""
+    is_checked: bool = False
+    """Whether to verify the answer with a real step."""
+    agreement: Agreement = field(default_factory=Agreement)
+    """Lets ranks agree on each answer."""
+    predict: Callable[..., Estimator] = predict
+    """Makes the estimator that uses fake tensors."""
+    probe: Callable[..., Estimator] = probe
+    """Makes the estimator that runs small real steps."""
 
-    def __init__(
-        self,
-        request: Request,
-        agreement: Agreement,
-        *,
-        predict: Callable[..., Estimator] = predict,
-        probe: Callable[..., Estimator] = probe,
-    ) -> None:
-        self._request = request
-        self._limit = request.limit
-        self._reserve = request.reserve
-        self._agreement = agreement
-        self._predict = predict
-        self._probe = probe
+    def __post_init__(self) -> None:
         self._notes: list[str] = []
-        self._estimators = EstimatorRunner(request.sizes, agreement)
+        self._estimators = EstimatorRunner(self.sizes, self.agreement)
         self._trials: list[Trials] = []
+
+    def static_bytes(self) -> int:
+        """Return the bytes of parameters, buffers and optimizer state on the device."""
+        return allocated_bytes(step_tensors(self.step), self.step.device)
 
     def run(self, method: str) -> Answer:
         """Return the answer of one method, or for `auto` of the first method that works.
@@ -87,18 +99,16 @@ class Finder:
     # Estimators
 
     def _predicting(self) -> Estimator:
-        request = self._request
-        return self._predict(request.step, request.make_fake, device=request.device)
+        return self.predict(self.step, self.make_fake, device=self.device)
 
     def _probing(self) -> Estimator:
-        request = self._request
-        if request.step.device.type == "meta":
+        if self.step.device.type == "meta":
             raise NoEstimateError.cannot(
                 "probe a model on the meta device",
                 why="real steps need real tensors",
                 instead="predict, or build the model on a device",
             )
-        return self._probe(request.step, request.make_batch)
+        return self.probe(self.step, self.make_batch)
 
     def _predicted(self) -> Answer:
         """Return the answer of a prediction, unless a real step would be more certain.
@@ -108,7 +118,7 @@ class Finder:
         """
         estimator = self._estimators.make(self._predicting)
         best = estimator.certainty_if_verified
-        if self._request.is_here and best != "exact":
+        if self.is_here and best != "exact":
             raise no_estimate(f"it would only be an {best}: {estimator.reason}")
         return self._estimated(estimator)
 
@@ -119,29 +129,28 @@ class Finder:
         """Return the answer of an estimator, calibrated if the device is present."""
         self._notes.append(estimator.reason)
         found = self._fitting(estimator)
-        if not is_final and self._request.is_here:
+        if not is_final and self.is_here:
             return self._calibrated(estimator, found)
         if isinstance(estimator, Probe):
-            taken = self._estimators.take(estimator, found, self._limit, self._reserve)
+            taken = self._estimators.take(estimator, found, self.limit, self.reserve)
             if taken is None:
-                self._reserve = max(self._reserve, self._request.reserve_of_probes)
+                self.reserve = max(self.reserve, self.reserve_of_probes)
                 self._notes.append("no step of this size was taken here, so more is left free")
             found = taken or self._fitting(estimator)
         return self._answer(found, estimator.certainty(found.size), estimator)
 
     def _fitting(self, estimator: Estimator, overhead: Overhead | None = None) -> Found:
-        return self._estimators.largest(estimator, self._limit, self._reserve, overhead)
+        return self._estimators.largest(estimator, self.limit, self.reserve, overhead)
 
     # Real steps
 
     @contextmanager
     def _trying(self) -> Iterator[Trials]:
-        request = self._request
         with trials(
-            request.step,
-            request.make_batch,
-            reserve=request.reserve,
-            smallest=request.sizes.at_most(WARM_UP_SIZE) or request.sizes.smallest,
+            self.step,
+            self.make_batch,
+            reserve=self.reserve,
+            smallest=self.sizes.at_most(WARM_UP_SIZE) or self.sizes.smallest,
         ) as tried:
             self._trials.append(tried)
             yield tried
@@ -159,12 +168,12 @@ class Finder:
                     return self._tried(guess=size // 2, tried=tried)
             # A run retains memory, such as buffers of libraries.
             left = retained.room_in_run(len(seen | tried.sizes))
-            if left is not None and left < self._limit.bytes:
-                self._limit = self._limit._replace(bytes=left)
-            if not self._agreement.all(lambda: overhead.is_known):
+            if left is not None and left < self.limit.bytes:
+                self.limit = self.limit._replace(bytes=left)
+            if not self.agreement.all(lambda: overhead.is_known):
                 return self._checked(tried, estimator, found)
             corrected = self._fitting(estimator, overhead)
-            if self._request.is_checked:
+            if self.is_checked:
                 return self._checked(tried, estimator, corrected, overhead)
             if corrected.size >= MUCH * found.size:
                 return self._answer(corrected, "calibrated", estimator, overhead)
@@ -177,10 +186,9 @@ class Finder:
             return self._answer(corrected, "tried", estimator, overhead)
 
     def _retained_memory(self) -> RetainedMemory:
-        request = self._request
-        is_limited = self._limit.source.startswith("RLIMIT")
+        is_limited = self.limit.source.startswith("RLIMIT")
         return RetainedMemory(
-            lambda: request.free_memory().bytes + request.static_bytes(), is_limited=is_limited
+            lambda: free_memory(self.step.device).bytes + self.static_bytes(), is_limited=is_limited
         )
 
     def _measure(
@@ -200,10 +208,10 @@ class Finder:
             watch(lambda: took.append(tried.footprint(size)))
             if tried.num_out_of_memory > failures:
                 return False
-            overhead.note(size, took[0], estimator.peak(size) - self._request.static_bytes())
+            overhead.note(size, took[0], estimator.peak(size) - self.static_bytes())
             return True
 
-        return self._agreement.all(work)
+        return self.agreement.all(work)
 
     def _checked(
         self,
@@ -215,10 +223,10 @@ class Finder:
     ) -> Answer:
         """Run a step of the size itself; if it does not fit, of slightly smaller sizes."""
         for part in parts:
-            size = self._request.sizes.at_most(int(part * found.size))
+            size = self.sizes.at_most(int(part * found.size))
             if size is not None and self._fits(tried, size):
                 return self._answer(
-                    Found(size, self._request.sizes.above(size)), "tried", estimator, overhead
+                    Found(size, self.sizes.above(size)), "tried", estimator, overhead
                 )
         return self._tried(guess=found.size // 2, tried=tried)
 
@@ -226,21 +234,20 @@ class Finder:
         self, guess: int | None = None, tried: Trials | None = None, *, halves: bool = False
     ) -> Answer:
         """Return the answer of trials alone."""
-        request = self._request
-        if not request.is_here:
+        if not self.is_here:
             why = [*self._notes, "trials need the device that has this memory"]
             raise FitError.cannot(
-                f"find a batch size for {request.limit}",
+                f"find a batch size for {self.limit}",
                 why="; ".join(why),
                 instead="leave device_memory out, on that device",
             )
         if tried is None:
             with self._trying() as opened:
                 return self._tried(guess, opened, halves=halves)
-        guess = None if guess is None else max(guess, request.sizes.smallest)
+        guess = None if guess is None else max(guess, self.sizes.smallest)
         try:
             found = search(
-                lambda size: self._fits(tried, size), request.sizes, halves=halves, guess=guess
+                lambda size: self._fits(tried, size), self.sizes, halves=halves, guess=guess
             )
         except FitError as error:
             error.add_note(str(tried.last_error))
@@ -248,13 +255,13 @@ class Finder:
         return self._answer(found, "tried", None)
 
     def _fits(self, tried: Trials, size: int) -> bool:
-        return self._agreement.all(lambda: tried.fits(size))
+        return self.agreement.all(lambda: tried.fits(size))
 
     # The answer
 
     def _explain(self, overhead: Overhead, size: int) -> None:
         text = f"a process takes more than its tensors: {show_bytes(overhead.at(size))} at {size:,}"
-        is_heap = self._request.step.device.type == "cpu" and os.name == "posix"
+        is_heap = self.step.device.type == "cpu" and os.name == "posix"
         if is_heap and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
             text += "; with MALLOC_MMAP_THRESHOLD_=65536 in its environment it would take less"
         self._notes.append(text)
@@ -270,16 +277,16 @@ class Finder:
         known = None
         if estimator is not None:
             known = partial(needs, estimator, overhead)
-            is_costly = estimator.guess(self._limit.bytes) is not None
+            is_costly = estimator.guess(self.limit.bytes) is not None
             ends = [size for size in (found.size, found.too_large) if size is not None]
-            around = ends if is_costly else peaks_around(found.size, self._request.sizes)
+            around = ends if is_costly else peaks_around(found.size, self.sizes)
             peaks = {size: known(size) for size in around}
         return Answer(
             size=found.size,
             certainty=certainty,
             too_large=found.too_large,
-            limit=self._limit,
-            reserve=self._reserve,
+            limit=self.limit,
+            reserve=self.reserve,
             peak=peaks.get(found.size),
             cost=self._cost(),
             notes=tuple(self._notes),
