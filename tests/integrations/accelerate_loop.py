@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -56,6 +56,9 @@ def train(
     """Train; return what each optimizer step saw."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if is_sharded else None
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    if is_sharded:  # on the CPU, Accelerate would take DDP instead
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
     model, seen = make_model(), list[list[int]]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     optimizer.register_step_pre_hook(lambda one, *_: rates.append(one.param_groups[0]["lr"]))
@@ -64,6 +67,7 @@ def train(
     loader: Any = DataLoader(data, batch_size=4, shuffle=True)
 
     model, optimizer = accelerator.prepare(model, optimizer)
+    assert is_sharded == (type(next(model.parameters())) is not nn.Parameter)
     loader, scheduler = prepare(
         accelerator, loader, optimizer, sizes, SCHEDULES,
         max_duration="2ep", evaluate="70sp", loading=Loading(seed=SEED), model=model,
@@ -101,6 +105,7 @@ def train(
         "rates": rates,
         "evaluations": evaluations,
         "weights": weights.tolist(),
+        "noise": loader.run.loader.state_dict()["signals"]["noise_numerator"],
         "clock": [loader.run.timer.batch, loader.run.timer.sample],
     }
 
@@ -111,6 +116,7 @@ def main(out: Path) -> None:
         "two": train(save=(6, out / "saved")),
         "weighted": train(is_weighted=True),
         "sharded": train(is_sharded=True),
+        "sharded noise": train(is_sharded=True, sizes=NoiseScale(6, 40, window=5)),
         "noise": train(sizes=NoiseScale(6, 40, window=5)),
         "resumed": train(load=out / "saved"),
     }

@@ -167,7 +167,9 @@ def test_two_ranks_train_as_one(
 
     assert ids_of("two") == ids_of("sharded") == IDS
     assert ids_of("resumed") == IDS[6:]
-    assert sum(map(len, ids_of("noise"))) == 2 * loop.N
+    for name in ("noise", "sharded noise"):
+        assert sum(map(len, ids_of(name))) == 2 * loop.N
+        assert ranks[0][name]["noise"] == ranks[1][name]["noise"] is not None
     for rank in ranks:
         assert rank["two"]["rates"] == whole["rates"]
         close(rank["two"], whole["weights"])

@@ -120,6 +120,8 @@ class MicroBatches:
         self._watch: AbstractContextManager[None] = nullcontext()
         if run.loader.reads:
             accelerator.backward = self._measured
+        if self._meter is not None and self._meter.averages_each:
+            accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
 
     def __len__(self) -> int:
         """Return the number of micro-batches of the present epoch.
