@@ -29,8 +29,11 @@ class Adapter:
     """Files in `tests/integrations`."""
     without_dependencies: tuple[str, ...] = ()
     """Installed last, and without what they ask for."""
+    options: tuple[str, ...] = ()
+    """For pytest."""
 
 
+COMPOSER = peer_environments.ENVIRONMENTS["composer"]
 ADAPTERS = {
     "huggingface": Adapter(
         packages=(
@@ -49,6 +52,12 @@ ADAPTERS = {
         ),
     ),
     "lightning": Adapter(packages=("lightning==2.6.6",), tests=("test_lightning.py",)),
+    "composer": Adapter(
+        packages=COMPOSER.requirements,
+        tests=("test_composer.py",),
+        without_dependencies=COMPOSER.without_dependencies,
+        options=("-p", "no:unraisableexception"),  # Composer leaves files open
+    ),
 }
 
 
@@ -73,7 +82,8 @@ def test(name: str) -> int:
     adapter, python = ADAPTERS[name], python_for(name)
     result = ROOT / "bench" / "results" / f"adapters-{name}.txt"
     files = [f"tests/integrations/{one}" for one in adapter.tests]
-    command = [str(python), "-m", "pytest", "-q", "--show-capture=no", "--tb=short", *files]
+    command = [str(python), "-m", "pytest", "-q", "--show-capture=no", "--tb=short"]
+    command += [*adapter.options, *files]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True

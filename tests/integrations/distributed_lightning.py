@@ -11,7 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from tests.integrations.lightning_toys import RANK, WORLD, Module, flat, train
+from tests.integrations.lightning_toys import Module, train
+from tests.integrations.toys import RANK, WORLD, flat
 from torch.distributed.fsdp import fully_shard
 
 

@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
-from tests.integrations import lightning_toys as toys
+from tests.integrations import lightning_toys, toys
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -42,7 +42,7 @@ EPOCH = 13
 """Steps of the first epoch."""
 
 
-def ids_of(module: toys.Module) -> list[list[int]]:
+def ids_of(module: lightning_toys.Module) -> list[list[int]]:
     return [sorted(step) for step in module.steps]
 
 
@@ -56,11 +56,11 @@ def big_batches() -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, toys.Module, Any, Path]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, lightning_toys.Module, Any, Path]:
     """A run that nothing interrupts, with a checkpoint after each step."""
     folder = tmp_path_factory.mktemp("whole")
     save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-    return *toys.train(save), folder
+    return *lightning_toys.train(save), folder
 
 
 def test_a_trainer_follows_the_plan(whole: Any, big_batches: Tensor) -> None:
@@ -82,7 +82,7 @@ def test_its_counters_agree_with_the_clock(whole: Any) -> None:
 @pytest.mark.parametrize("size", [8, 5])
 def test_a_run_resumes_exactly(whole: Any, big_batches: Tensor, at: int, size: int) -> None:
     first, _, _, folder = whole
-    trainer, module, run = toys.train(resume=folder / f"step={at}.ckpt", size=size)
+    trainer, module, run = lightning_toys.train(resume=folder / f"step={at}.ckpt", size=size)
     assert ids_of(module) == IDS[at:]
     close(module.net, big_batches)
     assert (trainer.global_step, trainer.current_epoch) == (len(IDS), 2)
@@ -92,7 +92,7 @@ def test_a_run_resumes_exactly(whole: Any, big_batches: Tensor, at: int, size: i
     assert steps[0] == steps[1]  # the x axis of loggers
 
 
-class Fails(toys.Module):
+class Fails(lightning_toys.Module):
     """Fails inside a step, after a micro-batch of it."""
 
     def __init__(self, at: int) -> None:
@@ -108,8 +108,8 @@ class Fails(toys.Module):
 @pytest.mark.parametrize("at", [9, 12, EPOCH])
 def test_an_open_step_is_trained_anew(at: int, tmp_path: Path, big_batches: Tensor) -> None:
     with pytest.raises(KeyError):
-        toys.train(OnExceptionCheckpoint(tmp_path), module=Fails(at))
-    trainer, module, _ = toys.train(resume=tmp_path / "on_exception.ckpt")
+        lightning_toys.train(OnExceptionCheckpoint(tmp_path), module=Fails(at))
+    trainer, module, _ = lightning_toys.train(resume=tmp_path / "on_exception.ckpt")
     assert ids_of(module) == IDS[at:]
     close(module.net, big_batches)
     assert trainer.global_step == len(IDS)
@@ -117,7 +117,7 @@ def test_an_open_step_is_trained_anew(at: int, tmp_path: Path, big_batches: Tens
 
 def test_evaluations_and_checkpoints_in_times(tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path)
-    _, module, _ = toys.train(save, every={"evaluate": "0.3ep", "save": "100sp"})
+    _, module, _ = lightning_toys.train(save, every={"evaluate": "0.3ep", "save": "100sp"})
     assert [step for step, _ in module.validated] == [6, 10, 13, 14, 16, 17]
     saved = {path.name for path in tmp_path.glob("sample=*.ckpt")}
     ends = [sum(map(len, IDS[: count + 1])) for count in range(len(IDS))]
@@ -127,14 +127,14 @@ def test_evaluations_and_checkpoints_in_times(tmp_path: Path) -> None:
 
 def test_early_stopping_sees_each_evaluation() -> None:
     stop = EarlyStopping("validation/loss", patience=1, mode="max")
-    _, module, run = toys.train(stop, every={"evaluate": "0.2ep"})
+    _, module, run = lightning_toys.train(stop, every={"evaluate": "0.2ep"})
     assert len(module.validated) == 2
     assert run.timer.batch == module.validated[-1][0] < EPOCH
 
 
 def test_the_learning_rate_monitor_shows_the_rates_of_its_step(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
-    toys.train(LearningRateMonitor("step"), logger=logger)
+    lightning_toys.train(LearningRateMonitor("step"), logger=logger)
     with Path(logger.log_dir, "metrics.csv").open() as file:
         lines = [line for line in csv.DictReader(file) if line["lr-AdamW"]]
     shown = {int(line["step"]): float(line["lr-AdamW"]) for line in lines}
@@ -151,45 +151,47 @@ def test_the_progress_bar_has_the_length_of_each_epoch() -> None:
             self.seen.append((trainer.num_training_batches, progress.completed))
 
     totals = Totals()
-    _, _, run = toys.train(totals, TQDMProgressBar(), enable_progress_bar=True)
+    _, _, run = lightning_toys.train(totals, TQDMProgressBar(), enable_progress_bar=True)
     lengths = [run.micro_batches_in_epoch(epoch).exact for epoch in range(2)]
     assert totals.seen == [(length, length) for length in lengths]
     assert lengths[0] != lengths[1]
 
 
 def test_a_run_may_end_inside_an_epoch() -> None:
-    _, module, run = toys.train(max_duration="250sp")
+    _, module, run = lightning_toys.train(max_duration="250sp")
     assert sum(map(len, module.steps)) == run.timer.sample == 250
 
 
 def test_schedulers_of_the_module_stay_and_know_the_number_of_steps() -> None:
-    class Scheduled(toys.Module):
+    class Scheduled(lightning_toys.Module):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
             total = self.trainer.estimated_stepping_batches
             curve = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, int(total))
             return [optimizer], [{"scheduler": curve, "interval": "step"}]
 
-    _, module, _ = toys.train(module=Scheduled(), schedules=None)
+    _, module, _ = lightning_toys.train(module=Scheduled(), schedules=None)
     assert ids_of(module) == IDS
     assert module.rates == pytest.approx([1 - step / len(IDS) for step in range(len(IDS))])
     with pytest.raises(TrainingError, match="two schedules"):
-        toys.train(module=Scheduled())
+        lightning_toys.train(module=Scheduled())
 
 
 def test_epoch_schedulers_step_if_the_length_of_an_epoch_is_not_known() -> None:
-    class Scheduled(toys.Module):
+    class Scheduled(lightning_toys.Module):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
             return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
-    _, module, _ = toys.train(module=Scheduled(), schedules=None, policy=NoiseScale(8, 32))
+    _, module, _ = lightning_toys.train(
+        module=Scheduled(), schedules=None, policy=NoiseScale(8, 32)
+    )
     assert module.rates[0] == 1e-3
     assert module.rates[-1] == 5e-4
 
 
 def test_sizes_follow_the_noise() -> None:
-    trainer, module, run = toys.train(policy=NoiseScale(8, 32, c=3), schedules=None)
+    trainer, module, run = lightning_toys.train(policy=NoiseScale(8, 32, c=3), schedules=None)
     assert max(map(len, module.steps)) > 8
     assert sorted(chain(*module.steps)) == sorted([*range(toys.N)] * 2)
     assert (trainer.current_epoch, run.timer.epoch) == (2, 2)
@@ -198,12 +200,12 @@ def test_sizes_follow_the_noise() -> None:
 
 def test_sizes_follow_a_metric() -> None:
     policy = Plateau("validation/loss", start=8, maximum=64, patience=1, mode="max")
-    _, module, _ = toys.train(policy=policy, schedules=None, every={"evaluate": "0.2ep"})
+    _, module, _ = lightning_toys.train(policy=policy, schedules=None, every={"evaluate": "0.2ep"})
     assert max(map(len, module.steps)) == 64
 
 
 def test_manual_optimization_with_two_optimizers(big_batches: Tensor) -> None:
-    class Manual(toys.Module):
+    class Manual(lightning_toys.Module):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
@@ -228,18 +230,18 @@ def test_manual_optimization_with_two_optimizers(big_batches: Tensor) -> None:
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             pass
 
-    _, module, run = toys.train(module=Manual())
+    _, module, run = lightning_toys.train(module=Manual())
     assert ids_of(module) == IDS
     close(module.net, big_batches)
     assert run.timer.batch == len(IDS)
 
 
 def test_losses_whose_value_is_kept_for_backward_are_weighted() -> None:
-    class Root(toys.Module):
+    class Root(lightning_toys.Module):
         def mean_loss(self, batch: Any) -> Tensor:
             return super().mean_loss(batch).sqrt()
 
-    _, module, _ = toys.train(module=Root())
+    _, module, _ = lightning_toys.train(module=Root())
     assert ids_of(module) == IDS
 
 
@@ -258,7 +260,7 @@ def test_losses_whose_value_is_kept_for_backward_are_weighted() -> None:
 )
 def test_what_cannot_work_is_refused(settings: Any, callbacks: Any, why: str) -> None:
     with pytest.raises(StrettoError, match=why):
-        toys.follow(toys.make_trainer(*callbacks, **settings))
+        lightning_toys.follow(lightning_toys.make_trainer(*callbacks, **settings))
 
 
 def test_a_callback_that_accumulates_is_noticed() -> None:
@@ -267,15 +269,15 @@ def test_a_callback_that_accumulates_is_noticed() -> None:
             trainer.accumulate_grad_batches = 4
 
     with pytest.raises(TrainingError, match="accumulate_grad_batches=4"):
-        toys.train(Accumulates())
+        lightning_toys.train(Accumulates())
 
 
 def test_unknown_events_and_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TrainingError, match="'evaluate' or 'save'"):
-        toys.follow(toys.make_trainer(), every={"log": "1ep"})
+        lightning_toys.follow(lightning_toys.make_trainer(), every={"log": "1ep"})
     monkeypatch.setattr("lightning.__version__", "3.0.0")
     with pytest.raises(TrainingError, match=r"Lightning 3\.0\.0"):
-        toys.follow(toys.make_trainer())
+        lightning_toys.follow(lightning_toys.make_trainer())
 
 
 def test_the_hooks_that_lightning_does_not_document_exist() -> None:
@@ -298,14 +300,14 @@ def test_the_hooks_that_lightning_does_not_document_exist() -> None:
                 trainer.distributed_sampler_kwargs,
             ]
 
-    trainer = toys.make_trainer(Look())
-    module = toys.Module()
+    trainer = lightning_toys.make_trainer(Look())
+    module = lightning_toys.Module()
     trainer.fit(module, DataLoader(toys.rows(), 50))
     assert len(seen["names"]) == 9
     # A batch that is in the middle of an epoch is no step: Lightning asks `ready % it`.
-    trainer = toys.make_trainer()
+    trainer = lightning_toys.make_trainer()
     batches = attach(trainer, DataLoader(toys.rows(), 8), 24, max_duration="1ep")
-    module = toys.Module()
+    module = lightning_toys.Module()
     trainer.fit(module, batches)
     assert [len(step) for step in module.steps] == [24] * 6 + [6]
     assert trainer.accumulate_grad_batches == 1
@@ -325,7 +327,7 @@ def test_two_ranks(
     assert (result["global_step"], result["clock"]) == (len(IDS), [len(IDS), 2, 2 * toys.N])
     assert result["validated"] == [[EPOCH, 0], [len(IDS), 1]]
     if not is_sharded:  # with one rank instead of two, and other micro-batches
-        _, module, _ = toys.train(resume=tmp_path / "saved" / "step=11.ckpt", size=5)
+        _, module, _ = lightning_toys.train(resume=tmp_path / "saved" / "step=11.ckpt", size=5)
         assert ids_of(module) == IDS[11:]
         close(module.net, big_batches)
 

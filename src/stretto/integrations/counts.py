@@ -142,3 +142,22 @@ def _index(segment: Segment, sample: int) -> int:
     """Return how many batches of a segment begin before a position."""
     count = segment.batches.count_before(sample)
     return count if segment.count is None else min(count, segment.count)
+
+
+def smallest_step(run: Prepared) -> int | None:
+    """Return the samples of the smallest step, as far as that is known before the run."""
+    if run.sizes is None:
+        return run.bound_policy.bounds[0] if run.bound_policy.bounds else None
+    end, num_samples, found = end_of(run), run.facts.dataset_num_samples, []
+    for segment in run.sizes.segments:
+        batches, count = segment.batches, segment.count
+        ends = [] if count is None else [count - 1]
+        if num_samples is not None:  # of the epochs, those after the second end alike
+            epoch = batches.first.epoch
+            stops = [(epoch + number) * num_samples for number in (1, 2)]
+            ends += [_index(segment, stop) - 1 for stop in stops]
+        for number in {one for one in ends if one >= 0} | {0}:
+            size, start = batches.size_of(number), batches.position(number)
+            cut = size if end is None or run.facts.last_batch == "drop" else end - start
+            found.append(min(size, cut))
+    return min(found)

@@ -1,0 +1,54 @@
+"""The noise of the gradient in Composer."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import final
+
+from composer import State
+
+from stretto.batching import NO_SIGNALS
+from stretto.data import MicroBatch, Step
+from stretto.integrations.meter import StepMeter
+
+
+@final
+class Noise:
+    """Measures the noise of the gradient over the micro-batches that Composer cuts."""
+
+    def __init__(self, meter: StepMeter) -> None:
+        self.signals = NO_SIGNALS
+        self._meter = meter
+        self._micros: list[MicroBatch] = []
+        self._open: AbstractContextManager[None] = nullcontext()
+        self._most: int | float | None = None
+
+    def begin(self, state: State, step: Step) -> None:
+        """Begin a step. If it has one micro-batch on one rank, have Composer cut it into two."""
+        whole, most = step.micro_batches[0], state.device_train_microbatch_size
+        assert most is not None, "Composer has set it"
+        parts = self._meter.micro_batches(step)
+        size = parts[0].num_samples if len(parts) > 1 else whole.num_samples
+        if size < most:
+            self._most, state.device_train_microbatch_size = most, size
+        size, left = min(size, int(most)), whole.num_samples
+        self._micros, self.signals = [], NO_SIGNALS
+        for start in range(0, left, size):
+            self._micros.append(replace(whole, num_samples=min(size, left - start)))
+
+    def watch(self) -> None:
+        """Measure the next backward pass."""
+        micro = self._micros.pop(0)
+        self._open = self._meter.watch(micro, is_last=not self._micros)
+        self._open.__enter__()
+
+    def read(self, state: State) -> None:
+        """Stop measuring; after the last pass of a step, read what was measured."""
+        self._open.__exit__(None, None, None)
+        if not self._micros:
+            scaler = state.scaler
+            is_scaled = scaler is not None and scaler.is_enabled() and scaler._scale is not None
+            self.signals = self._meter.signals(scaler.get_scale() if is_scaled else 1.0)
+            if self._most is not None:
+                self._most, state.device_train_microbatch_size = None, self._most
