@@ -115,7 +115,7 @@ def test_two_ranks_at_the_edges(tmp_path: Path, launch_ranks: Callable[..., Any]
 
     # The wish comes after the ranks have agreed on batch 3, so it holds for batch 4.
     assert first["stopped"] == {"batch": 4, "reason": "enough", "after": 1}
-    assert second["stopped"] == {**first["stopped"], "reason": "another rank was told to stop"}
+    assert second["stopped"] == {**first["stopped"], "reason": "another rank has stopped"}
     assert first["too late"] == second["too late"] == {"batch": 10, "reason": None, "after": 1}
 
     torch.manual_seed(2)
