@@ -49,14 +49,20 @@ ADAPTERS = {
             "test_trl.py",
             "test_sentence_transformers.py",
             "test_accelerate.py",
+            "test_examples.py",
         ),
     ),
-    "lightning": Adapter(packages=("lightning==2.6.6",), tests=("test_lightning.py",)),
+    "lightning": Adapter(
+        packages=("lightning==2.6.6",), tests=("test_lightning.py", "test_examples.py")
+    ),
     "composer": Adapter(
         packages=COMPOSER.requirements,
-        tests=("test_composer.py",),
+        tests=("test_composer.py", "test_examples.py"),
         without_dependencies=COMPOSER.without_dependencies,
         options=("-p", "no:unraisableexception"),  # Composer leaves files open
+    ),
+    "torchtune": Adapter(
+        packages=("torchao==0.15.0", "torchtune==0.6.1"), tests=("test_torchtune.py",)
     ),
 }
 

@@ -1,0 +1,72 @@
+"""`examples/`: each script as it stands, and with stretto as its diff says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PACKAGES = {
+    "accelerate_loop": "accelerate",
+    "composer_trainer": "torch_optimizer",  # of Composer, which may not be importable by itself
+    "huggingface_trainer": "transformers",
+    "lightning_trainer": "lightning",
+}
+CODE = """
+import runpy, sys
+if "composer" in sys.argv[1]:
+    import tests.integrations.torchvision_operators
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def run(script: Path) -> str:
+    """Return the last line that a script prints."""
+    path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(script)],
+        cwd=script.parent,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_every_script_has_a_diff_that_is_shown() -> None:
+    scripts = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert scripts == set(PACKAGES)
+    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    for name in (*scripts, "torchtune_recipe"):
+        assert f"{{literalinclude}} ../examples/{name}.diff" in page
+
+
+@pytest.mark.parametrize("name", ["composer_trainer", "huggingface_trainer", "lightning_trainer"])
+def test_a_trainer_needs_three_more_lines(name: str) -> None:
+    lines = (EXAMPLES / f"{name}.diff").read_text(encoding="utf-8").splitlines()[2:]
+    assert [line for line in lines if line.startswith("-")] == []
+    assert len([line for line in lines if line.startswith("+") and line != "+"]) == 3
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_it_runs_as_it_stands_and_with_stretto(name: str, tmp_path: Path) -> None:
+    if find_spec(PACKAGES[name]) is None:
+        pytest.skip(f"needs {PACKAGES[name]}: make test-adapters")
+    shutil.copy(EXAMPLES / f"{name}.py", tmp_path)
+    stock = run(tmp_path / f"{name}.py")
+    assert stock.startswith("80 steps, loss")  # 2 epochs of 640 samples, 16 a step
+    command = ["git", "apply", str(EXAMPLES / f"{name}.diff")]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    ours = run(tmp_path / f"{name}.py")
+    assert ours.startswith("50 steps, loss")  # 64 a step in the second epoch
+    assert float(ours.split()[-1]) < 2.0
