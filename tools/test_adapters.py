@@ -91,6 +91,7 @@ def test(name: str) -> int:
     command = [str(python), "-m", "pytest", "-q", "--show-capture=no", "--tb=short"]
     command += [*adapter.options, *files]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    environment["STRETTO_ADAPTERS"] = "1"  # see tests/integrations/conftest.py
     done = subprocess.run(
         command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
     )

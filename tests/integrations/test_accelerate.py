@@ -61,6 +61,7 @@ def whole() -> dict[str, Any]:
     return loop.train()
 
 
+@pytest.mark.small
 def test_a_stock_loop_follows_the_plan(whole: dict[str, Any]) -> None:
     assert whole["ids"] == IDS
     assert whole["rates"] == [step.values["lr"] for step in STEPS]
@@ -73,6 +74,7 @@ def test_losses_can_be_weighed_by_what_a_function_counts() -> None:
     close(loop.train(is_weighted=True), by_hand(is_weighted=True))
 
 
+@pytest.mark.small
 @pytest.mark.parametrize("at", [1, 6, 12, 13, 16])
 def test_a_state_saved_in_the_loop_resumes_after_that_step(
     at: int, whole: dict[str, Any], tmp_path: Path

@@ -63,6 +63,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, lightning_toys
     return *lightning_toys.train(save), folder
 
 
+@pytest.mark.small
 def test_a_trainer_follows_the_plan(whole: Any, big_batches: Tensor) -> None:
     _, module, _, _ = whole
     assert ids_of(module) == IDS
@@ -70,6 +71,7 @@ def test_a_trainer_follows_the_plan(whole: Any, big_batches: Tensor) -> None:
     close(module.net, big_batches)
 
 
+@pytest.mark.small
 def test_its_counters_agree_with_the_clock(whole: Any) -> None:
     trainer, module, run, _ = whole
     assert (trainer.global_step, trainer.current_epoch) == (len(IDS), 2)
@@ -105,6 +107,7 @@ class Fails(lightning_toys.Module):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.small
 @pytest.mark.parametrize("at", [9, 12, EPOCH])
 def test_an_open_step_is_trained_anew(at: int, tmp_path: Path, big_batches: Tensor) -> None:
     with pytest.raises(KeyError):
