@@ -4,7 +4,8 @@ Run `python bench/adapters.py`; the last result lies in `bench/results/adapters.
 Stock and attached trainers take turns in one process, each with steps of 1 and of 8 micro-batches
 of 4 samples, an MLP 16-16-1 on one thread of the CPU. The time is that of the processor over the
 steps after the first 50. The aim is at most 30 us a step and 10 us a micro-batch: 40 us more in a
-step of 1 micro-batch, 110 us in one of 8.
+step of 1 micro-batch, 110 us in one of 8. Lightning and Composer are also measured with a callback
+that does nothing, since calling it takes them a part of what is added.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def accelerate_run(accumulation: int, steps: int, *, attached: bool) -> float:
     return clock.microseconds
 
 
-def lightning_run(accumulation: int, steps: int, *, attached: bool) -> float:
+def lightning_run(accumulation: int, steps: int, *, attached: bool, idle: bool = False) -> float:
     """Train with `lightning.Trainer`; return the microseconds of a step."""
     import logging
 
@@ -188,6 +189,7 @@ def lightning_run(accumulation: int, steps: int, *, attached: bool) -> float:
         enable_progress_bar=False,
         enable_model_summary=False,
         accumulate_grad_batches=1 if attached else accumulation,
+        callbacks=[lightning.Callback()] if idle else [],
     )
     loader: Any = DataLoader(make_data(size * 64), batch_size=MICRO, shuffle=True)
     if attached:
@@ -196,7 +198,7 @@ def lightning_run(accumulation: int, steps: int, *, attached: bool) -> float:
     return clock.microseconds
 
 
-def composer_run(accumulation: int, steps: int, *, attached: bool) -> float:
+def composer_run(accumulation: int, steps: int, *, attached: bool, idle: bool = False) -> float:
     """Train with `composer.Trainer`; return the microseconds of a step."""
     import torch
     from step_cost_peers import define_torchvision_operators
@@ -235,7 +237,7 @@ def composer_run(accumulation: int, steps: int, *, attached: bool) -> float:
         device="cpu",
         device_train_microbatch_size=MICRO,
         progress_bar=False,
-        callbacks=[*([Stretto(size)] if attached else []), Watch()],
+        callbacks=[*([Stretto(size)] if attached else [Callback()] if idle else []), Watch()],
     )
     trainer.fit()
     trainer.close()
@@ -250,33 +252,46 @@ RUNS: dict[str, Callable[..., float]] = {
 }
 
 
+SIDES: dict[str, dict[str, bool]] = {
+    "stock": {"attached": False},
+    "ours": {"attached": True},
+    "idle": {"attached": False, "idle": True},
+}
+"""What is measured: the trainer, the same with stretto, and with a callback that does nothing."""
+
+
 def measure(name: str, steps: int, rounds: int) -> dict[str, list[float]]:
-    """Return the times of stock and attached steps, by accumulation and round."""
+    """Return the times of a step, by accumulation and side."""
     import torch
 
     torch.set_num_threads(1)
+    sides = list(SIDES) if ENVIRONMENTS[name] == name else ["stock", "ours"]
     found: dict[str, list[float]] = {}
     for number in range(rounds + 1):
+        turn = number % len(sides)
         for accumulation in ACCUMULATION:
-            sides = (False, True) if number % 2 else (True, False)
-            times = {side: RUNS[name](accumulation, steps, attached=side) for side in sides}
-            if number:  # after one to warm up
-                for side, value in times.items():
-                    found.setdefault(f"{accumulation} {side}", []).append(value)
+            for side in (*sides[turn:], *sides[:turn]):
+                time = RUNS[name](accumulation, FIRST + steps // accumulation, **SIDES[side])
+                if number:  # after one to warm up
+                    found.setdefault(f"{accumulation} {side}", []).append(time)
     return found
 
 
 def costs(found: dict[str, list[float]]) -> dict[str, float]:
-    """Return the stock step, the added microseconds with their quartiles, and the ratio."""
+    """Return the stock step, what is added to it with its quartiles, and the ratio."""
     row: dict[str, float] = {}
     for number in ACCUMULATION:
-        stock, ours = (found[f"{number} {side}"] for side in (False, True))
-        added = [one - other for one, other in zip(ours, stock, strict=True)]
-        low, middle, high = statistics.quantiles(added, n=4)
+        stock = found[f"{number} stock"]
         row[f"stock {number}"] = statistics.median(stock)
-        row[f"added {number}"], row[f"low {number}"], row[f"high {number}"] = middle, low, high
-        pairs = zip(ours, stock, strict=True)
-        row[f"ratio {number}"] = statistics.median(one / other for one, other in pairs)
+        for side in ("ours", "idle"):
+            times = found.get(f"{number} {side}")
+            if times is None:
+                continue
+            pairs = list(zip(times, stock, strict=True))
+            quartiles = statistics.quantiles([one - other for one, other in pairs], n=4)
+            for key, value in zip(("low", "added", "high"), quartiles, strict=True):
+                row[f"{key} {side} {number}"] = value
+            row[f"ratio {side} {number}"] = statistics.median(one / other for one, other in pairs)
     return row
 
 
@@ -287,7 +302,7 @@ def main() -> None:
     parser.add_argument("--measure", help="in the environment of an adapter")
     parser.add_argument("--only", nargs="*", choices=RUNS, default=list(RUNS))
     options = parser.parse_args()
-    steps, rounds = (250, 3) if options.quick else (1050, 9)
+    steps, rounds = (200, 3) if options.quick else (600, 15)
     if options.measure:
         print(json.dumps(measure(options.measure, steps, rounds)))
         return
@@ -314,7 +329,7 @@ def main() -> None:
         "rows": {
             name: {key: round(one, 3) for key, one in row.items()} for name, row in rows.items()
         },
-        "aim": {f"added {number}": 30 + 10 * number for number in ACCUMULATION},
+        "aim": {f"added ours {number}": 30 + 10 * number for number in ACCUMULATION},
         "python": platform.python_version(),
         "processor": processor(),
         "load_average": round(os.getloadavg()[1], 1),
@@ -325,16 +340,21 @@ def main() -> None:
 
 def table(rows: dict[str, dict[str, float]]) -> str:
     """Return the results as text."""
-    lines = [
-        f"{'us a step':14}{'micro-batches':>14}{'stock':>10}{'added (quartiles)':>24}{'ratio':>8}"
-    ]
+    head = f"{'us a step':22}{'micro-batches':>14}{'stock':>9}{'added (quartiles)':>24}{'ratio':>8}"
+    lines = [head]
     for trainer, row in rows.items():
-        for number in ACCUMULATION:
-            added, low, high = (row[f"{key} {number}"] for key in ("added", "low", "high"))
-            lines.append(
-                f"{trainer:14}{number:>14}{row[f'stock {number}']:>10.0f}"
-                f"{f'{added:+.0f} ({low:+.0f} to {high:+.0f})':>24}{row[f'ratio {number}']:>8.3f}"
-            )
+        for side, what in (("ours", ""), ("idle", ", idle callback")):
+            for number in ACCUMULATION:
+                if f"added {side} {number}" not in row:
+                    continue
+                added, low, high = (
+                    row[f"{key} {side} {number}"] for key in ("added", "low", "high")
+                )
+                lines.append(
+                    f"{trainer + what:26}{number:>10}{row[f'stock {number}']:>9.0f}"
+                    f"{f'{added:+.0f} ({low:+.0f} to {high:+.0f})':>24}"
+                    f"{row[f'ratio {side} {number}']:>8.3f}"
+                )
     return "\n".join(lines)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import Any, Self, final
 
+from lightning.pytorch import Trainer
+
+from stretto.errors import TrainingError
 from stretto.integrations.meter import StepMeter
 from stretto.integrations.run import ExternalRun
 from stretto.integrations.weights import Units
@@ -29,6 +33,18 @@ class MicroBatches:
         self.meter: StepMeter | None = None
         self.watch: AbstractContextManager[None] = nullcontext()
         """Measures the noise of the present backward pass."""
+        self._trainer: Trainer | None = None
+        self._accumulation: Accumulation | None = None
+
+    def follow(self, trainer: Trainer, *, is_open: bool) -> None:
+        """Begin to set where in a step `trainer` is.
+
+        Args:
+            trainer: the trainer.
+            is_open: whether the checkpoint that is resumed was written inside a step.
+        """
+        self._trainer = trainer
+        self._set(Accumulation.of(1.0, None, is_first=not is_open, is_last=not is_open))
 
     def __len__(self) -> int:
         """Return the number of micro-batches in the present epoch, or a number above it.
@@ -56,13 +72,36 @@ class MicroBatches:
                 self.weight, self.is_first, self.is_last = weight, number == 0, number == last
                 if meter is not None:
                     self.watch = meter.watch(micro, is_last=number == last)
+                self._begin()
                 yield micro.batch
 
+    def _begin(self) -> None:
+        """Tell the trainer the weight of the next micro-batch, and where in its step it is."""
+        trainer = self._trainer
+        assert trainer is not None, "set where the fit starts"
+        if trainer.accumulate_grad_batches is not self._accumulation:
+            raise TrainingError.cannot(
+                f"set accumulate_grad_batches={trainer.accumulate_grad_batches}",
+                why="micro-batches follow from the batch size",
+                instead="remove the callback that sets it",
+            )
+        number = trainer.fit_loop.epoch_loop.batch_progress.current.ready + 1
+        self._set(
+            Accumulation.of(self.weight, number, is_first=self.is_first, is_last=self.is_last)
+        )
+        trainer.val_check_batch = UNKNOWN
+        if self.is_last and self._ends_epoch:
+            trainer.fit_loop.max_batches = number
+
+    def _set(self, accumulation: Accumulation) -> None:
+        assert self._trainer is not None, "set where the fit starts"
+        self._accumulation = self._trainer.accumulate_grad_batches = accumulation
+
     @property
-    def ends_epoch(self) -> bool:
-        """Whether the present micro-batch is the last one of the epoch, as far as known."""
+    def _ends_epoch(self) -> bool:
+        """Whether the present step is the last one of the epoch, as far as known."""
         step, num_samples = self.run.step, self.run.horizon.dataset_num_samples
-        if step is None or num_samples is None or not self.is_last:
+        if step is None or num_samples is None:
             return False
         return step.timestamp.sample_in_epoch + step.size >= num_samples
 
@@ -75,25 +114,27 @@ class MicroBatches:
 
 
 @final
-class Accumulation(int):
-    """`trainer.accumulate_grad_batches`: 1, so that losses are not divided.
+class Accumulation(float):
+    """`trainer.accumulate_grad_batches`, by which Lightning divides the loss: one over its weight.
 
-    Lightning asks `number % it == 0` of the number of micro-batches that have begun in the epoch
-    (does the optimizer step?) and of the number before (are gradients cleared?).
+    Lightning also asks `number % it == 0` of the number of micro-batches that have begun in the
+    epoch (does the optimizer step?) and of the number before (are gradients cleared?).
     """
 
-    batches: MicroBatches
-    begun: int | None = None
-    """The number of the present micro-batch, from 1; None before the first one of a fit."""
-    is_open = False
-    """Whether the checkpoint that is resumed was written inside a step."""
+    number: int | None
+    """The number of the micro-batch, from 1; None before the first one of a fit."""
+    is_first: bool
+    is_last: bool
+
+    @classmethod
+    def of(cls, weight: float, number: int | None, *, is_first: bool, is_last: bool) -> Self:
+        """Return that of a micro-batch."""
+        found = cls(1.0 / weight if weight else math.inf)
+        found.number, found.is_first, found.is_last = number, is_first, is_last
+        return found
 
     def __rmod__(self, number: Any) -> int:
-        if self.begun is None:
-            return int(self.is_open)
-        if number == self.begun:
-            return int(not self.batches.is_last)
-        return int(not self.batches.is_first)
+        return int(not (self.is_last if number == self.number else self.is_first))
 
     def __reduce__(self) -> Any:
         return int, (1,)

@@ -15,7 +15,7 @@ from torch import Tensor
 from stretto.batching import NO_SIGNALS
 from stretto.errors import TrainingError
 from stretto.integrations import counts
-from stretto.integrations.lightning.batches import UNKNOWN, Accumulation, MicroBatches
+from stretto.integrations.lightning.batches import UNKNOWN, MicroBatches
 
 
 @final
@@ -24,8 +24,7 @@ class FollowRun(Callback):
 
     def __init__(self, batches: MicroBatches) -> None:
         self._batches, self._run = batches, batches.run
-        self._accumulation = Accumulation(1)
-        self._accumulation.batches = batches
+        self._is_open = False
         self._signals = NO_SIGNALS
         self._loss: Tensor | float = 0.0
 
@@ -40,7 +39,7 @@ class FollowRun(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the run."""
-        self._accumulation.is_open = bool(state_dict.get("open"))
+        self._is_open = bool(state_dict.get("open"))
         self._run.load_state_dict(state_dict)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -76,10 +75,14 @@ class FollowRun(Callback):
                     instead="plan the batch sizes, such as '0ep:32 1ep:64'",
                 )
             self._batches.meter = self._run.meter(trainer.strategy.model)
+        if self._run.loader.reads & {"noise", "loss"}:
+            self.on_before_backward = self._on_before_backward
+            self.on_after_backward = self._on_after_backward
+            self.on_before_optimizer_step = self._on_before_optimizer_step
+        self._batches.follow(trainer, is_open=self._is_open)
         end, num_samples = counts.end_of(self._run.prepared), self._run.horizon.dataset_num_samples
         trainer.fit_loop.epoch_loop.max_steps = -1
         trainer.fit_loop.max_epochs = math.ceil(end / num_samples) if end and num_samples else -1
-        trainer.accumulate_grad_batches = self._accumulation
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Set the progress in the epoch to that of the run.
@@ -112,36 +115,27 @@ class FollowRun(Callback):
         """Have Lightning read the length of the next epoch."""
         trainer.reload_dataloaders_every_n_epochs = 1
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Say where in the step and in the epoch the micro-batch is."""
-        if trainer.accumulate_grad_batches is not self._accumulation:
-            raise TrainingError.cannot(
-                f"set accumulate_grad_batches={trainer.accumulate_grad_batches}",
-                why="micro-batches follow from the batch size",
-                instead="remove the callback that sets it",
-            )
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        self._accumulation.begun = progress.current.ready
-        progress.is_last_batch = progress.is_last_batch or self._batches.ends_epoch
-        trainer.val_check_batch = UNKNOWN
+    # Lightning calls each hook that is callable, which costs 6 us, even if it does nothing.
+    on_train_batch_start: Any = None
+    on_before_zero_grad: Any = None
+    on_before_backward: Any = None
+    on_after_backward: Any = None
+    on_before_optimizer_step: Any = None
+
+    def _on_before_backward(self, _: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Watch the loss, and the gradient if the policy reads its noise."""
         if self._batches.is_first:
             self._loss, self._signals = 0.0, NO_SIGNALS
-
-    def on_before_backward(self, _: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Weigh the loss, and watch the gradient if the policy reads its noise."""
         if pl_module.automatic_optimization:
-            if self._batches.weight != 1.0:
-                loss.mul_(self._batches.weight)  # its own tensor: Lightning has divided it
-            if "loss" in self._run.loader.reads:
-                self._loss = self._loss + loss.detach()
+            self._loss = self._loss + loss.detach()
         self._batches.watch.__enter__()
 
-    def on_after_backward(self, *_: Any) -> None:
+    def _on_after_backward(self, *_: Any) -> None:
         """Stop watching."""
         self._batches.watch.__exit__(None, None, None)
         self._batches.watch = nullcontext()
 
-    def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
+    def _on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
         """Read what the step measured, before gradients are clipped."""
         if self._batches.meter is not None:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
