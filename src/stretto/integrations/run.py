@@ -32,9 +32,8 @@ _VERSION = 1
 class ExternalRun:
     """A run inside a loop that is not stretto's: its steps, its clock, and what it schedules.
 
-    Made by `prepare`. A loop calls `bind` once, then for each step `begin`, which draws the step
-    and sets everything that is scheduled, and `finish`, which moves the clock. `steps` and
-    `micro_batches` are iterators over one epoch that call `begin`.
+    Made by `prepare`. A loop calls `bind` once, then `begin` and `finish` for each step; `steps`
+    and `micro_batches` are iterators over one epoch that call `begin`.
     """
 
     def __init__(
@@ -69,8 +68,7 @@ class ExternalRun:
         """Start the run from its beginning, on these ranks and with these optimizers.
 
         Call it before the state of the optimizers is loaded. The first call reads the base values
-        of what is scheduled; the run keeps them. A later call (a retry, a second `fit`) writes them
-        back, so it never takes a value that a schedule has set for a base value.
+        of what is scheduled. A later one (a retry, a second `fit`) writes them back.
 
         Args:
             optimizers: one or several.
@@ -187,14 +185,13 @@ class ExternalRun:
     ) -> frozenset[str]:
         """Count the open step; return the names of what is due after it.
 
-        If there is no open step, nothing happens, and it returns the same names again. All ranks
-        must call it.
+        Without an open step, it returns the same names again. All ranks must call it.
 
         Args:
             signals: what the step measured, for the policy; the same on all ranks.
             step: the step, or a copy of it, to check that it is the open one.
-            tokens: as in `StepLoader.finish`, and so are `seconds`.
-            seconds: the wall time of the step.
+            tokens: as in `StepLoader.finish`.
+            seconds: as in `StepLoader.finish`.
 
         Raises:
             TrainingError: `step` is another one.
@@ -293,10 +290,7 @@ class ExternalRun:
         return counts.steps_of_epoch(self.prepared, epoch)
 
     def micro_batches_in_epoch(self, epoch: int) -> Count:
-        """Return the number of micro-batches of each rank in these steps.
-
-        An iterable may have more: its own batches are cut, too.
-        """
+        """Return the micro-batches of each rank in these steps; an iterable may have more."""
         world_size = self.loader.world_size
         return counts.micro_batches_of_epoch(
             self.prepared, epoch, world_size=world_size, micro_batch_size=self.micro_batch_size
@@ -319,8 +313,7 @@ class ExternalRun:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON. It changes nothing.
 
-        `open` says whether a step was drawn and not finished. The state is that before this step,
-        so after a resume the step comes anew.
+        `open` says whether a step was drawn and not finished; after a resume, it comes anew.
         """
         is_open = self.step is not None
         return {"version": _VERSION, "open": is_open, "loader": self.loader.state_dict()}
