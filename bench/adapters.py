@@ -6,7 +6,7 @@ of 4 samples, an MLP 16-16-1 on one thread of the CPU. The time is that of the p
 steps after the first 50. Beside the median of the differences between neighbouring runs stands
 that of the fastest runs, which a busy machine disturbs least. The aim is at most 30 us a step and
 10 us a micro-batch: 40 us more in a step of 1 micro-batch, 110 us in one of 8. Lightning and
-Composer are also measured with a callback that does nothing: to call it takes part of what is added.
+Composer are also measured with a callback that does nothing, which is a part of what is added.
 """
 
 from __future__ import annotations
