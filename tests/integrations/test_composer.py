@@ -18,26 +18,42 @@ import tests.integrations.torchvision_operators  # noqa: F401
 
 # isort: split
 import torch
-from composer.algorithms import EMA, GradientClipping
+from composer.algorithms import EMA, SAM, GradientClipping
 from composer.callbacks import LRMonitor, SpeedMonitor
 from composer.loggers import InMemoryLogger
 from composer.optim import CosineAnnealingScheduler
 from tests.integrations import toys
 from tests.integrations.composer_toys import Model, Trained
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanSquaredError
 
 from stretto.batching import NoiseScale, Plateau
 from stretto.errors import StrettoError, TrainingError
 from stretto.integrations.composer import Stretto
+from stretto.planning import plan
+from stretto.settings import Loading
+from stretto.timing import Horizon
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 IDS = toys.planned_ids()
+MICRO: dict[str, Any] = {"device_train_microbatch_size": 8}
 EPOCH, STEPS = 13, 17
 """Steps of the first epoch, and of the run."""
 # Composer adds the losses of a micro-batch in float32; the greatest difference seen was 3e-10.
 CLOSE = 1e-8
+
+
+class Reversed(DistributedSampler[Any]):
+    """An order of its own."""
+
+    def __iter__(self) -> Any:
+        return reversed(list(super().__iter__()))
+
+
+def reversed_loader() -> DataLoader[Any]:
+    rows = toys.rows()
+    return DataLoader(rows, 8, sampler=Reversed(rows, num_replicas=1, rank=0))
 
 
 def close(model: torch.nn.Module, weights: Tensor) -> None:
@@ -140,9 +156,9 @@ def test_the_noise_is_that_of_the_micro_batches(size: int) -> None:
 
     class Look(Stretto):
         def batch_end(self, state: Any, logger: Any) -> None:
+            super().batch_end(state, logger)
             assert self._noise is not None
             seen.append((self._noise.signals, state.device_train_microbatch_size))
-            super().batch_end(state, logger)
 
     run = Trained(policy=NoiseScale(8, 9), schedules=None, size=size, callback=Look)
     first, most = seen[0]
@@ -193,6 +209,33 @@ def test_a_plain_data_loader_and_a_stream() -> None:
     assert [len(step) for step in run.ids][:9] == [8] * 9
 
 
+def test_a_finished_trainer_and_a_foreign_checkpoint_are_refused(tmp_path: Path) -> None:
+    run = Trained(max_duration="1ep")
+    with pytest.raises(TrainingError, match="told to reset the time"):
+        run.trainer.fit(reset_time=True)
+    Trained(save_folder=str(tmp_path), save_interval="5ba", save_filename="{batch}.pt")
+    settings: dict[str, Any] = {"load_path": str(tmp_path / "5.pt")}
+    with pytest.raises(TrainingError, match="no state of Stretto"):
+        Trained(load_ignore_keys=["state/callbacks"], **settings)
+    assert Trained(load_weights_only=True, **settings).ids == IDS
+
+
+def test_the_noise_beside_sam_is_refused() -> None:
+    with pytest.raises(TrainingError, match="that of SAM"):
+        Trained(policy=NoiseScale(8, 32), schedules=None, algorithms=[SAM()])
+
+
+def test_parts_that_split_batch_counts_otherwise_are_noticed() -> None:
+    from composer import DataSpec
+
+    def split(batch: Any, _: Any) -> list[Any]:
+        return [batch]
+
+    loader = DataSpec(DataLoader(toys.rows(), 8, shuffle=True), split_batch=split)
+    with pytest.raises(TrainingError, match="fewer micro-batches"):
+        Trained(dataloader=loader, policy=NoiseScale(8, 32), schedules=None)
+
+
 class Stream:
     """Batches of a number that only their end tells."""
 
@@ -203,12 +246,78 @@ class Stream:
         return iter(self.batches)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_noise_of_steps_in_several_pieces(workers: int) -> None:
+    """Workers and iterables give a step in pieces, which are joined."""
+    loader = DataLoader(toys.rows(), 8, shuffle=True, num_workers=workers)
+    settings: dict[str, Any] = {"policy": NoiseScale(8, 32, c=3), "schedules": None}
+    run = Trained(dataloader=loader, **settings)
+    assert run.ids == Trained(**settings).ids
+    batches = [toys.rows()[start : start + 30] for start in range(0, toys.N, 30)]
+    run = Trained(dataloader=Stream(batches), max_duration="300sp", **MICRO, **settings)
+    assert max(map(len, run.ids)) > 8
+
+
+@pytest.mark.parametrize("length", ["2ep", "15ba"])
+@pytest.mark.parametrize("policy", [8, toys.SIZES, "0sp:8 100sp:31"])
+def test_samples_may_be_dropped_at_the_end_of_an_epoch(policy: Any, length: str) -> None:
+    dropped = Loading(seed=toys.SEED, last_batch="drop")
+    run = Trained(policy=policy, loading=dropped, max_duration=length)
+    planned = plan(Horizon(length, dataset_num_samples=toys.N, last_batch="drop"), policy)
+    assert [len(step) for step in run.ids] == [one.size for one in planned.batches()]
+    assert int(run.trainer.state.timestamp.batch) == planned.num_batches
+    if length == "2ep":
+        assert int(run.trainer.state.timestamp.epoch) == 2
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "drop"])
+@pytest.mark.parametrize("length", ["3ep", "45ba"])
+def test_a_checkpoint_of_the_last_step_of_an_epoch(
+    length: str, last_batch: Any, tmp_path: Path
+) -> None:
+    """Composer saves it before it ends the epoch; after a resume, the epoch ends at once."""
+    settings: dict[str, Any] = {
+        "policy": 10 if last_batch == "keep" else 9,
+        "loading": Loading(seed=toys.SEED, last_batch=last_batch),
+        "max_duration": length if last_batch == "keep" else length.replace("45", "48"),
+    }
+    steps = 15 if last_batch == "keep" else 16
+    names = {"save_folder": str(tmp_path), "save_filename": "{batch}.pt"}
+    whole = Trained(**settings, **names, save_interval=f"{steps}ba")
+    rest = Trained(**settings, load_path=str(tmp_path / f"{steps}.pt"))
+    assert rest.ids == whole.ids[steps:]
+    ends = [(1, steps), (2, 2 * steps), (3, 3 * steps)]
+    assert (rest.watch.epochs, whole.watch.epochs) == (ends, ends)
+    assert rest.watch.evaluated == whole.watch.evaluated
+    assert rest.clocks[0][:3] == whole.clocks[0][:3]
+
+
+def test_a_length_that_is_not_known_is_not_shown() -> None:
+    seen = set()
+
+    class Look(Stretto):
+        def batch_start(self, state: Any, logger: Any) -> None:
+            super().batch_start(state, logger)
+            seen.add(state.dataloader_len)
+
+    run = Trained(policy=NoiseScale(8, 32, c=3), schedules=None, callback=Look)
+    assert seen == {None}
+    assert run.clocks[0] == run.clocks[1]
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
         ({"train_subset_num_batches": 3}, "train_subset_num_batches=3"),
         ({"max_duration": None, "fit": {"duration": "1ep"}}, "no max_duration"),
         ({"fit": {"duration": "3ep"}}, "what fit"),
+        ({"fit": {"train_subset_num_batches": 3}}, "what fit"),
+        ({"fit": {"schedulers": CosineAnnealingScheduler()}}, "two schedules"),
+        ({"loading": Loading(last_batch="drop"), "max_duration": "300sp"}, "drop the last"),
+        ({"policy": Plateau("eval/Nothing", start=8, maximum=9)}, "no evaluator"),
+        ({"schedules": "cosine"}, "what each is for"),
+        ({"loading": {"seed": 1}}, "not a Loading"),
+        ({"dataloader": reversed_loader()}, "DistributedSampler"),
         ({"max_duration": "2iter"}, "train for"),
         ({"policy": "0sp:8 1ep:oops"}, "oops"),
     ],

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree
@@ -179,6 +180,47 @@ def take_samples(batch: Any, part: slice, num_samples: int | None = None) -> Any
             instead="pass DataSpec(data, split_batch=...), or batches of single samples",
         )
     return result
+
+
+def join_samples(batches: Sequence[Any], counts: Sequence[int]) -> Any:
+    """Return batches as one of the same kind, the reverse of `take_samples`.
+
+    What is not per sample is that of the first batch.
+
+    >>> two, one = {"x": torch.zeros(2), "n": ["a", "b"]}, {"x": torch.ones(1), "n": ["c"]}
+    >>> join_samples([two, one], [2, 1])
+    {'x': tensor([0., 0., 1.]), 'n': ['a', 'b', 'c']}
+
+    Args:
+        batches: the batches; they are not changed.
+        counts: the number of samples of each.
+
+    Raises:
+        DataError: samples of different batches have different shapes.
+    """
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    lengths = [_length(one) for one in batches]
+    if lengths == list(counts):
+        shapes = {tuple(one.shape[1:]) for one in batches}
+        if len(shapes) > 1:
+            raise DataError.cannot(
+                "join batches to one",
+                why=f"their samples have different shapes, such as {sorted(shapes)}",
+                instead="pad all to one length, or use a map-style data set",
+            )
+        return torch.cat(list(batches)) if isinstance(first, Tensor) else np.concatenate(batches)
+    if lengths[0] is not None:
+        return first
+    if all(_is_per_sample(one, count) for one, count in zip(batches, counts, strict=True)):
+        return type(first)(item for one in batches for item in one)
+    containers = [opened(one) for one in batches]
+    if containers[0] is None:
+        return first
+    items = [container.items for container in containers if container is not None]
+    joined = [join_samples(each, counts) for each in zip(*items, strict=True)]
+    return containers[0].rebuilt(joined)
 
 
 def _cut(node: Any, part: slice, num_samples: int, found: list[Any]) -> Any:

@@ -7,8 +7,9 @@ from typing import Any
 
 from stretto.batching import PolicyLike, RuleLike
 from stretto.data import DataSpec
+from stretto.errors import DataError, shown
 from stretto.integrations.run import ExternalRun
-from stretto.optim.reading import as_one_schedule
+from stretto.optim.reading import as_one_schedule, check_names
 from stretto.planning import prepare as prepare_run
 from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
@@ -59,12 +60,20 @@ def prepare(
     Raises:
         StrettoError: the arguments do not fit; the message says what to write instead.
     """
-    loading, spec = loading or Loading(), DataSpec.of(data)
+    schedules, loading = schedules or {}, loading or Loading()
+    check_names(schedules)
+    if not isinstance(loading, Loading):
+        raise DataError.cannot(
+            f"load data with {shown(loading)}",
+            why="it is not a Loading",
+            instead="write Loading(seed=1), for example",
+        )
+    spec = DataSpec.of(data)
     wanted = {"evaluate": evaluate, "checkpoint": checkpoint, "log": log}
     prepared = prepare_run(
         spec.horizon(max_duration, loading.last_batch),
         batch_size,
-        schedules={name: as_one_schedule(one) for name, one in (schedules or {}).items()},
+        schedules={name: as_one_schedule(one) for name, one in schedules.items()},
         triggers={name: one for name, one in wanted.items() if one is not None},
         rule=rule,
     )

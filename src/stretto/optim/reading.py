@@ -18,12 +18,7 @@ def read_schedules(optimizer: Optimizer, schedules: Mapping[str, Any]) -> dict[s
     Raises:
         ScheduleError: there is no such hyper-parameter or group, or they are not given by name.
     """
-    if not isinstance(schedules, Mapping):
-        raise ScheduleError.cannot(
-            f"read {shown(schedules)} as schedules",
-            why="it does not say what each is for",
-            instead="write {'lr': ...}",
-        )
+    check_names(schedules)
     found = {name: as_one_schedule(value) for name, value in schedules.items()}
     groups = optimizer.param_groups
     for name in found:
@@ -31,6 +26,20 @@ def read_schedules(optimizer: Optimizer, schedules: Mapping[str, Any]) -> dict[s
     # Set even where nothing moves it: else a resumed run would keep the rate it was saved with,
     # whatever its optimizer is now built with and its plan says.
     return {"lr": as_schedule(1.0), **found} if "lr" in groups[0] else found
+
+
+def check_names(schedules: Any) -> None:
+    """Refuse schedules that are not given by the name of what they set.
+
+    Raises:
+        ScheduleError: they are not.
+    """
+    if not isinstance(schedules, Mapping):
+        raise ScheduleError.cannot(
+            f"read {shown(schedules)} as schedules",
+            why="it does not say what each is for",
+            instead="write {'lr': ...}",
+        )
 
 
 def as_one_schedule(value: Any) -> Schedule:

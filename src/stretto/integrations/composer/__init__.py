@@ -20,14 +20,26 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import composer
-from composer import Callback, Logger, State, TimeUnit
+from composer import Callback, Logger, State
+from composer.core import Time
 from composer.utils import dist
 
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike
 from stretto.data import DataSpec
 from stretto.errors import TrainingError
-from stretto.integrations.composer.batches import Steps, check_size, plain
+from stretto.integrations.composer.batches import (
+    UNKNOWN,
+    Steps,
+    check_size,
+    ends_epoch,
+    plain,
+)
+from stretto.integrations.composer.checks import (
+    check_fit,
+    check_length,
+    check_schedulers,
+    check_trainer,
+)
 from stretto.integrations.composer.noise import Noise
 from stretto.integrations.counts import smallest_step
 from stretto.integrations.preparation import prepare
@@ -69,9 +81,9 @@ class Stretto(Callback):
             "loading": loading,
         }
         self._run: ExternalRun | None = None
-        self._state: Mapping[str, Any] | None = None
         self._steps: Steps | None = None
         self._noise: Noise | None = None
+        self._length: Time[int] | None = None
 
     @property
     def run(self) -> ExternalRun:
@@ -86,7 +98,7 @@ class Stretto(Callback):
 
     def before_load(self, state: State, logger: Logger) -> None:
         """Bind the run: optimizers and data exist, and no saved state is loaded."""
-        _check(state)
+        check_trainer(state)
         length = state.max_duration
         assert length is not None, "checked"
         self._run = run = prepare(
@@ -94,7 +106,8 @@ class Stretto(Callback):
             max_duration=length.to_timestring(),
             **self._settings,
         )
-        _check_schedulers(run, state)
+        check_schedulers(run, state)
+        check_length(run, length)
         run.bind(
             list(state.optimizers),
             rank=dist.get_global_rank(),
@@ -102,32 +115,28 @@ class Stretto(Callback):
         )
         check_size(smallest_step(run.prepared), run.loader.world_size)
         self._steps = state.train_dataloader = Steps(run)
-        state.set_dataloader(self._steps, state.dataloader_label)
+        # At first the length is known in any case: without one, fit() refuses epochs.
+        state.set_dataloader(self._steps, state.dataloader_label, self._steps.length or UNKNOWN)
+        self._length = state.dataloader_len
         # Do not read batches to get to the epoch of a checkpoint: the run knows its place.
         state.dataset_resumption["train"] = True
-        if self._state is not None:
-            run.load_state_dict(self._state)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Check what `fit` was given, and measure the model as it is trained."""
         run, length = self.run, state.max_duration
         assert length is not None, "checked"
-        if state.train_dataloader is not self._steps or length.to_timestring() != str(
-            run.horizon.max_duration
-        ):
+        is_ours = state.train_dataloader is self._steps and state.dataloader_len == self._length
+        if not is_ours or length.to_timestring() != str(run.horizon.max_duration):
             raise TrainingError.cannot(
                 "train with what fit() was given",
                 why="the run was prepared when the trainer was made",
-                instead="pass train_dataloader and max_duration to Trainer(...)",
+                instead="pass it to Trainer(...)",
             )
+        check_fit(run, state)
         if "noise" in run.loader.reads:
-            if state.fsdp_enabled:
-                raise TrainingError.cannot(
-                    "follow the noise of the gradient under FSDP",
-                    why="Composer shards the model in a way in which it is not measured",
-                    instead="plan the batch sizes, such as '0ep:32 1ep:64'",
-                )
             self._noise = Noise(run.meter(state.model))
+        assert self._steps is not None, "set with the run"
+        self._steps.is_over = int(state.timestamp.batch_in_epoch) > 0 and ends_epoch(run)
         self._read_length(state)
 
     def epoch_start(self, state: State, logger: Logger) -> None:
@@ -137,7 +146,12 @@ class Stretto(Callback):
     def _read_length(self, state: State) -> None:
         assert self._steps is not None, "set with the run"
         self._steps.read_length()
-        state.dataloader_len = len(self._steps)
+        self._set_length(state)
+
+    def _set_length(self, state: State) -> None:
+        assert self._steps is not None, "set with the run"
+        state.dataloader_len = -1 if self._steps.length is None else self._steps.length
+        self._length = state.dataloader_len
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Prepare to measure the step."""
@@ -158,24 +172,27 @@ class Stretto(Callback):
         """Count the step, and compare the clocks."""
         run, now, before = self.run, state.timestamp, state.previous_timestamp
         assert before is not None, "set before each batch end"
-        signals = NO_SIGNALS if self._noise is None else self._noise.signals
+        signals = NO_SIGNALS if self._noise is None else self._noise.end(state)
         if "loss" in run.loader.reads:
             signals = replace(signals, loss=state.total_loss_dict["loss/train/total"])
+        assert run.step is not None, "begun"
+        size, batch = run.step.size, run.timer.batch + 1
         # As integers: a subtraction of two times takes Composer 5 us.
-        sample, tokens = int(now.sample), int(now.token) - int(before.token)
+        samples, tokens = (
+            int(now.sample) - int(before.sample),
+            int(now.token) - int(before.token),
+        )
         run.finish(signals, tokens=tokens or None)
-        timer = run.timer
-        if timer.sample != sample or timer.batch != int(now.batch):
+        if samples != size or int(now.batch) != batch:
             raise TrainingError.cannot(
                 "keep the clock of Composer",
-                why=f"it counts {sample - int(before.sample)} samples in the last batch, and"
-                f" the clock is at {timer.timestamp.get('sp')} instead of {sample}sp",
+                why=f"batch {batch} has {size} samples, and Composer counts {samples}",
                 instead="give both the same get_num_samples_in_batch, which counts samples",
             )
-        if timer.batch_in_epoch == 0 and self._steps is not None:
+        if run.timer.batch_in_epoch == 0 and self._steps is not None:
             # If the run ends here, Composer ends the epoch only if this was its last batch.
             self._steps.length = int(now.batch_in_epoch)
-            state.dataloader_len = len(self._steps)
+            self._set_length(state)
         logger.log_metrics({"batch_size": run.batch_size})
 
     def eval_end(self, state: State, logger: Logger) -> None:
@@ -191,56 +208,4 @@ class Stretto(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the run."""
-        self._state = state
-        if self._run is not None:
-            self._run.load_state_dict(state)
-
-
-def _check(state: State) -> None:
-    if not composer.__version__.startswith("0.32."):
-        raise TrainingError.cannot(
-            f"use Composer {composer.__version__}",
-            why="only 0.32 was tested, and the loop of another version may differ",
-            instead="install 'mosaicml>=0.32,<0.33'",
-        )
-    if state.train_dataloader is None or state.max_duration is None:
-        raise TrainingError.cannot(
-            "prepare a run",
-            why="the trainer has no train_dataloader or no max_duration",
-            instead="pass both to Trainer(...), not to fit()",
-        )
-    if state.max_duration.unit in (TimeUnit.ITERATION, TimeUnit.SECOND):
-        raise TrainingError.cannot(
-            f"train for {state.max_duration}",
-            why="the run counts epochs, batches, samples and tokens",
-            instead="write max_duration='2ep', for example",
-        )
-    try:
-        whole = len(state.train_dataloader)
-    except TypeError:
-        whole = None
-    length = state.dataloader_len
-    if whole is not None and length is not None and int(length) != whole:
-        raise TrainingError.cannot(
-            f"use train_subset_num_batches={int(length)}",
-            why="a run has all batches of its length",
-            instead="leave it out, and set max_duration",
-        )
-
-
-def _check_schedulers(run: ExternalRun, state: State) -> None:
-    if run.is_scheduled and state.schedulers:
-        raise TrainingError.cannot(
-            "follow two schedules",
-            why="the trainer has schedulers",
-            instead="leave them out, or leave out schedules and rule",
-        )
-    assert state.max_duration is not None, "checked"
-    if state.schedulers and state.max_duration.unit == TimeUnit.EPOCH:
-        num_samples = run.horizon.dataset_num_samples or 1000
-        raise TrainingError.cannot(
-            f"use the schedulers of a trainer for {state.max_duration.to_timestring()}",
-            why="they take all epochs to have as many batches as the present one",
-            instead=f"set max_duration='{state.max_duration.value * num_samples}sp', or pass "
-            "schedules instead",
-        )
+        self.run.load_state_dict(state)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, final
 
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from stretto.data.containers import opened
-from stretto.errors import DataError, TrainingError
-from stretto.integrations.counts import end_of
+from stretto.data.containers import join_samples
+from stretto.errors import TrainingError
+from stretto.integrations.counts import end_of, steps_between
 from stretto.integrations.run import ExternalRun
 
 UNKNOWN = 2**40
@@ -27,63 +25,61 @@ class Steps:
 
     def __init__(self, run: ExternalRun) -> None:
         self._run = run
-        self.length = UNKNOWN
-        """Steps of the present epoch, or a number above it."""
+        self.is_over = False
+        """Whether the present epoch has ended before it is iterated over: after a resume."""
+        self.length: int | None = None
+        """Steps of the present epoch, or one more if the run ends inside it; None: unknown."""
         self.read_length()
 
     def read_length(self) -> None:
         """Set the length to that of the epoch in which the run is."""
         run, epoch = self._run, self._run.timer.epoch
-        end, num_samples = end_of(run.prepared), run.horizon.dataset_num_samples
-        exact = run.steps_in_epoch(epoch).exact
-        if exact is None or num_samples is None:
-            self.length = UNKNOWN
+        num_samples, self.length = run.horizon.dataset_num_samples, run.steps_in_epoch(epoch).exact
+        if self.length is None or num_samples is None:
+            self.length = None
             return
         # Composer ends an epoch when it has seen as many; it does not if the run ends inside it.
+        end = end_of(run.prepared)
         is_cut = end is not None and epoch * num_samples < end < (epoch + 1) * num_samples
-        self.length = exact + int(is_cut)
+        self.length += int(is_cut)
 
     def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError("the number of steps is not known before the epoch")
         return self.length
 
     def __iter__(self) -> Iterator[Any]:
+        if self.is_over:
+            self.is_over = False
+            return
+        is_empty = True
+        for batch in self._batches():
+            is_empty = False
+            yield batch
+        if is_empty and self._run.step is not None:
+            # Composer has not asked for more than its steps, so the end of the last epoch, with
+            # samples that are dropped, is found only now.
+            yield from self._batches()
+
+    def _batches(self) -> Iterator[Any]:
         for step in self._run.steps():
             check_size(step.size, self._run.loader.world_size)
-            yield joined([micro.batch for micro in step if micro.num_samples])
+            own = [micro for micro in step if micro.num_samples]
+            yield join_samples([one.batch for one in own], [one.num_samples for one in own])
 
 
-def joined(batches: Sequence[Any]) -> Any:
-    """Return the micro-batches of a step as one batch; those of an iterable are cut already.
-
-    Raises:
-        DataError: their tensors have different shapes.
-    """
-    first = batches[0]
-    if len(batches) == 1:
-        return first
-    if isinstance(first, Tensor):
-        shapes = {tuple(one.shape[1:]) for one in batches}
-        if len(shapes) > 1:
-            raise DataError.cannot(
-                "join the batches of an iterable to one step",
-                why=f"the samples have different shapes, such as {sorted(shapes)}",
-                instead="pad all to one length, or pass a DataLoader over a map-style data set",
-            )
-        return torch.cat(list(batches))
-    containers = [opened(one) for one in batches]
-    if None in containers:
-        return first
-    items = [container.items for container in containers if container is not None]
-    if isinstance(first, list) and not any(isinstance(one, Tensor) for one in first):
-        return [one for each in items for one in each]
-    assert containers[0] is not None, "checked"
-    return containers[0].rebuilt([joined(each) for each in zip(*items, strict=True)])
+def ends_epoch(run: ExternalRun) -> bool:
+    """Return whether a run is at the end of an epoch, also if its last samples are dropped."""
+    now, num_samples = run.timer.timestamp, run.horizon.dataset_num_samples
+    if now.batch_in_epoch == 0 or num_samples is None:
+        return now.batch_in_epoch == 0
+    return steps_between(run.prepared, now.sample, (now.epoch + 1) * num_samples).most == 0
 
 
 def plain(dataloader: Any) -> Any:
     """Return a dataloader with the order of a single process if each rank has its own samples."""
     sampler = getattr(dataloader, "sampler", None)
-    if not isinstance(dataloader, DataLoader) or not isinstance(sampler, DistributedSampler):
+    if not isinstance(dataloader, DataLoader) or type(sampler) is not DistributedSampler:
         return dataloader
     return DataLoader(
         dataloader.dataset,

@@ -8,8 +8,9 @@ from typing import final
 
 from composer import State
 
-from stretto.batching import NO_SIGNALS
+from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import MicroBatch, Step
+from stretto.errors import TrainingError
 from stretto.integrations.meter import StepMeter
 
 
@@ -28,17 +29,19 @@ class Noise:
         """Begin a step. If it has one micro-batch on one rank, have Composer cut it into two."""
         whole, most = step.micro_batches[0], state.device_train_microbatch_size
         assert most is not None, "Composer has set it"
-        parts = self._meter.micro_batches(step)
-        size = parts[0].num_samples if len(parts) > 1 else whole.num_samples
+        parts, left = self._meter.micro_batches(step), sum(one.num_samples for one in step)
+        size = max(one.num_samples for one in parts) if len(parts) > 1 else left
         if size < most:
             self._most, state.device_train_microbatch_size = most, size
-        size, left = min(size, int(most)), whole.num_samples
+        size = min(size, int(most))
         self._micros, self.signals = [], NO_SIGNALS
         for start in range(0, left, size):
             self._micros.append(replace(whole, num_samples=min(size, left - start)))
 
     def watch(self) -> None:
         """Measure the next backward pass."""
+        if not self._micros:
+            raise _other_parts("more")
         micro = self._micros.pop(0)
         self._open = self._meter.watch(micro, is_last=not self._micros)
         self._open.__enter__()
@@ -50,5 +53,19 @@ class Noise:
             scaler = state.scaler
             is_scaled = scaler is not None and scaler.is_enabled() and scaler._scale is not None
             self.signals = self._meter.signals(scaler.get_scale() if is_scaled else 1.0)
-            if self._most is not None:
-                self._most, state.device_train_microbatch_size = None, self._most
+
+    def end(self, state: State) -> Signals:
+        """Return what the step measured."""
+        if self._most is not None:
+            self._most, state.device_train_microbatch_size = None, self._most
+        if self._micros:
+            raise _other_parts("fewer")
+        return self.signals
+
+
+def _other_parts(how: str) -> TrainingError:
+    return TrainingError.cannot(
+        "follow the noise of the gradient",
+        why=f"split_batch returns {how} micro-batches than device_train_microbatch_size asks for",
+        instead="plan the batch sizes, such as '0ep:32 1ep:64', or leave split_batch out",
+    )
