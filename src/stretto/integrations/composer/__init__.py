@@ -4,11 +4,11 @@ One element of the train dataloader is one optimizer step of a rank. Composer it
 micro-batches, weighs them and averages over ranks, so algorithms and other callbacks stay as they
 are. The clock of the run and that of Composer agree after each batch.
 
-What cannot work is refused: schedulers of the trainer beside `schedules`;
-`train_subset_num_batches` and `fit(duration=...)`; iterations as the length of a run; steps with
-fewer samples than ranks; batch sizes that follow the noise under FSDP. The noise is measured over
-samples, so do not follow it with `accumulate_train_batch_on_tokens`; Composer does not tell its
-callbacks of that option.
+What cannot work is refused: schedulers of the trainer beside `schedules`; iterations as the length
+of a run, and samples or tokens if some are dropped; `train_subset_num_batches` and
+`fit(duration=...)`; steps with fewer samples than ranks; batch sizes that follow the noise under
+FSDP or beside SAM. The noise is measured over samples, so do not follow it with
+`accumulate_train_batch_on_tokens`, of which Composer does not tell its callbacks.
 
 Tested with Composer 0.32. The names that Composer does not document are listed in
 docs/integrations.md.
