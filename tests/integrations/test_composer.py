@@ -282,7 +282,7 @@ def test_a_checkpoint_of_the_last_step_of_an_epoch(
         "max_duration": length if last_batch == "keep" else length.replace("45", "48"),
     }
     steps = 15 if last_batch == "keep" else 16
-    names = {"save_folder": str(tmp_path), "save_filename": "{batch}.pt"}
+    names: dict[str, Any] = {"save_folder": str(tmp_path), "save_filename": "{batch}.pt"}
     whole = Trained(**settings, **names, save_interval=f"{steps}ba")
     rest = Trained(**settings, load_path=str(tmp_path / f"{steps}.pt"))
     assert rest.ids == whole.ids[steps:]
