@@ -7,6 +7,7 @@ from typing import final
 
 from stretto.batching.policy import checked_size, checked_world_size
 from stretto.errors import Argument, BatchSizeError, Text, shown
+from stretto.ordering import evenly, stream_start
 from stretto.timing.number import whole
 
 
@@ -40,8 +41,10 @@ class Split:
 
     def share(self, rank: int) -> int:
         """Return the samples of one rank: the positions i in the batch with `i % W == rank`."""
-        end, world = self.start + self.size, self.world_size
-        return -((rank - end) // world) + (rank - self.start) // world
+        world = self.world_size
+        return stream_start(self.start + self.size, rank, world) - stream_start(
+            self.start, rank, world
+        )
 
     @property
     def accumulation(self) -> int:
@@ -57,8 +60,7 @@ class Split:
         >>> split(13, 4, 2).micro_batch_sizes(0), split(13, 4, 2).micro_batch_sizes(3)
         ((2, 2), (2, 1))
         """
-        each, larger = divmod(self.share(rank), self.accumulation)
-        return (each + 1,) * larger + (each,) * (self.accumulation - larger)
+        return evenly(self.share(rank), parts=self.accumulation)
 
 
 def split(

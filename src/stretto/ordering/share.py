@@ -1,4 +1,4 @@
-"""The positions of the run that belong to each rank."""
+"""The positions of the run that belong to each rank, and how they are cut into pieces."""
 
 from __future__ import annotations
 
@@ -24,3 +24,20 @@ def stream_start(position: int, rank: int, world_size: int) -> int:
     [6, 5]
     """
     return -((rank - position) // world_size)
+
+
+def evenly(count: int, *, most: int | None = None, parts: int | None = None) -> tuple[int, ...]:
+    """Return sizes that add up to `count` and differ by at most one, the larger ones first.
+
+    >>> evenly(7, most=3), evenly(2, parts=3)
+    ((3, 2, 2), (1, 1, 0))
+
+    Args:
+        count: how many there are.
+        most: the largest size; None: `count`.
+        parts: how many sizes; None: as few as `most` allows.
+    """
+    if parts is None:
+        parts = 1 if most is None else -(-count // most)
+    each, larger = divmod(count, parts)
+    return (each + 1,) * larger + (each,) * (parts - larger)

@@ -12,9 +12,9 @@ from torch.utils.data import TensorDataset
 from stretto.data import DataSpec
 from stretto.data.fetching.fetch import Fetch
 from stretto.data.fetching.map_style import Chunks, MapSource, chunk_steps
-from stretto.data.fetching.shares import FetchedStep, Part, Plans, evenly
+from stretto.data.fetching.shares import FetchedStep, Part, Plans
 from stretto.data.fetching.workers import Workers
-from stretto.ordering import SampleOrder, share
+from stretto.ordering import SampleOrder, evenly, share
 from stretto.planning import StepPlan
 from stretto.timing import Timestamp
 
@@ -71,7 +71,7 @@ def test_ranks_cut_their_chunks_into_equally_many_micro_batches(
 
 @given(st.integers(1, 500), st.one_of(st.none(), st.integers(1, 50)))
 def test_pieces_are_even(count: int, most: int | None) -> None:
-    sizes = evenly(count, most)
+    sizes = evenly(count, most=most)
     assert sum(sizes) == count
     assert max(sizes) - min(sizes) <= 1
     assert max(sizes) <= (most or count)

@@ -18,7 +18,6 @@ from stretto.data.fetching.shares import (
     FetchedStep,
     Part,
     Plans,
-    evenly,
     first_sample,
     pinned,
     share_sizes,
@@ -26,7 +25,7 @@ from stretto.data.fetching.shares import (
 from stretto.data.fetching.workers import Element, Workers, start_workers
 from stretto.data.spec import DataSpec
 from stretto.errors import DataError
-from stretto.ordering import SampleOrder, stream_start
+from stretto.ordering import SampleOrder, evenly, stream_start
 from stretto.planning import StepPlan
 
 _MOST_AHEAD = 1 << 14
@@ -183,7 +182,8 @@ def chunk_steps(source: MapSource, chunks: Chunks, plans: Plans) -> Iterator[Fet
                 number, chunk = number + 1, next(batches)
                 length = chunks.length(number)
                 source.check(chunk, length)
-            for count in evenly(min(end, (number + 1) * size) - place, part.micro_batch_size):
+            left = min(end, (number + 1) * size) - place
+            for count in evenly(left, most=part.micro_batch_size):
                 within = place - number * size
                 view = spec.take_samples(chunk, slice(within, within + count), length)
                 micro_batches.append((view, count))
@@ -208,7 +208,7 @@ def _most_micro_batches(part: Part, chunk_size: int, start: int, size: int) -> i
         end = stream_start(start + size, rank, world)
         while place < end:
             stop = min(end, place - place % chunk_size + chunk_size)
-            micro_batches += len(evenly(stop - place, part.micro_batch_size))
+            micro_batches += len(evenly(stop - place, most=part.micro_batch_size))
             place = stop
         most = max(most, micro_batches)
     return most

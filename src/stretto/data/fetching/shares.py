@@ -69,14 +69,3 @@ def pinned(batch: Any) -> Any:
 def first_sample(spec: DataSpec, batch: Any, num_samples: int) -> CountedBatch:
     """Return a dummy: one sample of a batch, with weight 0."""
     return spec.take_samples(batch, slice(0, 1), num_samples), 0
-
-
-def evenly(count: int, most: int | None) -> tuple[int, ...]:
-    """Return sizes of at most `most` that add up to `count` and differ by at most one.
-
-    >>> evenly(7, 3), evenly(7, None)
-    ((3, 2, 2), (7,))
-    """
-    parts = 1 if most is None else -(-count // most)
-    each, larger = divmod(count, parts)
-    return (each + 1,) * larger + (each,) * (parts - larger)

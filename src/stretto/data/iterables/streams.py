@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias, final
 
 from stretto.batching import Split
-from stretto.data.fetching.shares import CountedBatch, Part, evenly, first_sample, share_sizes
+from stretto.data.fetching.shares import CountedBatch, Part, first_sample, share_sizes
 from stretto.data.iterables.chunks import ChunkSource, Range
 from stretto.data.spec import DataSpec
 from stretto.errors import DataError
+from stretto.ordering import evenly
 
 Gather: TypeAlias = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 """Returns the values of every rank, in rank order; each rank must call it."""
@@ -144,7 +145,7 @@ class OwnStreams:
         taken = 0
         for one in self._source.take(count):
             start, taken = one.start, taken + one.size
-            for size in evenly(one.size, most):
+            for size in evenly(one.size, most=most):
                 part = slice(start, start + size)
                 batch = self._spec.take_samples(one.chunk.batch, part, one.chunk.num_samples)
                 self._micro_batches.append((batch, size))

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from stretto.data import DataSpec, StepLoader, move_batch
-from stretto.data.fetching.shares import evenly
 from stretto.data.spec import Collate
 from stretto.errors import TrainingError
+from stretto.ordering import evenly
 from stretto.runtime.gradients import is_fully_sharded
 from stretto.runtime.out_of_memory import attempt
 from stretto.runtime.random_state import RandomState
@@ -150,7 +150,7 @@ class Evaluator:
                 )
         sums: list[float] | None = None
         start = 0
-        for size in evenly(num_samples, self._most):
+        for size in evenly(num_samples, most=self._most):
             part = self._spec.take_samples(batch, slice(start, start + size), num_samples)
             results = self._in_chunks(part, size)
             sums = results if sums is None else _added(sums, results)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar, cast, final
 from torch import nn
 
 from stretto.data import DataSpec, MicroBatch, Step
-from stretto.data.fetching.shares import evenly
 from stretto.errors import DataError, TrainingError
+from stretto.ordering import evenly
 from stretto.runtime.gradients import is_fully_sharded
 from stretto.runtime.out_of_memory import attempt, is_out_of_memory, release_memory
 from stretto.runtime.rewind import Rewind
@@ -202,7 +202,7 @@ class SafetyNet:
         if count <= most or not micro.weight:
             return [micro]
         pieces, start = [], 0
-        for size in evenly(count, most):
+        for size in evenly(count, most=most):
             pieces.append(self._spec.cut(micro, slice(start, start + size)))
             start += size
         return pieces
