@@ -34,7 +34,7 @@ def test_the_cost_is_told_over_the_bare_loop_on_the_same_data_with_its_spread(be
     assert (own["ratio"], own["ratio_low"], own["ratio_high"]) == (1.4, 1.35, 1.45)
     assert (tensors["over_bare"], tensors["ratio"]) == (30, 1.15)
     text = step_cost.table([pair])
-    assert "+30.0      20.0 .. 40.0   1.150  1.100 .. 1.200    2.5" in text
+    assert "+30.0      20.0 .. 40.0    +10.0   1.150  1.100 .. 1.200    2.5" in text
 
 
 def test_both_kinds_of_data_are_measured_and_take_the_steps_of_their_bare_loop(bench: Any) -> None:

@@ -33,7 +33,7 @@ from stretto.integrations.meter import StepMeter
 from stretto.integrations.preparation import prepare as prepare_run
 from stretto.integrations.run import ExternalRun
 from stretto.integrations.scheduler import ClockScheduler
-from stretto.integrations.weights import Units, units_of
+from stretto.integrations.weights import Units, check_units, units_of
 from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
 
@@ -77,6 +77,7 @@ def prepare(
         StrettoError: the arguments do not fit; the message says what to write instead.
     """
     _check(accelerator, data)
+    check_units(units)
     if micro_batch_size is None and isinstance(data, DataLoader):
         micro_batch_size = data.batch_size
     spec = DataSpec.of(data)

@@ -8,11 +8,26 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch.distributed as dist
 
 from stretto.data import Step, count_target_tokens
+from stretto.errors import TrainingError, shown
 from stretto.runtime.collectives import all_sum, is_started
 from stretto.training.stepping.units import nothing_to_learn
 
 Units: TypeAlias = Literal["samples", "tokens"] | Callable[[Any], int]
 """What a loss is a mean over: samples, target tokens, or what a function counts in a batch."""
+
+
+def check_units(units: Units) -> None:
+    """Refuse what is no unit of a loss.
+
+    Raises:
+        TrainingError: it is none.
+    """
+    if units not in ("samples", "tokens") and not callable(units):
+        raise TrainingError.cannot(
+            f"weigh losses by {shown(units)}",
+            why="it names no units",
+            instead="write 'samples', 'tokens', or pass a function that counts a batch",
+        )
 
 
 class MicroBatchView(NamedTuple):

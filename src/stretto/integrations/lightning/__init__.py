@@ -29,9 +29,14 @@ from stretto.batching import PolicyLike, RuleLike
 from stretto.data import DataSpec
 from stretto.integrations.lightning.batches import MicroBatches
 from stretto.integrations.lightning.callback import FollowRun
-from stretto.integrations.lightning.checks import check_events, check_trainer, own_interval
+from stretto.integrations.lightning.checks import (
+    check_events,
+    check_trainer,
+    own_interval,
+    own_length,
+)
 from stretto.integrations.preparation import prepare
-from stretto.integrations.weights import Units
+from stretto.integrations.weights import Units, check_units
 from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
 
@@ -74,22 +79,23 @@ def attach(
         StrettoError: the trainer or the settings cannot be followed; the message says why.
     """
     when = every or {}
-    check_events(when)
     check_trainer(trainer)
-    epochs = f"{1000 if trainer.max_epochs is None else trainer.max_epochs}ep"
-    length = f"{trainer.max_steps}ba" if trainer.max_steps > 0 else epochs
+    check_events(when)
+    check_units(units)
+    FollowRun.leave(trainer)  # one that was attached before
+    evaluate = when["evaluate"] if "evaluate" in when else own_interval(trainer)
     run = prepare(
         DataSpec.of(dataloader),
         batch_size,
-        max_duration=max_duration or length,
+        max_duration=own_length(trainer) if max_duration is None else max_duration,
         schedules=schedules,
         rule=rule,
-        evaluate=when["evaluate"] if "evaluate" in when else own_interval(trainer),
+        evaluate=evaluate,
         checkpoint=when.get("save"),
         micro_batch_size=dataloader.batch_size if isinstance(dataloader, DataLoader) else None,
         loading=loading,
     )
     batches = MicroBatches(run, units)
     # First, so that other callbacks see the clock behind the step and the rates of the next one.
-    trainer.callbacks.insert(0, FollowRun(batches))
+    trainer.callbacks.insert(0, FollowRun(batches, ends_epochs=evaluate == "1ep"))
     return batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any, final
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from stretto.batching import NO_SIGNALS
-from stretto.errors import TrainingError
+from stretto.errors import CheckpointError, TrainingError
 from stretto.integrations import counts
 from stretto.integrations.lightning.batches import UNKNOWN, MicroBatches
 
@@ -22,11 +24,16 @@ from stretto.integrations.lightning.batches import UNKNOWN, MicroBatches
 class FollowRun(Callback):
     """Weighs the losses, moves the clock, and says when to evaluate and to save."""
 
-    def __init__(self, batches: MicroBatches) -> None:
+    def __init__(self, batches: MicroBatches, *, ends_epochs: bool) -> None:
         self._batches, self._run = batches, batches.run
+        self._ends_epochs = ends_epochs
+        """Whether to evaluate at the end of each epoch, as Lightning does by itself."""
         self._is_open = False
+        self._is_fit = True
         self._signals = NO_SIGNALS
         self._loss: Tensor | float = 0.0
+        self._kept: dict[str, Any] = {}
+        """The settings of the trainer that are changed during a fit."""
 
     @property
     def state_key(self) -> str:
@@ -37,19 +44,62 @@ class FollowRun(Callback):
         """Return the state of the run; an open step comes anew after a resume."""
         return self._run.state_dict()
 
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Note whether a checkpoint is loaded to train; one to validate does not move the run."""
+        self._is_fit = trainer.state.fn == TrainerFn.FITTING
+        if self._is_fit and self.state_key not in checkpoint.get("callbacks", {}):
+            raise CheckpointError.cannot(
+                "resume from a checkpoint without the state of stretto",
+                why="it does not say which samples were seen",
+                instead="load its weights alone, and leave ckpt_path out",
+            )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the run."""
-        self._is_open = bool(state_dict.get("open"))
-        self._run.load_state_dict(state_dict)
+        if self._is_fit:
+            self._is_open = bool(state_dict.get("open"))
+            self._run.load_state_dict(state_dict)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Set what the module and other callbacks read before the run is bound."""
-        if stage == "fit":
-            # Whether to evaluate is decided after each step; Lightning reads it after each batch.
-            trainer.check_val_every_n_epoch = None
-            # With these two, trainer.estimated_stepping_batches is the number of optimizer steps.
-            trainer.fit_loop.max_epochs = -1
-            trainer.fit_loop.epoch_loop.max_steps = self._run.num_steps.exact or -1
+        if stage != "fit":
+            return
+        loop = trainer.fit_loop
+        if not self._kept:
+            self._kept = {
+                "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
+                "max_epochs": loop.max_epochs,
+                "max_steps": loop.epoch_loop.max_steps,
+            }
+        # Whether to evaluate is decided after each step; Lightning reads it after each batch. Other
+        # callbacks read from it whether they act after epochs or after evaluations.
+        is_usual = self._ends_epochs or not trainer.enable_validation
+        trainer.check_val_every_n_epoch = 1 if is_usual else None
+        # With these two, trainer.estimated_stepping_batches is the number of optimizer steps.
+        loop.max_epochs = -1
+        loop.epoch_loop.max_steps = self._run.num_steps.exact or -1
+
+    @classmethod
+    def leave(cls, trainer: Trainer) -> None:
+        """Take the callback of an earlier run out of a trainer."""
+        for one in [one for one in trainer.callbacks if isinstance(one, cls)]:
+            one._restore(trainer)
+            trainer.callbacks.remove(one)
+
+    def _restore(self, trainer: Trainer) -> None:
+        """Give the trainer its own settings back."""
+        if self._kept:
+            trainer.check_val_every_n_epoch = self._kept["check_val_every_n_epoch"]
+            trainer.fit_loop.max_epochs = self._kept["max_epochs"]
+            trainer.fit_loop.epoch_loop.max_steps = self._kept["max_steps"]
+            trainer.reload_dataloaders_every_n_epochs, trainer.accumulate_grad_batches = 0, 1
+            self._kept = {}
+
+    def on_fit_end(self, trainer: Trainer, *_: Any) -> None:
+        """Give the trainer its own settings back."""
+        self._restore(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Bind the run: optimizers exist, and their saved state is not loaded yet."""
@@ -60,11 +110,14 @@ class FollowRun(Callback):
                 instead="return the optimizer alone, or pass schedules=None",
             )
         part = trainer.distributed_sampler_kwargs or {}
+        so_far = self._run.state_dict() if self._run.is_bound else None
         self._run.bind(
             trainer.optimizers,
             rank=part.get("rank", trainer.global_rank),
             world_size=part.get("num_replicas", trainer.world_size),
         )
+        if so_far is not None:  # a second fit goes on, as the trainer does
+            self._run.load_state_dict(so_far)
         if "noise" in self._run.loader.reads:
             is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
             is_manual = not pl_module.automatic_optimization
@@ -89,6 +142,12 @@ class FollowRun(Callback):
 
         An open step comes anew, and other ranks or micro-batches change the number of batches.
         """
+        if trainer.train_dataloader is not self._batches:
+            raise TrainingError.cannot(
+                "train on another dataloader",
+                why="a run is attached to this trainer",
+                instead="pass what attach() returned to trainer.fit",
+            )
         trainer.val_check_batch = UNKNOWN
         run, loop = self._run, trainer.fit_loop.epoch_loop
         num_samples = run.horizon.dataset_num_samples
@@ -109,10 +168,17 @@ class FollowRun(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         """Keep the dataloaders during the epoch."""
+        if trainer.fit_loop.max_batches == UNKNOWN:
+            trainer.fit_loop.max_batches = math.inf  # for progress bars
         trainer.reload_dataloaders_every_n_epochs = 0
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         """Have Lightning read the length of the next epoch."""
+        if trainer.fit_loop.max_batches == math.inf:  # it has not seen which batch was the last
+            trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+            trainer.fit_loop.epoch_loop.update_lr_schedulers(
+                "epoch", update_plateau_schedulers=False
+            )
         trainer.reload_dataloaders_every_n_epochs = 1
 
     # Lightning calls each hook that is callable, which costs 6 us, even if it does nothing.
@@ -158,6 +224,17 @@ class FollowRun(Callback):
             saver = trainer.checkpoint_callback
             folder = getattr(saver, "dirpath", None) or Path(trainer.default_root_dir)
             trainer.save_checkpoint(Path(folder) / f"sample={self._run.timer.sample}.ckpt")
+
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        """Warn of a run that ends early because Lightning has counted more epochs."""
+        epochs = trainer.fit_loop.max_epochs or -1
+        if 0 < epochs <= trainer.current_epoch and not self._run.is_done:
+            now = self._run.timer.timestamp
+            warnings.warn(
+                f"the trainer ends after {trainer.current_epoch} epochs, and the run is at "
+                f"{now.get('sp')} of {self._run.horizon.max_duration}: an epoch was left early",
+                stacklevel=2,
+            )
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         """Give the policy the metric that it follows."""
