@@ -31,10 +31,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from stretto.batching import NoiseScale, Plateau
-from stretto.errors import StrettoError, TrainingError
+from stretto.errors import CheckpointError, StrettoError, TrainingError
 from stretto.integrations import prepare
 from stretto.integrations.lightning import attach
+from stretto.planning import plan
 from stretto.settings import Loading
+from stretto.timing import Horizon
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 IDS = toys.planned_ids()
@@ -248,6 +250,86 @@ def test_losses_whose_value_is_kept_for_backward_are_weighted() -> None:
     assert ids_of(module) == IDS
 
 
+def test_callbacks_act_after_epochs_without_validation(tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, "{epoch}-{step}")
+    stop = EarlyStopping("loss", patience=1, mode="max")
+    trainer = lightning_toys.make_trainer(save, stop)
+    batches = lightning_toys.follow(trainer, max_duration="6ep")
+    trainer.fit(lightning_toys.Module(), batches)
+    last = f"epoch={trainer.current_epoch - 1}-step={trainer.global_step}.ckpt"
+    assert [path.name for path in tmp_path.iterdir()] == [last]
+    assert trainer.current_epoch < 6
+    assert trainer.check_val_every_n_epoch == 1
+
+
+def test_a_second_fit_goes_on_where_its_checkpoint_was_written(tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = lightning_toys.make_trainer(save)
+    batches = lightning_toys.follow(trainer)
+    validation = DataLoader(toys.rows(), 50)
+    trainer.fit(lightning_toys.Module(), batches, validation)
+    module = lightning_toys.Module()
+    trainer.fit(module, batches, validation, ckpt_path=tmp_path / "step=9.ckpt")
+    assert ids_of(module) == IDS[9:]
+    assert (trainer.global_step, batches.run.timer.batch) == (len(IDS), len(IDS))
+
+
+def test_a_checkpoint_that_is_validated_does_not_move_the_run(whole: Any) -> None:
+    trainer = lightning_toys.make_trainer()
+    batches, module = lightning_toys.follow(trainer), lightning_toys.Module()
+    validation = DataLoader(toys.rows(), 50)
+    trainer.validate(module, validation, ckpt_path=whole[3] / "step=9.ckpt")
+    module.validated.clear()
+    trainer.fit(module, batches, validation)
+    assert ids_of(module) == IDS
+
+
+@pytest.mark.parametrize("policy", [9, "0sp:8 125sp:31"])
+def test_samples_may_be_dropped_at_the_end_of_an_epoch(policy: Any) -> None:
+    trainer = lightning_toys.make_trainer()
+    loading = Loading(seed=toys.SEED, last_batch="drop")
+    batches = lightning_toys.follow(trainer, policy=policy, loading=loading)
+    module = lightning_toys.Module()
+    trainer.fit(module, batches, DataLoader(toys.rows(), 50))
+    planned = plan(Horizon("2ep", dataset_num_samples=toys.N, last_batch="drop"), policy)
+    assert [len(step) for step in module.steps] == [one.size for one in planned.batches()]
+    assert len(module.validated) == 2
+
+
+def test_epoch_schedulers_step_over_data_of_unknown_length() -> None:
+    class Stream:
+        def __iter__(self) -> Any:
+            return iter([toys.rows()[start : start + 30] for start in range(0, toys.N, 30)])
+
+    class Scheduled(lightning_toys.Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    trainer, module = lightning_toys.make_trainer(), Scheduled()
+    trainer.fit(module, attach(trainer, Stream(), 8))
+    assert sorted(set(module.rates)) == [5e-4, 1e-3]
+
+
+def test_another_dataloader_or_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
+    stock = lightning_toys.make_trainer()
+    stock.fit(lightning_toys.Module(), DataLoader(toys.rows(), 50))
+    stock.save_checkpoint(tmp_path / "stock.ckpt")
+    trainer = lightning_toys.make_trainer()
+    batches = lightning_toys.follow(trainer)
+    with pytest.raises(TrainingError, match="another dataloader"):
+        trainer.fit(lightning_toys.Module(), DataLoader(toys.rows(), 8))
+    with pytest.raises(CheckpointError, match="without the state of stretto"):
+        trainer.fit(lightning_toys.Module(), batches, ckpt_path=tmp_path / "stock.ckpt")
+
+
+def test_a_trainer_may_be_attached_again() -> None:
+    trainer, module, _ = lightning_toys.train(max_duration="1ep")
+    batches = lightning_toys.follow(trainer, policy=16)
+    trainer.fit(module, batches, DataLoader(toys.rows(), 50))
+    assert len(module.steps[-2]) == 16
+
+
 @pytest.mark.parametrize(
     ("settings", "callbacks", "why"),
     [
@@ -256,6 +338,9 @@ def test_losses_whose_value_is_kept_for_backward_are_weighted() -> None:
         ({"overfit_batches": 2}, [], "overfit_batches"),
         ({"reload_dataloaders_every_n_epochs": 1}, [], "reload_dataloaders"),
         ({"val_check_interval": 5}, [], "val_check_interval=5"),
+        ({"limit_train_batches": 1}, [], "limit_train_batches=1"),
+        ({"fast_dev_run": True}, [], "fast_dev_run"),
+        ({"max_steps": 100}, [], "max_epochs=2, max_steps=100"),
         ({}, [GradientAccumulationScheduler({1: 2})], "GradientAccumulationScheduler"),
         ({}, [StochasticWeightAveraging(1e-2)], "StochasticWeightAveraging"),
     ],
