@@ -11,6 +11,9 @@ from stretto.planning.sizes import Segment
 from stretto.timing import Timestamp, TimeUnit
 from stretto.timing.batch_sizes import EqualBatches
 
+UNKNOWN = 2**40
+"""Used where a framework needs a number that is not known. No epoch has as many batches."""
+
 
 class Count(NamedTuple):
     """A number of steps or micro-batches, exact or between two bounds.

@@ -8,7 +8,23 @@ from typing import Any, final
 
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
+from stretto.data import Step
 from stretto.errors import DataError
+from stretto.integrations.run import ExternalRun
+
+
+def counted_steps(run: ExternalRun) -> Iterator[Step]:
+    """Yield the steps of an epoch to a framework that counts them and does not ask for more.
+
+    If the last samples of an epoch are dropped, the run finds its end when it is asked for the
+    next step. So the first pass over the next epoch may find only that end.
+    """
+    is_empty = True
+    for step in run.steps():
+        is_empty = False
+        yield step
+    if is_empty and run.step is not None:
+        yield from run.steps()
 
 
 @final

@@ -28,7 +28,6 @@ from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike
 from stretto.data import DataSpec
 from stretto.errors import TrainingError
 from stretto.integrations.composer.batches import (
-    UNKNOWN,
     Steps,
     check_size,
     ends_epoch,
@@ -41,7 +40,7 @@ from stretto.integrations.composer.checks import (
     check_trainer,
 )
 from stretto.integrations.composer.noise import Noise
-from stretto.integrations.counts import smallest_step
+from stretto.integrations.counts import UNKNOWN, smallest_step
 from stretto.integrations.preparation import prepare
 from stretto.integrations.run import ExternalRun
 from stretto.settings import Loading

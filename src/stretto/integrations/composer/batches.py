@@ -11,9 +11,7 @@ from stretto.data.containers import join_samples
 from stretto.errors import TrainingError
 from stretto.integrations.counts import end_of, steps_between
 from stretto.integrations.run import ExternalRun
-
-UNKNOWN = 2**40
-"""Stands for a number of steps that is not known; more than any epoch has."""
+from stretto.integrations.stock import counted_steps
 
 
 @final
@@ -52,17 +50,7 @@ class Steps:
         if self.is_over:
             self.is_over = False
             return
-        is_empty = True
-        for batch in self._batches():
-            is_empty = False
-            yield batch
-        if is_empty and self._run.step is not None:
-            # Composer has not asked for more than its steps, so the end of the last epoch, with
-            # samples that are dropped, is found only now.
-            yield from self._batches()
-
-    def _batches(self) -> Iterator[Any]:
-        for step in self._run.steps():
+        for step in counted_steps(self._run):
             check_size(step.size, self._run.loader.world_size)
             own = [micro for micro in step if micro.num_samples]
             yield join_samples([one.batch for one in own], [one.num_samples for one in own])

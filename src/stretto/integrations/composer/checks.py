@@ -95,7 +95,7 @@ def check_fit(run: ExternalRun, state: State) -> None:
     if ours != theirs:
         raise TrainingError.cannot(
             f"continue at batch {theirs} of Composer with a run at batch {ours}",
-            why="the checkpoint has no state of Stretto, or fit() was told to reset the time",
+            why="the checkpoint has no state of Stretto, or you called fit(reset_time=True)",
             instead="make a new Trainer, with load_weights_only=True for such a checkpoint",
         )
     metrics = {f"{one.label}/{name}" for one in state.evaluators for name in one.metric_names}

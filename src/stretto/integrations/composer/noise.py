@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import final
 
 from composer import State
+from composer.core import Precision
 
 from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import MicroBatch, Step
@@ -50,9 +51,8 @@ class Noise:
         """Stop measuring; after the last pass of a step, read what was measured."""
         self._open.__exit__(None, None, None)
         if not self._micros:
-            scaler = state.scaler
-            is_scaled = scaler is not None and scaler.is_enabled() and scaler._scale is not None
-            self.signals = self._meter.signals(scaler.get_scale() if is_scaled else 1.0)
+            is_scaled = state.precision is Precision.AMP_FP16 and state.scaler is not None
+            self.signals = self._meter.signals(state.scaler.get_scale() if is_scaled else 1.0)
 
     def end(self, state: State) -> Signals:
         """Return what the step measured."""

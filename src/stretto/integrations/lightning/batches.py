@@ -9,14 +9,12 @@ from typing import Any, Self, final
 
 from lightning.pytorch import Trainer
 
-from stretto.data import Step
 from stretto.errors import TrainingError
+from stretto.integrations.counts import UNKNOWN
 from stretto.integrations.meter import StepMeter
 from stretto.integrations.run import ExternalRun
+from stretto.integrations.stock import counted_steps
 from stretto.integrations.weights import Units
-
-UNKNOWN = 2**40
-"""Stands for a number of batches that is not known; more than any epoch has."""
 
 
 @final
@@ -60,7 +58,7 @@ class MicroBatches:
         return UNKNOWN if exact is None else exact
 
     def __iter__(self) -> Iterator[Any]:
-        for step in self._steps():
+        for step in counted_steps(self.run):
             meter = self.meter
             micros = step.micro_batches if meter is None else meter.micro_batches(step)
             weights = (
@@ -75,16 +73,6 @@ class MicroBatches:
                     self.watch = meter.watch(micro, is_last=number == last)
                 self._begin()
                 yield micro.batch
-
-    def _steps(self) -> Iterator[Step]:
-        is_empty = True
-        for step in self.run.steps():
-            is_empty = False
-            yield step
-        if is_empty and not self.run.is_done:
-            # Lightning has not asked for more than its batches, so the end of the last epoch, with
-            # samples that are dropped, is found only now.
-            yield from self.run.steps()
 
     def _begin(self) -> None:
         """Tell the trainer the weight of the next micro-batch, and where in its step it is."""

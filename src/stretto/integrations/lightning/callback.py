@@ -17,7 +17,8 @@ from torch import Tensor
 from stretto.batching import NO_SIGNALS
 from stretto.errors import CheckpointError, TrainingError
 from stretto.integrations import counts
-from stretto.integrations.lightning.batches import UNKNOWN, MicroBatches
+from stretto.integrations.counts import UNKNOWN
+from stretto.integrations.lightning.batches import MicroBatches
 
 
 @final
@@ -116,7 +117,7 @@ class FollowRun(Callback):
             rank=part.get("rank", trainer.global_rank),
             world_size=part.get("num_replicas", trainer.world_size),
         )
-        if so_far is not None:  # a second fit goes on, as the trainer does
+        if so_far is not None:  # a second fit continues, as the trainer does
             self._run.load_state_dict(so_far)
         if "noise" in self._run.loader.reads:
             is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
@@ -133,6 +134,7 @@ class FollowRun(Callback):
             self.on_after_backward = self._on_after_backward
             self.on_before_optimizer_step = self._on_before_optimizer_step
         self._batches.follow(trainer, is_open=self._is_open)
+        self._is_open = False
         end, num_samples = counts.end_of(self._run.prepared), self._run.horizon.dataset_num_samples
         trainer.fit_loop.epoch_loop.max_steps = -1
         trainer.fit_loop.max_epochs = math.ceil(end / num_samples) if end and num_samples else -1
