@@ -12,6 +12,7 @@ from stretto.memory.finding.result import Estimator
 from stretto.memory.measuring.calibration import Overhead
 from stretto.memory.measuring.limits import MemoryLimit
 from stretto.memory.measuring.probe import Probe
+from stretto.memory.prediction.cuda.prediction import CudaPrediction
 from stretto.memory.search import CandidateSizes, Found, search
 from stretto.runtime.out_of_memory import Attempt, attempt
 
@@ -89,6 +90,8 @@ class EstimatorRunner:
         own: list[Found] = []
 
         def fits(size: int) -> bool:
+            if isinstance(estimator, CudaPrediction) and overhead is None:
+                return estimator.fits(size, usable)
             return needs(estimator, overhead, size) <= usable
 
         def find() -> int:
@@ -101,7 +104,9 @@ class EstimatorRunner:
                     instead="make the model or its samples smaller, or give it more memory",
                 )
             guess = estimator.guess(usable)
-            own[:] = [search(fits, self._sizes, guess=guess, within=0.0 if guess is None else NEAR)]
+            is_costly = guess is not None
+            within = NEAR if is_costly else 0.0
+            own[:] = [search(fits, self._sizes, guess=guess, within=within)]
             return own[0].size
 
         for _ in range(MOST_MENDS):

@@ -25,7 +25,8 @@ from stretto.memory.measuring.calibration import Overhead, RetainedMemory
 from stretto.memory.measuring.limits import MemoryLimit, allocated_bytes, free_memory
 from stretto.memory.measuring.probe import Probe, probe
 from stretto.memory.measuring.trial import WARM_UP_SIZE, Trials, trials
-from stretto.memory.prediction.predict import Certainty, predict
+from stretto.memory.prediction.certainty import Certainty
+from stretto.memory.prediction.predict import predict
 from stretto.memory.prediction.trace import step_tensors
 from stretto.memory.search import CandidateSizes, Found, search
 from stretto.memory.step import WholeStep

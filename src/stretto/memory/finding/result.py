@@ -9,10 +9,12 @@ from typing import Any, NamedTuple, TypeAlias, final
 from stretto.memory.amounts import show_bytes
 from stretto.memory.measuring.limits import MemoryLimit
 from stretto.memory.measuring.probe import Probe
-from stretto.memory.prediction.predict import Certainty, Prediction
+from stretto.memory.prediction.certainty import Certainty
+from stretto.memory.prediction.cuda.prediction import CudaPrediction
+from stretto.memory.prediction.predict import Prediction
 from stretto.memory.search import CandidateSizes
 
-Estimator: TypeAlias = Prediction | Probe
+Estimator: TypeAlias = Prediction | CudaPrediction | Probe
 """Estimates the memory of a step."""
 
 

@@ -10,9 +10,10 @@ from stretto.errors import FitError
 from stretto.memory.measuring.limits import allocated_bytes, bounded, free_memory
 from stretto.memory.measuring.real import record_step
 from stretto.memory.measuring.sandbox import sandbox
+from stretto.memory.prediction.certainty import Certainty
 from stretto.memory.prediction.curve import MemoryCurve, Peak
 from stretto.memory.prediction.fit import fit
-from stretto.memory.prediction.predict import SIZES, Certainty
+from stretto.memory.prediction.predict import SIZES
 from stretto.memory.prediction.trace import step_tensors
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep

@@ -9,8 +9,6 @@ from __future__ import annotations
 import bisect
 from typing import final
 
-from stretto.memory.prediction.curve import MemoryCurve
-
 _MIB = 1 << 20
 _ROUND = 512
 _SMALL = _MIB
@@ -20,8 +18,6 @@ _MEDIUM = 10 * _MIB
 """Below this size, a large block is cut from a segment of 20 MiB."""
 _MEDIUM_SEGMENT = 20 * _MIB
 _LARGE_ROUND = 2 * _MIB
-STEPS = 3
-"""Number of replayed steps; fragmentation settles in the first."""
 
 
 @final
@@ -34,7 +30,9 @@ class CachingAllocator:
     20
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.allocated = self.peak_allocated = 0
         self.reserved = 0
         self._next_address = 0
         # Blocks by address: (size, segment, is small). A segment begins where a block of it does.
@@ -45,14 +43,20 @@ class CachingAllocator:
         self._ends: dict[int, int] = {}
         self._segment_of: dict[int, int] = {}
 
-    def allocate(self, key: int, size: int) -> None:
+    @property
+    def peak_reserved(self) -> int:
+        return self.reserved
+
+    def allocate(self, key: int, size: int) -> bool:
         """Allocate a block for `key`."""
         if size == 0:
-            return
+            return True
         size = max(_ROUND, -(-size // _ROUND) * _ROUND)
         is_small = size <= _SMALL
         block = self._take(size, is_small=is_small)
         if block is None:
+            if self.limit is not None and self.reserved + _segment_size(size) > self.limit:
+                return False
             self._reserve(_segment_size(size), is_small=is_small)
             block = self._take(size, is_small=is_small)
             assert block is not None
@@ -64,6 +68,9 @@ class CachingAllocator:
             size = found
         self._used[address] = size, is_small
         self._addresses[key] = address
+        self.allocated += size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return True
 
     def free(self, key: int) -> None:
         """Free the block of `key` and merge it with free neighbours in its segment."""
@@ -71,6 +78,7 @@ class CachingAllocator:
         if address is None:
             return  # an allocation of 0 bytes
         size, is_small = self._used.pop(address)
+        self.allocated -= size
         segment = self._segment_of[address]
         before = self._ends.get(address)
         if before is not None and self._segment_of[before] == segment:
@@ -109,44 +117,6 @@ class CachingAllocator:
         pool = self._free[is_small]
         del pool[bisect.bisect_left(pool, (size, address))]
         return size
-
-
-def reserved(curve: MemoryCurve, size: int) -> int:
-    """Return the bytes that the caching allocator reserves for steps of that size.
-
-    The first step creates the optimizer state between blocks that it frees later.
-    """
-    allocator, counts = CachingAllocator(), curve.bytes_at(size)
-    kept = {
-        index
-        for index, one in enumerate(curve.allocations)
-        if one.place.phase == "before" and one.category != "batch"
-    }
-    late = {index for index in kept if curve.allocations[index].category == "optimizer"}
-
-    def allocate_all(indices: set[int]) -> None:
-        for index in sorted(indices):
-            allocator.allocate(index, counts[index])
-
-    allocate_all(kept - late)
-    for _ in range(STEPS):
-        live: set[int] = set()
-        for event in curve.events:
-            if late and event.place.phase == "optimizer":
-                allocate_all(late)
-                late = set()
-            index = event.allocation
-            if index in kept:
-                continue
-            if event.is_free:
-                live.discard(index)
-                allocator.free(index)
-            else:
-                allocator.allocate(index, counts[index])
-                live.add(index)
-        for index in live:
-            allocator.free(index)
-    return allocator.reserved
 
 
 def _segment_size(size: int) -> int:

@@ -34,12 +34,10 @@ class FakeValues:
 
     Args:
         value: the value of every element that is read.
-        on_cuda: whether the step runs on CUDA.
     """
 
-    def __init__(self, value: int = 0, *, on_cuda: bool = False) -> None:
+    def __init__(self, value: int = 0) -> None:
         self.value = value
-        self.on_cuda = on_cuda
         self.reads: dict[str, Place] = {}
         self.worst_cases: dict[str, Place] = {}
         self.scratch: dict[str, Place] = {}

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, final
-
-from torch import nn
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, final, overload
 
 from stretto.errors import FitError
-from stretto.memory.prediction.caching_allocator import reserved
+from stretto.memory.prediction.certainty import Certainty, is_compiled, judge
+from stretto.memory.prediction.cuda.gpu import gpu_named
+from stretto.memory.prediction.cuda.prediction import CudaPrediction, CudaRun
 from stretto.memory.prediction.curve import MemoryCurve, Peak
 from stretto.memory.prediction.fit import fit, settled
-from stretto.memory.prediction.modules import compiled_modules
-from stretto.memory.prediction.recording import Place, Recording
+from stretto.memory.prediction.recording import Recording
 from stretto.memory.prediction.tracer import Tracer
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
 
-Certainty = Literal["exact", "upper bound", "estimate", "extrapolated", "calibrated", "tried"]
 SIZES = (2, 3)
 """Recorded sizes. Never 1, because a dimension of 1 is broadcast."""
 MOST_RECORDINGS = 5
@@ -28,15 +26,14 @@ MOST_RECORDINGS = 5
 class Prediction:
     """The predicted memory of a step, with its certainty; made by `predict`."""
 
-    def __init__(self, runs: list[_Run], *, is_compiled: bool, for_cuda: bool) -> None:
+    def __init__(self, runs: list[_Run], *, is_compiled: bool) -> None:
         self._runs = runs
         self._is_compiled = is_compiled
-        self._for_cuda = for_cuda
 
     @property
     def certainty_if_verified(self) -> Certainty:
         """The certainty for a verified size: `exact`, `upper bound` or `estimate`."""
-        return "estimate" if self._for_cuda else self._judged()[0]
+        return self._judged()[0]
 
     def certainty(self, size: int) -> Certainty:
         """Return the certainty for a size.
@@ -51,8 +48,6 @@ class Prediction:
     @property
     def reason(self) -> str:
         """Why it has this certainty."""
-        if self._for_cuda:
-            return "CUDA was simulated; memory outside its caching allocator comes on top"
         return self._judged()[1]
 
     @property
@@ -70,12 +65,7 @@ class Prediction:
         return max((run.curve_at(size) for run in self._runs), key=lambda curve: curve.peak(size))
 
     def peak(self, size: int) -> int:
-        """Return the peak memory of a step of that size, in bytes.
-
-        For CUDA, it is the memory that the caching allocator reserves.
-        """
-        if self._for_cuda:
-            return max(reserved(run.curve_at(size), size) for run in self._runs)
+        """Return the peak memory of a step of that size, in bytes."""
         return max(run.curve_at(size).peak(size) for run in self._runs)
 
     def at(self, size: int) -> Peak:
@@ -104,37 +94,15 @@ class Prediction:
         return all(verified)
 
     def _judged(self) -> tuple[Certainty, str]:
-        """Return the certainty of the runs, and why."""
-        scratch, reads, worst = (
-            _places([getattr(run.fake_values, what) for run in self._runs])
-            for what in ("scratch", "reads", "worst_cases")
-        )
-        # Optimizers read values to scale or skip the update; the larger run includes the update.
-        reads = [place for place in reads if place.phase != "optimizer"]
-        doubts = []
-        if scratch:
-            where = f"in {_listed(scratch)}, which is bounded from above"
-            doubts.append(f"kernels allocate for themselves {where}")
-        if reads:
-            doubts.append(f"values are read in {_listed(reads)}: it was taken with 0 and with 1")
-        if doubts:
-            return "estimate", "; ".join(doubts)
-        if self._is_compiled:
-            return "upper bound", "compiled code was followed as if it were not"
-        if worst:
-            where = f"in {_listed(worst)}: they were taken as the largest"
-            return "upper bound", f"shapes depend on values {where}"
-        return "exact", "every allocation of the step was followed on fake tensors"
+        return judge([run.fake_values for run in self._runs], is_compiled=self._is_compiled)
 
 
 @final
 class _Run:
     """Fake steps of several sizes, all with the same value for elements that are read."""
 
-    def __init__(
-        self, step: WholeStep, make_batch: Callable[[int], Any], value: int, *, for_cuda: bool
-    ) -> None:
-        self.tracer = Tracer(step, make_batch, value, for_cuda=for_cuda)
+    def __init__(self, step: WholeStep, make_batch: Callable[[int], Any], value: int) -> None:
+        self.tracer = Tracer(step, make_batch, value)
         self.fake_values = self.tracer.fake_values
         self.verified: dict[int, MemoryCurve] = {}
         first, steady = (self.tracer.record(size) for size in SIZES)
@@ -200,14 +168,42 @@ class _Run:
         self._curve = curve if is_right else None
 
 
+Made = TypeVar("Made", _Run, CudaRun)
+
+
+@overload
+def predict(
+    step: TrainStep | WholeStep,
+    make_batch: Callable[[int], Any],
+    *,
+    device: Literal["cpu"] | None = None,
+    gpu: str | None = None,
+    accumulation: int = 1,
+    measures_noise: bool = False,
+) -> Prediction: ...
+
+
+@overload
+def predict(
+    step: TrainStep | WholeStep,
+    make_batch: Callable[[int], Any],
+    *,
+    device: Literal["cuda"],
+    gpu: str | None = None,
+    accumulation: int = 1,
+    measures_noise: bool = False,
+) -> CudaPrediction: ...
+
+
 def predict(
     step: TrainStep | WholeStep,
     make_batch: Callable[[int], Any],
     *,
     device: Literal["cpu", "cuda"] | None = None,
+    gpu: str | None = None,
     accumulation: int = 1,
     measures_noise: bool = False,
-) -> Prediction:
+) -> Prediction | CudaPrediction:
     """Predict the memory of a training step for any batch size, without allocating it.
 
     The step runs on fake tensors with batches of 2 and 3 samples. Every allocation is traced, and
@@ -231,7 +227,8 @@ def predict(
         make_batch: makes a micro-batch of a given size. It is called under the fake mode, so a
             large batch costs nothing.
         device: the device type to predict for. Default: only the bytes of tensors. `cuda` needs no
-            GPU: its kernels and its caching allocator are simulated, so the result is an estimate.
+            GPU: its kernels and its caching allocator are simulated, for each size anew.
+        gpu: the kind of GPU, such as `"a100"`. Default: `"h100"`.
         accumulation: micro-batches per step. From the second on, gradients exist during the
             forward pass.
         measures_noise: whether the gradient of each micro-batch is kept apart before it is
@@ -239,35 +236,29 @@ def predict(
 
     Raises:
         FitError: the step cannot run on fake tensors; the message says why.
+        ConfigError: an environment variable with settings of the allocator cannot be read.
     """
     whole = WholeStep.of(step, accumulation=accumulation, measures_noise=measures_noise)
-    runs: list[_Run] = []
+    if device == "cuda":
+        kind = gpu_named(gpu)
+        runs = _with_each_value(lambda value: CudaRun(whole, make_batch, value, kind))
+        return CudaPrediction(runs, is_compiled=is_compiled(whole), gpu=kind)
+    own = _with_each_value(lambda value: _Run(whole, make_batch, value))
+    return Prediction(own, is_compiled=is_compiled(whole))
+
+
+def _with_each_value(make: Callable[[int], Made]) -> list[Made]:
+    """Trace with 0 for each value that is read, and with 1 if any is."""
+    runs: list[Made] = []
     failure: FitError | None = None
     for value in (0, 1):
         try:
-            runs.append(_Run(whole, make_batch, value, for_cuda=device == "cuda"))
+            runs.append(make(value))
         except FitError as error:
             failure = error
         if runs and not runs[0].fake_values.reads:
-            break  # no value is read, so a second run would be the same
+            break
     if not runs:
         assert failure is not None
         raise failure
-    is_compiled = any(map(_is_compiled, vars(whole.step).values()))
-    return Prediction(runs, is_compiled=is_compiled, for_cuda=device == "cuda")
-
-
-def _is_compiled(part: object) -> bool:
-    """Return whether a part of a step runs as compiled code."""
-    # torch has no public name for the mark of a compiled function.
-    is_function = hasattr(part, "_torchdynamo_orig_callable")
-    return is_function or (isinstance(part, nn.Module) and bool(compiled_modules(part)))
-
-
-def _places(found: list[Mapping[str, Place]]) -> list[Place]:
-    return list(dict.fromkeys(place for one in found for place in one.values()))
-
-
-def _listed(places: list[Place]) -> str:
-    names = list(dict.fromkeys(place.module or f"the {place.phase}" for place in places))
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return runs

@@ -14,6 +14,7 @@ Category = Literal[
     "batch",
     "activations",  # of the forward pass, saved for the backward pass
     "temporaries",
+    "workspaces",  # of cuBLAS, kept from their first use on
     "other",  # other memory from before the step, such as a teacher in the loss function
 ]
 

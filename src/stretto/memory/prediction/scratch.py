@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -30,29 +30,48 @@ CONVOLUTIONS = {
 }
 
 
-def scratch_bytes(func: Any, args: Sequence[Any], result: Any, *, on_cuda: bool) -> int:
-    """Return an upper bound of the scratch memory of an operation, in bytes.
+@final
+class Cpu:
+    """The memory of operations on a CPU; see `TracedDevice`."""
+
+    def scratch(self, func: Any, args: Sequence[Any], result: Any) -> Sequence[Sequence[int]]:
+        """Return upper bounds of the scratch memory of an operation, in bytes."""
+        count = scratch_bytes(func, args, result)
+        return [[count]] if count else []
+
+    def result_bytes(self, _func: Any, _args: Sequence[Any]) -> None:
+        """Return None: results have the size of their elements."""
+
+    def kept(self, _func: Any, _phase: str) -> None:
+        """Return None: no operation keeps memory."""
+
+    def is_on_host(self, _func: Any, _tensor: Tensor) -> bool:
+        """Return False: all tensors are on the same device."""
+        return False
+
+
+def scratch_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
+    """Return an upper bound of the scratch memory of an operation on a CPU, in bytes.
 
     Args:
         func: the operation.
         args: its arguments.
         result: its result.
-        on_cuda: whether it runs on CUDA, where only copies of convolutions are counted.
 
     >>> x, weight = torch.ones(2, 16, 8, 8), torch.ones(16, 16, 1, 1)
     >>> call = (x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     >>> conv = torch.ops.aten.convolution.default
-    >>> scratch_bytes(conv, call, conv(*call), on_cuda=False) == 4 * (2 * x.numel() + 16 * 16)
+    >>> scratch_bytes(conv, call, conv(*call)) == 4 * (2 * x.numel() + 16 * 16)
     True
     """
-    if func in _MEANS and args[0].dtype in _HALF and not on_cuda:
+    if func in _MEANS and args[0].dtype in _HALF:
         return 4 * int(args[0].numel())
     if func not in CONVOLUTIONS:
         return 0
     results = result if isinstance(result, tuple) else (result,)
     tensors = [one for one in (*args[:3], *results) if isinstance(one, Tensor)]
     weight, dilation, transposed = (args[position] for position in CONVOLUTIONS[func])
-    if on_cuda or _is_blocked(weight.dtype):
+    if _is_blocked(weight.dtype):
         return sum(map(_in_blocks, tensors))
     # The unfolding path; sample by sample if dilated or transposed.
     is_forward = func is _aten.convolution.default

@@ -6,11 +6,11 @@ import contextlib
 import gc
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any, final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,12 +18,31 @@ from stretto.data.containers import nodes
 from stretto.memory.prediction.fake_values import FakeValues
 from stretto.memory.prediction.modules import ModuleWatch
 from stretto.memory.prediction.recording import Allocation, Category, Event, Place, Recording
-from stretto.memory.prediction.scratch import scratch_bytes
 from stretto.memory.step import WholeStep
 
 _DEVICE = torch.ops.prim.device.default
 _LIFT = torch.ops.aten.lift_fresh.default
 BEFORE = Place("before", "")
+
+
+class TracedDevice(Protocol):
+    """How operations use the memory of a device, beyond the elements of their results."""
+
+    def scratch(self, func: Any, args: Sequence[Any], result: Any) -> Sequence[Sequence[int]]:
+        """Return the blocks that the kernel allocates for itself, in bytes.
+
+        Those of a group are allocated together, and freed before the next group. The number of
+        blocks does not depend on the batch size, so that recordings can be compared.
+        """
+
+    def result_bytes(self, func: Any, args: Sequence[Any]) -> int | None:
+        """Return the bytes of the result's storage; None: those of its elements."""
+
+    def kept(self, func: Any, phase: str) -> tuple[str, int] | None:
+        """Return the name and the bytes of a block that stays allocated from the first use on."""
+
+    def is_on_host(self, func: Any, tensor: Tensor) -> bool:
+        """Return whether a result of an operation is in the memory of the host."""
 
 
 @final
@@ -33,11 +52,13 @@ class StorageTrace(TorchDispatchMode):
     A storage is identified by its address. A weak reference reports when it is freed.
     """
 
-    def __init__(self, watch: ModuleWatch, fake_values: FakeValues) -> None:
+    def __init__(self, watch: ModuleWatch, fake_values: FakeValues, device: TracedDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake_values = fake_values
         self._watch = watch
-        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._device = device
+        self._live: dict[int, tuple[int, weakref.ref[Any], int]] = {}
+        self._kept: set[str] = set()
         self._phase = "before"
         self._allocations: list[Allocation] = []
         self._before: list[Event] = []
@@ -58,22 +79,25 @@ class StorageTrace(TorchDispatchMode):
                         self._find(item, "other")
         named = kwargs or {}
         result = self._fake_values.call(func, args, named, self._place)
+        count = self._device.result_bytes(func, args)
         if isinstance(result, Tensor):
-            self._see(result, func)
+            self._see(result, func, count)
         elif isinstance(result, (tuple, list)):
             for item in result:
                 if isinstance(item, Tensor):
-                    self._see(item, func)
-        scratch = scratch_bytes(func, args, result, on_cuda=self._fake_values.on_cuda)
-        if scratch:
-            self._pass(scratch, func)
+                    self._see(item, func, count)
+        kept = self._device.kept(func, self._phase)
+        if kept is not None and kept[0] not in self._kept:
+            self._keep(*kept)
+        for group in self._device.scratch(func, args, result):
+            self._pass(group, func)
         return result
 
     def enter(self, phase: str) -> None:
         """Start a phase."""
         if phase == "backward":
             # Memory of the forward pass that is still live is saved for the backward pass.
-            for index, _ in self._live.values():
+            for index, _, _ in self._live.values():
                 one = self._allocations[index]
                 if one.place.phase == "forward" and one.category == "temporaries":
                     self._allocations[index] = one._replace(category="activations")
@@ -92,26 +116,40 @@ class StorageTrace(TorchDispatchMode):
                 one = self._allocations[known[0]]
                 self._allocations[known[0]] = one._replace(category=category)
 
-    def recording(self, size: int) -> Recording:
+    def arrive(self, batch: Any) -> None:
+        """Record the allocation of a batch, between two steps."""
+        for tensor in tensors_in(batch):
+            if tensor.untyped_storage()._cdata not in self._live:
+                index = self._add(tensor.untyped_storage(), BEFORE, "", "batch")
+                self._events.append(Event(index, is_free=False, place=BEFORE))
+
+    def events(self) -> list[Event]:
+        """Return what has happened, in order."""
+        return [*self._before, *self._events]
+
+    def recording(self, size: int, events: Sequence[Event]) -> Recording:
         """Stop recording and return the recording."""
         self._live.clear()
-        return Recording(size, self._allocations, in_order([*self._before, *self._events]))
+        return Recording(size, self._allocations, events)
 
     def _find(self, tensor: Tensor, category: Category) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._live:
-            index = self._add(storage, BEFORE, "", category)
+            is_on_host = category == "optimizer" and self._device.is_on_host(None, tensor)
+            index = self._add(storage, BEFORE, "", category, 0 if is_on_host else None)
             self._before.append(Event(index, is_free=False, place=BEFORE))
 
-    def _see(self, tensor: Tensor, func: Any) -> None:
+    def _see(self, tensor: Tensor, func: Any, count: int | None) -> None:
         storage = tensor.untyped_storage()
         known = self._live.get(storage._cdata)
         if known is not None:
-            if self._allocations[known[0]].bytes == storage.nbytes():
+            if known[2] == storage.nbytes():
                 return
             self._free(storage._cdata)  # its memory was replaced, by resize_ or set_
         place = self._place
-        index = self._add(storage, place, str(func))
+        if self._device.is_on_host(func, tensor):
+            count = 0
+        index = self._add(storage, place, str(func), count=count)
         self._events.append(Event(index, is_free=False, place=place))
 
     def _add(
@@ -120,18 +158,29 @@ class StorageTrace(TorchDispatchMode):
         place: Place,
         source: str,
         category: Category = "temporaries",
+        count: int | None = None,
     ) -> int:
-        key, index = storage._cdata, len(self._allocations)
-        self._allocations.append(Allocation(storage.nbytes(), place, category, source))
-        self._live[key] = index, weakref.ref(storage, lambda _: self._free(key))
+        key, index, own = storage._cdata, len(self._allocations), storage.nbytes()
+        count = own if count is None else count
+        self._allocations.append(Allocation(count, place, category, source))
+        self._live[key] = index, weakref.ref(storage, lambda _: self._free(key)), own
         return index
 
-    def _pass(self, scratch: int, func: Any) -> None:
+    def _keep(self, name: str, count: int) -> None:
+        self._kept.add(name)
+        place = self._place
+        self._events.append(Event(len(self._allocations), is_free=False, place=place))
+        self._allocations.append(Allocation(count, place, "workspaces", name))
+
+    def _pass(self, group: Sequence[int], func: Any) -> None:
         """Record the scratch memory of an operation."""
         place = self._place
-        index = len(self._allocations)
-        self._allocations.append(Allocation(scratch, place, "temporaries", f"{func}, scratch"))
-        self._events += [Event(index, is_free, place) for is_free in (False, True)]
+        first = len(self._allocations)
+        source = f"{func}, scratch"
+        self._allocations += [Allocation(count, place, "temporaries", source) for count in group]
+        for is_free in (False, True):
+            indices = range(first, first + len(group))
+            self._events += [Event(index, is_free, place) for index in indices]
 
     def _free(self, key: int) -> None:
         known = self._live.pop(key, None)
@@ -155,25 +204,64 @@ def in_order(events: Iterable[Event]) -> list[Event]:
     return result
 
 
-def trace(step: WholeStep, batch: Any, size: int, *, fake_values: FakeValues) -> Recording:
+def trace(
+    step: WholeStep, batch: Any, size: int, *, fake_values: FakeValues, device: TracedDevice
+) -> Recording:
     """Run the fake `step` and return its allocations."""
+    with _tracing(step, fake_values, device) as (seen, run):
+        seen.find(tensors_in(batch), "batch")
+        run(batch)
+        return seen.recording(size, in_order(seen.events()))
+
+
+def trace_from_start(
+    step: WholeStep,
+    batches: Iterable[Any],
+    size: int,
+    *,
+    fake_values: FakeValues,
+    device: TracedDevice,
+) -> Recording:
+    """Run the first steps of a run, one for each batch, and return all allocations in order."""
+    with _tracing(step, fake_values, device) as (seen, run):
+        for batch in batches:
+            seen.arrive(batch)
+            run(batch)
+            del batch
+        return seen.recording(size, seen.events())
+
+
+@contextlib.contextmanager
+def _tracing(
+    step: WholeStep, fake_values: FakeValues, device: TracedDevice
+) -> Iterator[tuple[StorageTrace, Callable[[Any], None]]]:
+    """Yield a trace that knows the static tensors, and a function that runs a traced step."""
     watch = ModuleWatch()
-    seen = StorageTrace(watch, fake_values)
+    seen = StorageTrace(watch, fake_values, device)
     parameters = step.parameters
 
     def enter(phase: str) -> None:
         seen.name((p.grad for p in parameters if p.grad is not None), "gradients")
         seen.enter(phase)
 
-    seen.find(step.model.parameters(), "parameters")
+    def run(batch: Any) -> None:
+        with seen:
+            step.run(batch, enter=enter)
+            seen.name(state_tensors(step), "optimizer")
+
+    seen.find(_in_order_of_moving(step.model, "parameters"), "parameters")
     seen.find(parameters, "parameters")
-    seen.find(step.model.buffers(), "buffers")
+    seen.find(_in_order_of_moving(step.model, "buffers"), "buffers")
     seen.find(state_tensors(step), "optimizer")
-    seen.find(tensors_in(batch), "batch")
-    with watch.watching(step.model), uncollected(), seen:
-        step.run(batch, enter=enter)
-        seen.name(state_tensors(step), "optimizer")
-    return seen.recording(size)
+    with watch.watching(step.model), uncollected():
+        yield seen, run
+
+
+def _in_order_of_moving(model: nn.Module, what: str) -> Iterator[Tensor]:
+    """Yield tensors in the order in which `model.to(device)` moves them."""
+    for child in model.children():
+        yield from _in_order_of_moving(child, what)
+    yield from getattr(model, what)(recurse=False)
 
 
 def state_tensors(step: WholeStep) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -11,26 +11,31 @@ import torch
 
 from stretto.data import move_batch
 from stretto.errors import FitError, StrettoError, first_line
-from stretto.memory.prediction.cuda import CudaKernels, use_foreach
+from stretto.memory.prediction.cuda.device import Cuda
+from stretto.memory.prediction.cuda.gpu import Gpu
+from stretto.memory.prediction.cuda.kernels import cuda_kernels
 from stretto.memory.prediction.fake_copies import FakeCopies
 from stretto.memory.prediction.fake_values import FakeValues
 from stretto.memory.prediction.recording import Recording
-from stretto.memory.prediction.trace import trace
+from stretto.memory.prediction.scratch import Cpu
+from stretto.memory.prediction.trace import TracedDevice, trace, trace_from_start
 from stretto.memory.step import WholeStep
 from stretto.runtime.random_state import RandomState
+
+STEPS = 3
+"""Traced steps of a run on a GPU. The first creates the state of the optimizer between blocks that
+it frees later; the third allocates as all later ones do."""
 
 
 @final
 class Tracer:
     """Runs steps on fake copies of a model and its optimizer.
 
-    The first step creates the optimizer state, which later steps use.
-
     Args:
         step: the step. It is not modified.
         make_batch: makes a batch of a given size.
         value: the value of elements that are read from fake tensors.
-        for_cuda: whether to trace CUDA kernels.
+        gpu: the kind of GPU to trace for; None: the device of the step.
 
     Raises:
         FitError: the model cannot be copied.
@@ -42,40 +47,70 @@ class Tracer:
         make_batch: Callable[[int], Any],
         value: int = 0,
         *,
-        for_cuda: bool = False,
+        gpu: Gpu | None = None,
     ) -> None:
         self.num_steps = 0
-        self._device = "cuda" if step.device.type == "cuda" else "cpu"
-        self.fake_values = FakeValues(value, on_cuda=for_cuda or self._device == "cuda")
-        self._copies = FakeCopies(self._device)
+        self.fake_values = FakeValues(value)
+        self._label = "cuda" if step.device.type == "cuda" else "cpu"
+        self._real_step = step
         self._make_batch = make_batch
+        self._gpu = gpu
+        self._copy()
+
+    def record(self, size: int) -> Recording:
+        """Return the recording of a step with a batch of that size.
+
+        The first recording creates the optimizer state, which later ones use.
+
+        Raises:
+            FitError: the step cannot run on fake tensors.
+        """
+        with self._following(size):
+            batch = self._batch(size)
+            return trace(self._step, batch, size, fake_values=self.fake_values, device=Cpu())
+
+    def record_from_start(self, size: int) -> Recording:
+        """Return the recording of the first steps of a run on a GPU.
+
+        Raises:
+            FitError: the steps cannot run on fake tensors.
+        """
+        assert self._gpu is not None
+        if self.num_steps:
+            self._copy()  # without the optimizer state of the last recording
+        is_labelled_cpu = self._label == "cpu"
+        device: TracedDevice = Cuda(self._gpu, is_labelled_cpu=is_labelled_cpu)
+        kernels: AbstractContextManager[Any] = (
+            cuda_kernels(self._gpu) if is_labelled_cpu else contextlib.nullcontext()
+        )
+        with self._following(size), kernels:
+            batches = (self._batch(size) for _ in range(STEPS))
+            return trace_from_start(
+                self._step, batches, size, fake_values=self.fake_values, device=device
+            )
+
+    def _copy(self) -> None:
+        self._copies = FakeCopies(self._label)
         try:
-            self._step = self._copies.step(step)
+            self._step = self._copies.step(self._real_step)
         except Exception as error:  # copying a user's model may raise anything
             raise FitError.cannot(
                 "copy a model with fake tensors",
                 why=f"copy.deepcopy of the model fails: {first_line(error)}",
                 instead="probe with real steps, or give modules a __deepcopy__",
             ) from error
-        self._kernels: AbstractContextManager[Any] = contextlib.nullcontext()
-        if for_cuda and self._device == "cpu":
-            use_foreach(self._step.optimizers)
-            self._kernels = CudaKernels()
 
-    def record(self, size: int) -> Recording:
-        """Return the recording of a step with a batch of that size.
+    def _batch(self, size: int) -> Any:
+        return move_batch(self._copies.batch(self._make_batch(size)), self._label)
 
-        Raises:
-            FitError: the step cannot run on fake tensors.
-        """
+    @contextlib.contextmanager
+    def _following(self, size: int) -> Iterator[None]:
+        """Activate the fake mode, and explain errors."""
         self.num_steps += 1
         state = RandomState.now()
         try:
             with self._copies.entered(), torch.compiler.set_stance("force_eager"):
-                batch = self._copies.batch(self._make_batch(size))
-                batch = move_batch(batch, self._device)
-                with self._kernels:
-                    return trace(self._step, batch, size, fake_values=self.fake_values)
+                yield
         except StrettoError:
             raise
         except Exception as error:  # a user's model may raise anything

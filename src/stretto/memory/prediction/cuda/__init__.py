@@ -1,0 +1,1 @@
+"""Predict the memory of a step on a GPU, without one."""

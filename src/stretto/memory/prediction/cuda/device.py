@@ -1,0 +1,60 @@
+"""How operations use the memory of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from stretto.memory.prediction.cuda.gpu import Gpu
+from stretto.memory.prediction.cuda.scratch import kernel_scratch, multiplies, result_bytes
+
+_aten = torch.ops.aten
+_MAKES_NUMBERS_ON_HOST = {
+    None,  # a step count that an optimizer has had before
+    _aten.lift_fresh.default,  # torch.tensor(1.0)
+    _aten._scaled_dot_product_efficient_attention.default,  # the state of the generator
+}
+
+
+@final
+class Cuda:
+    """The memory of operations on a GPU; see `TracedDevice`.
+
+    Args:
+        gpu: the kind of GPU.
+        is_labelled_cpu: whether the traced tensors say that they are on a CPU, because this machine
+            has no GPU. Then numbers that stay on the host, such as the step counts of optimizers,
+            are recognized by how they are made.
+    """
+
+    def __init__(self, gpu: Gpu, *, is_labelled_cpu: bool) -> None:
+        self._gpu = gpu
+        self._is_labelled_cpu = is_labelled_cpu
+        self._workspace = gpu.workspace_bytes()
+
+    def scratch(self, func: Any, args: Sequence[Any], result: Any) -> Sequence[Sequence[int]]:
+        """Return the blocks that the kernel allocates for itself."""
+        return kernel_scratch(func, args, result, self._gpu)
+
+    def result_bytes(self, func: Any, args: Sequence[Any]) -> int | None:
+        """Return the bytes of the result's storage; None: those of its elements."""
+        return result_bytes(func, args)
+
+    def kept(self, func: Any, phase: str) -> tuple[str, int] | None:
+        """Return the cuBLAS workspace of the thread that multiplies.
+
+        Autograd runs backward passes on a thread of its own.
+        """
+        if not multiplies(func):
+            return None
+        thread = "autograd" if phase == "backward" else "main"
+        return f"cuBLAS workspace of the {thread} thread", self._workspace
+
+    def is_on_host(self, func: Any, tensor: Tensor) -> bool:
+        """Return whether a number stays in the memory of the host."""
+        if not self._is_labelled_cpu:
+            return tensor.device.type == "cpu"
+        return tensor.dim() == 0 and func in _MAKES_NUMBERS_ON_HOST

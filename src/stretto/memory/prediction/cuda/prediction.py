@@ -1,0 +1,200 @@
+"""The memory that steps need on a GPU, from traces on fake tensors and a model of the allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from stretto.memory.prediction.caching_allocator import CachingAllocator
+from stretto.memory.prediction.certainty import Certainty, judge
+from stretto.memory.prediction.cuda.gpu import Gpu
+from stretto.memory.prediction.curve import Peak
+from stretto.memory.prediction.fit import fit
+from stretto.memory.prediction.recording import Recording
+from stretto.memory.prediction.tracer import Tracer
+from stretto.memory.search import CandidateSizes, search
+from stretto.memory.step import WholeStep
+
+SIZES = (2, 3)
+"""Sizes of the first traces. Never 1, because a dimension of 1 is broadcast."""
+
+
+@final
+class CudaPrediction:
+    """The predicted memory of a step on a GPU; made by `predict`.
+
+    Each size that is asked about is traced, because kernels take scratch memory that is no
+    polynomial in the size.
+    """
+
+    def __init__(self, runs: list[CudaRun], *, is_compiled: bool, gpu: Gpu) -> None:
+        self._runs = runs
+        self._is_compiled = is_compiled
+        self.gpu = gpu
+        """The kind of GPU."""
+        self._fitting: dict[int, int] = {}
+
+    @property
+    def certainty_if_verified(self) -> Certainty:
+        """The certainty for a traced size: `estimate`, or `upper bound`."""
+        best, _ = self._judged()
+        return "estimate" if best == "exact" else best
+
+    def certainty(self, size: int) -> Certainty:  # noqa: ARG002  each size is traced
+        """Return the certainty for a size."""
+        return self.certainty_if_verified
+
+    @property
+    def reason(self) -> str:
+        """Why it has this certainty."""
+        best, why = self._judged()
+        done = f"the kernels of an {self.gpu.name.upper()} and its caching allocator were simulated"
+        return done if best == "exact" else f"{done}; {why}"
+
+    @property
+    def num_steps(self) -> int:
+        """Number of fake steps."""
+        return sum(run.num_steps for run in self._runs)
+
+    def peak(self, size: int) -> int:
+        """Return the bytes that the caching allocator reserves for a step of that size.
+
+        With less memory, it releases what is free and tries again; so a step may fit into less,
+        and if `fits` has shown that, it is what it returns.
+        """
+        reserved = max(run.reserved(size) for run in self._runs)
+        return min(reserved, self._fitting.get(size, reserved))
+
+    def allocated(self, size: int) -> int:
+        """Return the largest number of bytes in use at once, `torch.cuda.max_memory_allocated`."""
+        return max(run.allocated(size) for run in self._runs)
+
+    def fits(self, size: int, limit: int) -> bool:
+        """Return whether the allocator can serve a step of that size from `limit` bytes."""
+        if not all(run.fits(size, limit) for run in self._runs):
+            return False
+        self._fitting[size] = min(limit, self._fitting.get(size, limit))
+        return True
+
+    def at(self, size: int) -> Peak:
+        """Return the moment of the most bytes in tensors, and the allocations at that moment."""
+        peaks = (fit([run.recording(size)]).at(size) for run in self._runs)
+        return max(peaks, key=lambda peak: peak.bytes)
+
+    def guess(self, limit: int) -> int:
+        """Return roughly how many samples fit into `limit` bytes."""
+        return min(run.guess(limit) for run in self._runs)
+
+    def verify(self, size: int) -> bool:  # noqa: ARG002  each size is traced
+        """Return True: a size that is asked about has been traced."""
+        return True
+
+    def _judged(self) -> tuple[Certainty, str]:
+        return judge([run.fake_values for run in self._runs], is_compiled=self._is_compiled)
+
+
+@final
+class CudaRun:
+    """Traces of several sizes, all with the same value for elements that are read."""
+
+    def __init__(
+        self, step: WholeStep, make_batch: Callable[[int], Any], value: int, gpu: Gpu
+    ) -> None:
+        self._tracer = Tracer(step, make_batch, value, gpu=gpu)
+        self.fake_values = self._tracer.fake_values
+        self._recordings: dict[int, Recording] = {}
+        self._replays: dict[int, CachingAllocator] = {}
+        for size in SIZES:
+            self.recording(size)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of traces."""
+        return self._tracer.num_steps
+
+    def recording(self, size: int) -> Recording:
+        """Return the recording of the first steps with batches of that size."""
+        if size not in self._recordings:
+            self._recordings[size] = self._tracer.record_from_start(size)
+        return self._recordings[size]
+
+    def reserved(self, size: int) -> int:
+        """Return the most reserved bytes, with no limit."""
+        return self._replayed(size).peak_reserved
+
+    def allocated(self, size: int) -> int:
+        """Return the most bytes in blocks that are in use."""
+        return self._replayed(size).peak_allocated
+
+    def fits(self, size: int, limit: int) -> bool:
+        """Return whether the allocator can serve the steps from `limit` bytes."""
+        if self.reserved(size) <= limit:
+            return True
+        if self.allocated(size) > limit:
+            return False
+        return replay(self.recording(size), _bytes(self.recording(size)), limit) is not None
+
+    def guess(self, limit: int) -> int:
+        """Return roughly how many samples fit, from the two traced sizes that are nearest."""
+        first = self._extrapolated(limit, *SIZES)
+        if first <= max(SIZES):
+            return first
+        self.recording(first)
+        nearest = sorted(self._recordings, key=lambda size: abs(size - first))[:2]
+        return self._extrapolated(limit, *sorted(nearest))
+
+    def _extrapolated(self, limit: int, low: int, high: int) -> int:
+        """Return how many samples fit if each allocation grows with them in a straight line."""
+        model = self.recording(high)
+        ends = [_bytes(self.recording(size)) for size in (low, high)]
+        if len(ends[0]) != len(ends[1]):
+            ends = [_bytes(model), _bytes(model)]
+        slopes = [(b - a) / (high - low) for a, b in zip(*ends, strict=True)]
+        if not any(slope > 0 for slope in slopes):
+            return high
+
+        def fits(size: int) -> bool:
+            counts = [
+                max(0, round(count + slope * (size - high)))
+                for count, slope in zip(ends[1], slopes, strict=True)
+            ]
+            return replay(model, counts, limit) is not None
+
+        per_sample = max(1, (self.allocated(high) - self.allocated(low)) // (high - low))
+        start = max(1, high + (limit - self.reserved(high)) // per_sample)
+        if not fits(1):
+            return 1
+        return search(fits, CandidateSizes(), guess=start, within=0.001).size
+
+    def _replayed(self, size: int) -> CachingAllocator:
+        if size not in self._replays:
+            recording = self.recording(size)
+            replayed = replay(recording, _bytes(recording))
+            assert replayed is not None
+            self._replays[size] = replayed
+        return self._replays[size]
+
+
+def replay(
+    recording: Recording, counts: Sequence[int], limit: int | None = None
+) -> CachingAllocator | None:
+    """Give the allocations of a recording to the allocator; None: memory runs out.
+
+    Args:
+        recording: the order of allocations and frees.
+        counts: the bytes of each allocation.
+        limit: the bytes of the device.
+    """
+    allocator = CachingAllocator(limit)
+    allocate, free = allocator.allocate, allocator.free
+    for event in recording.events:
+        index = event.allocation
+        if event.is_free:
+            free(index)
+        elif not allocate(index, counts[index]):
+            return None
+    return allocator
+
+
+def _bytes(recording: Recording) -> list[int]:
+    return [one.bytes for one in recording.allocations]
