@@ -21,6 +21,7 @@ from stretto.memory.prediction.recording import Allocation, Category, Event, Pla
 from stretto.memory.step import WholeStep
 
 _DEVICE = torch.ops.prim.device.default
+_DROPOUT = torch.ops.aten.native_dropout.default
 _LIFT = torch.ops.aten.lift_fresh.default
 BEFORE = Place("before", "")
 
@@ -79,19 +80,22 @@ class StorageTrace(TorchDispatchMode):
                         self._find(item, "other")
         named = kwargs or {}
         result = self._fake_values.call(func, args, named, self._place)
+        self._see_all(func, args, result)
+        return result
+
+    def _see_all(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        """Record what an operation allocates: its results, and what its kernel needs."""
         count = self._device.result_bytes(func, args)
-        if isinstance(result, Tensor):
-            self._see(result, func, count)
-        elif isinstance(result, (tuple, list)):
-            for item in result:
-                if isinstance(item, Tensor):
-                    self._see(item, func, count)
+        items = result if isinstance(result, (tuple, list)) else (result,)
+        # The mask is allocated before the result.
+        for item in reversed(items) if func is _DROPOUT else items:
+            if isinstance(item, Tensor):
+                self._see(item, func, count)
         kept = self._device.kept(func, self._phase)
         if kept is not None and kept[0] not in self._kept:
             self._keep(*kept)
         for group in self._device.scratch(func, args, result):
             self._pass(group, func)
-        return result
 
     def enter(self, phase: str) -> None:
         """Start a phase."""

@@ -49,7 +49,7 @@ class _Call(NamedTuple):
 def attention(gpu: Gpu) -> Callable[..., Tensor]:
     """Return a function that replaces `scaled_dot_product_attention`."""
 
-    def run(
+    def run(  # noqa: PLR0917  as in ATen
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -113,7 +113,7 @@ def _flash(call: _Call) -> Tensor:
     )
     scale = call.scale if call.scale is not None else head**-0.5
     result: Tensor = _aten._scaled_dot_product_flash_attention(
-        query, key, value, call.dropout, call.is_causal, False, scale=scale
+        query, key, value, call.dropout, call.is_causal, scale=scale
     )[0]
     return result[..., :head] if missing else result
 

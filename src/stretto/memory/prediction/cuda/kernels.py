@@ -10,6 +10,7 @@ operations, in backward passes and in recomputation. They concern fake tensors o
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,70 +26,28 @@ from torch.utils import _foreach_utils
 
 from stretto.memory.prediction.cuda.attention import attention
 from stretto.memory.prediction.cuda.gpu import Gpu
+from stretto.memory.prediction.cuda.scratch import ROWS_PER_PARTIAL, sums_in_two_kernels
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 _LOCK = threading.RLock()
 """Held while kernels are replaced, for that concerns all threads."""
 _AUTOCAST_CPU = DispatchKeySet(DispatchKey.AutocastCPU)
-_PROMOTED = {
-    f"aten::{name}"
-    for name in [
-        "addcdiv",
-        "addcmul",
-        "atan2",
-        "bilinear",
-        "cross",
-        "dot",
-        "vdot",
-        "grid_sampler",
-        "index_put",
-        "tensordot",
-        "scatter_add",
-    ]
-}
+_PROMOTED = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+"""
 """Autocast computes these in the widest type of their arguments (ATen/autocast_mode.h)."""
-_IN_LOWER_PRECISION = {
-    f"aten::{name}"
-    for name in [
-        "_convolution.deprecated",
-        "_convolution",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_tbc",
-        "conv_transpose1d",
-        "conv_transpose2d.input",
-        "conv_transpose3d.input",
-        "convolution",
-        "prelu",
-        "addmm",
-        "addmv",
-        "addr",
-        "matmul",
-        "einsum",
-        "mm",
-        "mv",
-        "linalg_vecdot",
-        "linear",
-        "addbmm",
-        "baddbmm",
-        "bmm",
-        "chain_matmul",
-        "linalg_multi_dot",
-        "_thnn_fused_lstm_cell",
-        "_thnn_fused_gru_cell",
-        "lstm_cell",
-        "gru_cell",
-        "rnn_tanh_cell",
-        "rnn_relu_cell",
-        "_scaled_dot_product_flash_attention",
-        "scaled_dot_product_attention",
-        "cudnn_convolution",
-        "cudnn_convolution_transpose",
-    ]
-}
+_IN_LOWER_PRECISION = """
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+    conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum
+    mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
+    _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    _scaled_dot_product_flash_attention scaled_dot_product_attention cudnn_convolution
+    cudnn_convolution_transpose
+"""
 """Autocast computes these in bf16 or fp16, on a CPU as on CUDA."""
+_WITH_TYPE_APPENDED = {"norm.Scalar", "norm.ScalarOpt_dim"}
+"""Autocast calls another overload, whose memory is the same."""
 
 
 @contextlib.contextmanager
@@ -113,7 +72,7 @@ def _by_device(gpu: Gpu) -> dict[str, Callable[..., Any]]:
     return {
         "scaled_dot_product_attention": attention(gpu),
         "dropout": _dropout,
-        "rms_norm": _rms_norm,
+        "rms_norm": functools.partial(_rms_norm, gpu=gpu),
         "softmax.int": _softmax(_aten._softmax.default),
         "log_softmax.int": _softmax(_aten._log_softmax.default),
     }
@@ -139,31 +98,48 @@ def _dropout(tensor: Tensor, p: float, train: bool) -> Tensor:  # noqa: FBT001  
     """Save a mask of one byte per element; a CPU saves one of the input's type."""
     if p == 0 or not train or tensor.numel() == 0:
         return tensor
-    result: Tensor = _aten.native_dropout(tensor, p, True)[0]
+    result: Tensor = _aten.native_dropout(tensor, p, train)[0]
     return result
 
 
 def _softmax(kernel: Any) -> Callable[..., Tensor]:
     """Return a softmax that casts bf16 to float32 in the same kernel."""
 
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor, dim: int) -> Tensor:
+            result = torch.empty_like(tensor, dtype=torch.float32)
+            ctx.save_for_backward(result)
+            ctx.dtype = tensor.dtype
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            return torch.empty_like(ctx.saved_tensors[0], dtype=ctx.dtype), None
+
     def run(tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        is_fused = tensor.dtype in _HALF and dtype == torch.float32
-        if dtype is not None and not is_fused:
-            tensor = tensor.to(dtype)
-        result: Tensor = kernel(tensor, dim, is_fused)
+        if tensor.dtype in _HALF and dtype == torch.float32:
+            fused: Tensor = Fused.apply(tensor, dim)
+            return fused
+        result: Tensor = kernel(tensor if dtype is None else tensor.to(dtype), dim, False)
         return result
 
     return run
 
 
 def _rms_norm(
-    tensor: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: Any = None
+    tensor: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    eps: Any = None,
+    *,
+    gpu: Gpu,
 ) -> Tensor:
     """Save the input and one number per row; a CPU saves each step of the formula."""
     if weight is not None and weight.dtype != tensor.dtype:  # then CUDA is not fused either
         composite: Tensor = _aten.rms_norm.default.decompose(tensor, normalized_shape, weight, eps)
         return composite
-    normalized: Tensor = _RmsNorm.apply(tensor, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
+    normalized: Tensor = _RmsNorm.apply(tensor, weight, len(normalized_shape), gpu)  # type: ignore[no-untyped-call]
     return normalized
 
 
@@ -171,17 +147,26 @@ class _RmsNorm(torch.autograd.Function):
     """The memory of `_fused_rms_norm`, which only CUDA has; there are no values."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, weight: Tensor | None, dims: int, gpu: Gpu) -> Tensor:
+        ctx.gpu = gpu
         rows = tensor.shape[: tensor.dim() - dims]
+        result = torch.empty_like(tensor.contiguous())
         scale = tensor.new_empty((*rows, *[1] * dims), dtype=torch.float32)
         ctx.save_for_backward(tensor, weight, scale)
-        return torch.empty_like(tensor)
+        return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        tensor, weight, _scale = ctx.saved_tensors
-        of_tensor = torch.empty_like(tensor)
-        return of_tensor, None if weight is None else torch.empty_like(weight), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        tensor, weight, scale = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        of_tensor = torch.empty_like(tensor.contiguous())
+        if weight is None:
+            return of_tensor, None, None, None
+        of_weight = torch.empty_like(weight)
+        rows, columns = scale.numel(), weight.numel()
+        if sums_in_two_kernels(rows, columns, ctx.gpu):
+            tensor.new_empty((-(-rows // ROWS_PER_PARTIAL), columns), dtype=torch.float32).sum(0)
+        return of_tensor, of_weight, None, None
 
 
 # Autocast
@@ -190,21 +175,23 @@ class _RmsNorm(torch.autograd.Function):
 def _autocast_kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield what autocast does on CUDA, by the operations that torch has registered for it."""
     on_cuda, on_cpu = (
-        set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+        {
+            name.removeprefix("aten::")
+            for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)
+            if name.startswith("aten::")
+        }
         for key in ("AutocastCUDA", "AutocastCPU")
     )
     for name in on_cpu - on_cuda:
         yield name, torch.library.fallthrough_kernel
-    for name in on_cuda - _IN_LOWER_PRECISION:
-        if not name.startswith("aten::"):
-            continue
-        packet, _, overload = name.removeprefix("aten::").partition(".")
+    promoted = set(_PROMOTED.split())
+    for name in on_cuda - set(_IN_LOWER_PRECISION.split()) - _WITH_TYPE_APPENDED:
+        packet, _, overload = name.partition(".")
         operation = getattr(getattr(_aten, packet), overload or "default")
-        arguments = [argument.name for argument in operation._schema.arguments]
-        if name in _PROMOTED:
+        if name in promoted:
             yield name, _promoting(operation)
-        elif name not in {"aten::norm.Scalar", "aten::norm.ScalarOpt_dim"}:
-            has_dtype = "dtype" in arguments
+        else:
+            has_dtype = any(one.name == "dtype" for one in operation._schema.arguments)
             yield name, _in_float32(operation, has_dtype=has_dtype)
 
 

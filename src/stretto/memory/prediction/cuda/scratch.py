@@ -19,6 +19,8 @@ from stretto.memory.prediction.cuda.reductions import reduction_scratch
 
 _aten = torch.ops.aten
 Groups: TypeAlias = list[list[int]]
+ROWS_PER_PARTIAL = 32
+"""Rows that a partial gradient of normalization weights sums."""
 _Kernel: TypeAlias = Callable[[Sequence[Any], Any, Gpu], Groups]
 
 
@@ -51,7 +53,8 @@ def _up(number: int, multiple: int) -> int:
 def _reduced(args: Sequence[Any], _result: Any, gpu: Gpu) -> Groups:
     tensor: Tensor = args[0]
     dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple, int)) else None
-    return [_sum_over(tensor, dims, gpu)]
+    copy = 8 * tensor.numel() if tensor.dtype == torch.bool else 0
+    return [[copy, *_sum_over(tensor, dims, gpu)]]
 
 
 def _norm(args: Sequence[Any], _result: Any, gpu: Gpu) -> Groups:
@@ -132,10 +135,15 @@ def _flash_backward(args: Sequence[Any], _result: Any, _gpu: Gpu) -> Groups:
     query, key = args[1:3]
     batch, heads, length, head = query.shape
     rows = batch * heads * _up(length, 128)
-    blocks = [4 * rows, 4 * rows * _up(head, 32)]
+    blocks = [_copy_bytes(args[0]), _copy_bytes(args[4]), 4 * rows, 4 * rows * _up(head, 32)]
     if key.size(1) != heads:  # grouped heads: gradients of each query's keys and values
         blocks += [batch * heads * key.size(2) * head * key.element_size()] * 2
     return [blocks]
+
+
+def _copy_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a contiguous copy with the heads of each token side by side."""
+    return 0 if tensor.transpose(1, 2).is_contiguous() else int(tensor.nbytes)
 
 
 def _efficient(args: Sequence[Any], _result: Any, _gpu: Gpu) -> Groups:
@@ -157,8 +165,9 @@ def _efficient_backward(args: Sequence[Any], _result: Any, _gpu: Gpu) -> Groups:
     workspace = blocks * (16 + 4 * rows * columns)
     if head > 128 and not is_float:
         workspace += 2 * 4 * _up(key.size(2), 64) * _up(head, 128)
-    groups = [[4 * batch * heads * length * head, delta, delta]] if is_float else []
-    return [*groups, [delta, batch * heads * workspace]]
+    copy = _copy_bytes(args[0])
+    groups = [[copy, 4 * batch * heads * length * head, delta, delta]] if is_float else []
+    return [*groups, [copy, delta, batch * heads * workspace]]
 
 
 # Normalization
@@ -169,10 +178,15 @@ def _layer_norm_backward(args: Sequence[Any], result: Any, gpu: Gpu) -> Groups:
     columns = math.prod(normalized)
     rows = tensor.numel() // max(columns, 1)
     num_weights = sum(isinstance(one, Tensor) for one in result[1:])
-    if rows <= 64 * 1024 or columns / 32 >= gpu.num_processors / 2:
+    if not sums_in_two_kernels(rows, columns, gpu):
         return []
-    partial = 4 * -(-rows // 32) * columns
-    return [[*[partial] * num_weights, *_rows_of_sums(-(-rows // 32), columns, gpu)]]
+    sums = -(-rows // ROWS_PER_PARTIAL)
+    return [[*[4 * sums * columns] * num_weights, *_rows_of_sums(sums, columns, gpu)]]
+
+
+def sums_in_two_kernels(rows: int, columns: int, gpu: Gpu) -> bool:
+    """Return whether gradients of normalization weights are first summed in part."""
+    return rows > 64 * 1024 and columns / 32 < gpu.num_processors / 2
 
 
 # Indexing
@@ -181,6 +195,11 @@ def _layer_norm_backward(args: Sequence[Any], result: Any, gpu: Gpu) -> Groups:
 def _sort_bytes(number: int) -> int:
     """Return about what a radix sort of pairs of 8 bytes takes."""
     return 16 * number + number // 4 + 6144
+
+
+def _embedding(args: Sequence[Any], _result: Any, _gpu: Gpu) -> Groups:
+    indices: Tensor = args[1]
+    return [] if indices.is_contiguous() else [[indices.nbytes]]
 
 
 def _embedding_backward(args: Sequence[Any], _result: Any, _gpu: Gpu) -> Groups:
@@ -251,6 +270,7 @@ _KERNELS: dict[Any, _Kernel] = {
     _aten._scaled_dot_product_efficient_attention.default: _efficient,
     _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
+    _aten.embedding.default: _embedding,
     _aten.embedding_dense_backward.default: _embedding_backward,
     _aten.index_put.default: _index_put,
     _aten.index_put_.default: _index_put,
