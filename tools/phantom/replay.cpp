@@ -1,8 +1,8 @@
 // Replays traces against torch's own caching allocator, on the phantom; see make.py.
 //
 // Reads lines from stdin:
-//   t LIMIT FRACTION    begin a trace on a device of LIMIT bytes; with a FRACTION other than 0,
-//                       torch may take that part of it (set_per_process_memory_fraction)
+//   t LIMIT ALLOWED     begin a trace on a device with LIMIT bytes left; ALLOWED, if not 0, is what
+//                       torch lets the process take (set_per_process_memory_fraction)
 //   a KEY BYTES STREAM  allocate
 //   f KEY               free; a key that is not there is ignored
 //   e                   end the trace
@@ -20,14 +20,15 @@ namespace allocator = c10::cuda::CUDACachingAllocator;
 namespace c10::cuda::_internal {  // in no header that is installed
 C10_CUDA_API void setHasPrimaryContext(bool (*function)(DeviceIndex));
 }
+extern "C" size_t phantom_memory(void);
 extern "C" void phantom_set_memory(size_t bytes);
 
 int main() {
   std::unordered_map<long, void*> blocks;
   std::vector<long> failed;
-  long key, line = 0, stream;
-  size_t bytes;
-  double fraction;
+  long key, line = 0, stream, trace = 0;
+  // torch keeps the size that the device had at the start.
+  size_t bytes, allowed, total = phantom_memory();
   char command;
   // What libtorch_cuda does when it is loaded.
   c10::cuda::_internal::setHasPrimaryContext([](c10::DeviceIndex) { return true; });
@@ -35,16 +36,19 @@ int main() {
   allocator::init(1);
   while (scanf(" %c", &command) == 1) {
     if (command == 't') {
-      if (scanf("%zu %lf", &bytes, &fraction) != 2) return 2;
+      if (scanf("%zu %zu", &bytes, &allowed) != 2) return 2;
       phantom_set_memory(bytes);
-      if (fraction) allocator::get()->setMemoryFraction(fraction, 0);
+      if (allowed) allocator::get()->setMemoryFraction((double)allowed / total, 0);
       allocator::resetPeakStats(0);
       failed.clear();
       line = 0;
+      trace++;
     } else if (command == 'a') {
       if (scanf("%ld %zu %ld", &key, &bytes, &stream) != 3) return 2;
-      try {  // the allocator only compares streams: their handles may be any number
-        auto handle = reinterpret_cast<cudaStream_t>(stream << 12);
+      try {
+        // The allocator only compares streams, so their handles may be any numbers. Each trace has
+        // its own: an empty expandable segment of a failed allocation is kept for its stream.
+        auto handle = reinterpret_cast<cudaStream_t>(trace << 12 | stream);
         if (bytes) blocks[key] = allocator::raw_alloc_with_stream(bytes, handle);
       } catch (const c10::OutOfMemoryError&) {
         failed.push_back(line);

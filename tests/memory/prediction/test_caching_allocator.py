@@ -63,7 +63,9 @@ def test_all_is_merged_when_all_is_free(wanted: list[tuple[int, int]]) -> None:
             live.add(key)
     for key in live:
         allocator.free(key)
-    assert sum(size for pool in allocator._free.values() for size, _ in pool) == allocator.reserved
+    pools = [*allocator._small.values(), *allocator._large.values()]
+    assert sum(size for pool in pools for size, _, _ in pool.free) == allocator.reserved
+    assert allocator.allocated == 0
 
 
 def test_a_step_reserves_at_least_what_is_live() -> None:
