@@ -2,8 +2,8 @@
 
     python tools/phantom/make.py [FOLDER] [--torch 2.13.0]
 
-`FOLDER/venv` gets the CUDA build of torch without its CUDA libraries, and this project; `FOLDER/lib`
-gets stand-ins for these libraries, and `FOLDER/replay` a program that replays allocations. Then:
+`FOLDER/venv` gets the CUDA build of torch without its CUDA libraries, and this project;
+`FOLDER/lib` gets stand-ins for these libraries; `FOLDER/replay` replays allocations. Then:
 
     LD_LIBRARY_PATH=FOLDER/lib FOLDER/venv/bin/python your_script.py
 
@@ -23,7 +23,6 @@ Needs gcc, g++, nm, readelf and the headers of CUDA 13 (in `$CUDA_HOME/include`)
 from __future__ import annotations
 
 import argparse
-import glob
 import os
 import re
 import shutil
@@ -114,8 +113,8 @@ def find_headers() -> Path:
             "install gcc, g++ and binutils (apt-get install g++ binutils)"
         )
     home = os.environ.get("CUDA_HOME")
-    for folder in [home] if home else sorted(glob.glob("/usr/local/cuda*"), reverse=True):  # noqa: PTH207
-        headers = Path(folder) / "include"
+    for folder in [Path(home)] if home else sorted(Path("/usr/local").glob("cuda*"), reverse=True):
+        headers = folder / "include"
         if (headers / "cuda_runtime_api.h").exists():
             return headers
     raise SystemExit(
@@ -132,6 +131,7 @@ def install(venv: Path, version: str) -> str:
         print(f"installing torch {version} into {venv} (a download of about 530 MB)")
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip += ["--no-warn-conflicts"]  # torch misses the CUDA libraries
         # From PyPI alone: a local index may prefer a CPU build, which has no CUDA code.
         ours = {k: v for k, v in os.environ.items() if k not in LOCAL_INDEXES}
         alone = {**ours, "PIP_CONFIG_FILE": os.devnull}

@@ -16,7 +16,7 @@ _MIN_BLOCK = 512
 _LARGE_SEGMENT = 20 * _MIB
 _NUM_INTERVALS = 16
 """Intervals of `roundup_power2_divisions`: from 1 MiB on, each twice as large as the last."""
-# torch 2.13 reads its own variable of CUDA first, though its documentation says otherwise.
+# In this order in torch 2.13 and 2.15, though the comments of AllocatorConfig.h say the other.
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SIZE_OPTIONS = (
     "expandable_segments",
