@@ -110,8 +110,9 @@ class AllocatorSettings:
     def round_up(self, size: int) -> int:
         """Return the bytes of the block that a request needs.
 
-        >>> AllocatorSettings(roundup_power2_divisions=(4,) * 16).round_up(1100)
-        1280
+        >>> settings = AllocatorSettings(roundup_power2_divisions=(4,) * 16)
+    >>> settings.round_up(33 * 2**20) // 2**20
+        40
         """
         if self.roundup_power2_divisions:
             interval = min(max(size.bit_length() - 21, 0), _NUM_INTERVALS - 1)
