@@ -23,7 +23,7 @@ INSTALL = PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help train test test-quick test-torch test-adapters chaos lint format types layers docs wheel bench bench-peers golden check clean
+.PHONY: help train test test-quick test-torch test-adapters chaos lint format types layers docs wheel bench bench-peers phantom golden check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,6 +86,9 @@ bench: $(VENV)/.develop  ## the shortest form of every benchmark
 bench-peers: $(VENV)/.develop  ## step and clock cost beside the peers' (makes 5 GB of environments)
 	$(BIN)/python bench/clock.py
 	$(BIN)/python bench/step_cost.py
+
+phantom: $(VENV)/.develop  ## CUDA code without a GPU, in bench/.venvs/phantom-2.13.0 (downloads 530 MB)
+	$(BIN)/python tools/phantom/make.py $(ARGS)
 
 golden: $(VENV)/.develop  ## rewrite the golden files; read the diff before you commit it
 	STRETTO_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_public_face.py tests/planning/test_table.py

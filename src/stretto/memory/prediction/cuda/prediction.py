@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+from stretto.memory.prediction.allocator_settings import AllocatorSettings
 from stretto.memory.prediction.caching_allocator import CachingAllocator
 from stretto.memory.prediction.certainty import Certainty, judge
 from stretto.memory.prediction.cuda.gpu import Gpu
@@ -104,6 +105,7 @@ class CudaRun:
         self.fake_values = self._tracer.fake_values
         self._recordings: dict[int, Recording] = {}
         self._replays: dict[int, CachingAllocator] = {}
+        self._settings = AllocatorSettings.from_environment()
         for size in SIZES:
             self.recording(size)
 
@@ -132,7 +134,7 @@ class CudaRun:
             return True
         if self.allocated(size) > limit:
             return False
-        return replay(self.recording(size), _bytes(self.recording(size)), limit) is not None
+        return self._replay(self.recording(size), limit=limit) is not None
 
     def guess(self, limit: int) -> int:
         """Return roughly how many samples fit, from the two traced sizes that are nearest."""
@@ -158,7 +160,7 @@ class CudaRun:
                 max(0, round(count + slope * (size - high)))
                 for count, slope in zip(ends[1], slopes, strict=True)
             ]
-            return replay(model, counts, limit) is not None
+            return self._replay(model, counts, limit) is not None
 
         per_sample = max(1, (self.allocated(high) - self.allocated(low)) // (high - low))
         start = max(1, high + (limit - self.reserved(high)) // per_sample)
@@ -168,15 +170,23 @@ class CudaRun:
 
     def _replayed(self, size: int) -> CachingAllocator:
         if size not in self._replays:
-            recording = self.recording(size)
-            replayed = replay(recording, _bytes(recording))
+            replayed = self._replay(self.recording(size))
             assert replayed is not None
             self._replays[size] = replayed
         return self._replays[size]
 
+    def _replay(
+        self, recording: Recording, counts: Sequence[int] | None = None, limit: int | None = None
+    ) -> CachingAllocator | None:
+        counts = _bytes(recording) if counts is None else counts
+        return replay(recording, counts, limit, self._settings)
+
 
 def replay(
-    recording: Recording, counts: Sequence[int], limit: int | None = None
+    recording: Recording,
+    counts: Sequence[int],
+    limit: int | None = None,
+    settings: AllocatorSettings | None = None,
 ) -> CachingAllocator | None:
     """Give the allocations of a recording to the allocator; None: memory runs out.
 
@@ -184,8 +194,9 @@ def replay(
         recording: the order of allocations and frees.
         counts: the bytes of each allocation.
         limit: the bytes of the device.
+        settings: options of the allocator.
     """
-    allocator = CachingAllocator(limit)
+    allocator = CachingAllocator(limit, settings)
     allocate, free = allocator.allocate, allocator.free
     for event in recording.events:
         index = event.allocation
