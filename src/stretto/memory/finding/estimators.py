@@ -104,8 +104,7 @@ class EstimatorRunner:
                     instead="make the model or its samples smaller, or give it more memory",
                 )
             guess = estimator.guess(usable)
-            is_costly = guess is not None
-            within = NEAR if is_costly else 0.0
+            within = 0.0 if guess is None else NEAR
             own[:] = [search(fits, self._sizes, guess=guess, within=within)]
             return own[0].size
 

@@ -11,12 +11,13 @@ import torch
 
 from stretto.data import move_batch
 from stretto.errors import FitError, shown
-from stretto.memory.amounts import margin_of, parse_bytes
+from stretto.memory.amounts import margin_of, parse_bytes, show_bytes
 from stretto.memory.examples import resize_batch
 from stretto.memory.finding.agreement import Agreement
 from stretto.memory.finding.methods import Finder
 from stretto.memory.finding.result import Answer
 from stretto.memory.measuring.limits import MemoryLimit, allocated_bytes, free_memory
+from stretto.memory.prediction.cuda.gpu import Gpu, gpu_named
 from stretto.memory.prediction.trace import step_tensors
 from stretto.memory.search import MAXIMUM, CandidateSizes
 from stretto.memory.step import WholeStep
@@ -28,6 +29,9 @@ MARGIN = "1.5%"
 """The default margin: run-to-run variation of a step on a busy machine."""
 MARGIN_OF_PREDICTIONS = "5%"
 """The default without a step on the device: buffers of libraries, fragments."""
+MARGIN_OF_CUDA = "1%"
+"""The default for a prediction of CUDA's allocator, whose reserved bytes are within a percent of
+torch's (`bench/results/cuda_memory.txt`)."""
 MARGIN_OF_PROBES = "25%"
 """The minimum if a probe answers for an absent device, without a step of that size: large batches
 may use other kernels."""
@@ -42,6 +46,8 @@ def find_batch_size(
     method: FindMethod = "auto",
     device_memory: str | int | None = None,
     device: Literal["cpu", "cuda"] | None = None,
+    gpu: str | None = None,
+    context: str | int | None = None,
     margin: str | int | None = None,
     minimum: int = 1,
     maximum: int = MAXIMUM,
@@ -74,11 +80,15 @@ def find_batch_size(
         method: how to find the size.
         device_memory: the memory of the device, such as `"80GiB"`. Default: the free memory of
             this one.
-        device: the device type to predict for. The kernels and the allocator of `cuda` need more
-            memory than the tensors. Default: only tensors are counted.
+        device: the device type to predict for. For `cuda`, its kernels and its allocator are
+            simulated; no GPU is needed. Default: only tensors are counted.
+        gpu: the kind of GPU, such as `"a100"`; implies `device="cuda"`. Default: `"h100"`.
+        context: what the CUDA context takes of `device_memory`. Default: about as much as
+            `nvidia-smi` shows for that kind.
         margin: memory that stays free, in percent (`"3%"`) or bytes (`"512MiB"`). Default: 1.5
-            percent, or 5 percent without a real step on the device. It is at least 25 percent if a
-            probe answers for an absent device and its answer cannot be verified here.
+            percent; without a real step on the device 5 percent, or 1 percent for `cuda`. It is at
+            least 25 percent if a probe answers for an absent device and its answer cannot be
+            verified here.
         minimum: the smallest candidate.
         maximum: the largest candidate.
         multiple_of: sizes are multiples of this.
@@ -104,9 +114,13 @@ def find_batch_size(
     _one_of("for", device, ("cpu", "cuda", None))
     start = time.perf_counter()
     whole = WholeStep.of(step, accumulation=accumulation, measures_noise=measures_noise)
-    limit = _limit(whole, device_memory)
     is_here = device_memory is None
+    kind = None if device == "cpu" or (device is None and gpu is None) else gpu_named(gpu)
+    limit = _limit(whole, device_memory)
+    taken = _context_bytes(whole, kind, context, limit, is_here=is_here)
+    limit = limit._replace(bytes=limit.bytes - taken)
     usual = MARGIN if is_here and method != "predict" else MARGIN_OF_PREDICTIONS
+    usual = usual if kind is None or is_here else MARGIN_OF_CUDA
     reserve = margin_of(usual if margin is None else margin, limit.bytes)
     finder = Finder(
         step=whole,
@@ -117,7 +131,8 @@ def find_batch_size(
         reserve=reserve,
         reserve_of_probes=margin_of(MARGIN_OF_PROBES, limit.bytes),
         is_here=is_here,
-        device=device,
+        gpu=kind,
+        context=taken,
         is_checked=check,
         agreement=Agreement(agree_minimum),
     )
@@ -133,6 +148,45 @@ def _one_of(what: str, value: object, choices: Sequence[object]) -> None:
             why="there is no such choice",
             instead=f"write {', '.join(map(repr, choices))}",
         )
+
+
+def _context_bytes(
+    step: WholeStep,
+    gpu: Gpu | None,
+    context: str | int | None,
+    limit: MemoryLimit,
+    *,
+    is_here: bool,
+) -> int:
+    """Return what the CUDA context takes of the memory of a device that is not here.
+
+    Raises:
+        FitError: there is no GPU to ask about, or nothing is left beside the context.
+    """
+    if gpu is None:
+        if context is not None:
+            raise FitError.cannot(
+                f"leave context={shown(context)} for a context",
+                why="only CUDA has one",
+                instead="pass device='cuda', or leave it out",
+            )
+        return 0
+    if is_here:
+        if step.device.type != "cuda":
+            raise FitError.cannot(
+                f"find a batch size for {shown(gpu.name)}",
+                why="the model is not on a GPU, so its memory is not known",
+                instead="pass device_memory, for example '80GiB'",
+            )
+        return 0 if context is None else parse_bytes(context)
+    taken = gpu.context_bytes if context is None else parse_bytes(context)
+    if taken >= limit.bytes:
+        raise FitError.cannot(
+            f"find a batch size for {limit}",
+            why=f"the CUDA context takes {show_bytes(taken)}",
+            instead="state more memory, or what the context takes, for example context='300MiB'",
+        )
+    return taken
 
 
 def _maker(batch: Any, device: torch.device | None) -> Callable[[int], Any]:

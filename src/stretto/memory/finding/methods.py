@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, final
 
 from stretto.errors import FitError
 from stretto.memory.amounts import show_bytes
@@ -26,6 +26,7 @@ from stretto.memory.measuring.limits import MemoryLimit, allocated_bytes, free_m
 from stretto.memory.measuring.probe import Probe, probe
 from stretto.memory.measuring.trial import WARM_UP_SIZE, Trials, trials
 from stretto.memory.prediction.certainty import Certainty
+from stretto.memory.prediction.cuda.gpu import Gpu
 from stretto.memory.prediction.predict import predict
 from stretto.memory.prediction.trace import step_tensors
 from stretto.memory.search import CandidateSizes, Found, search
@@ -54,8 +55,10 @@ class Finder:
     reserve: int
     is_here: bool
     """Whether the limit is the memory of the step's own device."""
-    device: Literal["cpu", "cuda"] | None = None
-    """The device type to predict for; None: only the bytes of tensors are counted."""
+    gpu: Gpu | None = None
+    """The kind of GPU to predict for; None: only the bytes of tensors are counted."""
+    context: int = 0
+    """Bytes of the device, beyond the limit, that the CUDA context takes."""
     reserve_of_probes: int = 0
     """The minimum reserve if the size found by a probe was not verified by a step."""
     is_checked: bool = False
@@ -88,6 +91,9 @@ class Finder:
             return self._estimated(self._estimators.make(self._predicting), is_final=True)
         if method == "probe":
             return self._probed()
+        if self.gpu is not None and not self.is_here:
+            # A probe on a CPU would show the kernels of a CPU.
+            return self._estimated(self._estimators.make(self._predicting), is_final=True)
         # An error in the user's code occurs again in a trial, which raises it.
         self._estimators.tolerated = Exception
         for name, ask in (("predicted", self._predicted), ("probed", self._probed)):
@@ -100,7 +106,9 @@ class Finder:
     # Estimators
 
     def _predicting(self) -> Estimator:
-        return self.predict(self.step, self.make_fake, device=self.device)
+        if self.gpu is None:
+            return self.predict(self.step, self.make_fake)
+        return self.predict(self.step, self.make_fake, device="cuda", gpu=self.gpu.name)
 
     def _probing(self) -> Estimator:
         if self.step.device.type == "meta":
@@ -294,6 +302,7 @@ class Finder:
             peaks=peaks,
             estimator=estimator,
             needs=known,
+            context=self.context,
         )
 
     def _cost(self) -> Cost:

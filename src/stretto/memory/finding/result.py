@@ -101,6 +101,8 @@ class Answer:
     """Peak memory of other sizes, if an estimator is known."""
     estimator: Any = field(default=None, repr=False, compare=False)
     """The `Prediction` or `Probe` used; None if only trials were run."""
+    context: int = 0
+    """Bytes beyond the limit that the CUDA context takes of the device's memory."""
     needs: Callable[[int], int] | None = field(default=None, repr=False, compare=False)
     """Returns the peak memory of any size; None if only trials were run."""
 
@@ -146,6 +148,9 @@ class Answer:
             lines.append(f"in {self._space}")
         else:
             lines.append(f"it needs {show_bytes(self.peak)} of {self._space}")
+        if self.context:
+            total = show_bytes(self.limit.bytes + self.context)
+            lines.append(f"the CUDA context takes {show_bytes(self.context)} of {total}")
         if self.too_large is not None:
             lines.append(f"{self.too_large:,} samples would not fit")
         lines += self.notes

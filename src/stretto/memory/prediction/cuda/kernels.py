@@ -103,25 +103,13 @@ def _dropout(tensor: Tensor, p: float, train: bool) -> Tensor:  # noqa: FBT001  
 
 
 def _softmax(kernel: Any) -> Callable[..., Tensor]:
-    """Return a softmax that casts bf16 to float32 in the same kernel."""
-
-    class Fused(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, tensor: Tensor, dim: int) -> Tensor:
-            result = torch.empty_like(tensor, dtype=torch.float32)
-            ctx.save_for_backward(result)
-            ctx.dtype = tensor.dtype
-            return result
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-            return torch.empty_like(ctx.saved_tensors[0], dtype=ctx.dtype), None
+    """Return a softmax that casts fp16 to float32 in the same kernel; bf16 is cast before."""
 
     def run(tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        if tensor.dtype in _HALF and dtype == torch.float32:
-            fused: Tensor = Fused.apply(tensor, dim)
-            return fused
-        result: Tensor = kernel(tensor if dtype is None else tensor.to(dtype), dim, False)
+        is_fused = tensor.dtype == torch.float16 and dtype == torch.float32
+        if dtype is not None and not is_fused:
+            tensor = tensor.to(dtype)
+        result: Tensor = kernel(tensor, dim, is_fused)
         return result
 
     return run
