@@ -111,7 +111,7 @@ class AllocatorSettings:
         """Return the bytes of the block that a request needs.
 
         >>> settings = AllocatorSettings(roundup_power2_divisions=(4,) * 16)
-    >>> settings.round_up(33 * 2**20) // 2**20
+        >>> settings.round_up(33 * 2**20) // 2**20
         40
         """
         if self.roundup_power2_divisions:
