@@ -14,11 +14,13 @@
 /* From "Compute Capabilities" in NVIDIA's CUDA programming guide and the white papers of each
    generation. Every kind has 65,536 registers and 48 KiB of shared memory a block by default. */
 static const struct phantom_kind KINDS[] = {
-    {"a100", "Phantom A100", 80 * GIB, 8, 0, 108, 2048, 32, 163 * KIB, 164 * KIB, 40 * MIB},
-    {"h100", "Phantom H100", 80 * GIB, 9, 0, 132, 2048, 32, 227 * KIB, 228 * KIB, 50 * MIB},
-    {"b200", "Phantom B200", 180 * GIB, 10, 0, 148, 2048, 32, 227 * KIB, 228 * KIB, 126 * MIB},
-    {"rtx4090", "Phantom RTX 4090", 24 * GIB, 8, 9, 128, 1536, 24, 99 * KIB, 100 * KIB, 72 * MIB},
-    {"rtx5090", "Phantom RTX 5090", 32 * GIB, 12, 0, 170, 1536, 24, 99 * KIB, 100 * KIB, 96 * MIB},
+    {"a100", "Phantom A100", 80 * GIB, 8, 0, 80, 108, 2048, 32, 163 * KIB, 164 * KIB, 40 * MIB},
+    {"h100", "Phantom H100", 80 * GIB, 9, 0, 90, 132, 2048, 32, 227 * KIB, 228 * KIB, 50 * MIB},
+    {"b200", "Phantom B200", 180 * GIB, 10, 0, 100, 148, 2048, 32, 227 * KIB, 228 * KIB, 126 * MIB},
+    {"rtx4090", "Phantom RTX 4090", 24 * GIB, 8, 9, 86, 128, 1536, 24, 99 * KIB, 100 * KIB,
+     72 * MIB},
+    {"rtx5090", "Phantom RTX 5090", 32 * GIB, 12, 0, 120, 170, 1536, 24, 99 * KIB, 100 * KIB,
+     96 * MIB},
 };
 
 /* Each device has 5 TiB of addresses: above small programs, below where Linux puts libraries. */

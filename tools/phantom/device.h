@@ -11,6 +11,7 @@ struct phantom_kind {
   const char *name; /* as torch.cuda.get_device_name returns it */
   size_t memory;    /* bytes, if PHANTOM_MEMORY does not say */
   int major, minor; /* compute capability */
+  int code;         /* which of torch's compiled code it runs: sm_86 serves 8.9 */
   int processors, threads_per_processor, blocks_per_processor;
   int shared_per_block_optin, shared_per_processor; /* bytes */
   int l2_cache;                                     /* bytes */
@@ -19,7 +20,7 @@ struct phantom_kind {
 extern _Thread_local int phantom_current_device;
 
 const struct phantom_kind *phantom_kind(void);
-/* An attribute of the device, numbered as in CUdevice_attribute and cudaDeviceAttr; 0 if unknown. */
+/* An attribute, numbered as in CUdevice_attribute and cudaDeviceAttr; 0 if unknown. */
 int phantom_attribute(int attribute);
 int phantom_devices(void);
 size_t phantom_memory(void);

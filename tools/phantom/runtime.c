@@ -84,7 +84,8 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *facts, int device) {
   facts->maxBlocksPerMultiProcessor = phantom_attribute(cudaDevAttrMaxBlocksPerMultiprocessor);
   facts->sharedMemPerBlock = phantom_attribute(cudaDevAttrMaxSharedMemoryPerBlock);
   facts->sharedMemPerBlockOptin = phantom_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  facts->sharedMemPerMultiprocessor = phantom_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  facts->sharedMemPerMultiprocessor =
+      phantom_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   facts->reservedSharedMemPerBlock = phantom_attribute(cudaDevAttrReservedSharedMemoryPerBlock);
   facts->regsPerBlock = phantom_attribute(cudaDevAttrMaxRegistersPerBlock);
   facts->regsPerMultiprocessor = phantom_attribute(cudaDevAttrMaxRegistersPerMultiprocessor);
@@ -124,7 +125,9 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, 
     void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     *function = driver ? dlsym(driver, name) : NULL;
   }
-  if (result) *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  if (result)
+    *result =
+        *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return *function ? cudaSuccess : fail(cudaErrorNotSupported);
 }
 
@@ -277,11 +280,10 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEve
 /* Kernels */
 
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *facts, const void *function) {
-  int version = 10 * phantom_kind()->major + phantom_kind()->minor;
   memset(facts, 0, sizeof *facts);
   facts->maxThreadsPerBlock = 1024;
   facts->numRegs = 32; /* so few that registers never limit how many blocks run at a time */
-  facts->binaryVersion = facts->ptxVersion = version;
+  facts->binaryVersion = facts->ptxVersion = phantom_kind()->code;
   facts->maxDynamicSharedSizeBytes = phantom_kind()->shared_per_block_optin;
   return cudaSuccess;
 }
