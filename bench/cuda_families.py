@@ -43,6 +43,7 @@ class CudaFamily(NamedTuple):
     make_batch: MakeBatch
     memories: tuple[int, ...] = (1, 4)
     uses_cudnn: bool = True
+    """Whether `torch.backends.cudnn.enabled` stays; without convolutions it changes nothing."""
 
 
 def family(
@@ -153,7 +154,8 @@ class MuonStep(TrainStep):
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        matrices, rest = [], []
+        matrices: list[nn.Parameter] = []
+        rest: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
             in_blocks = name.startswith("blocks") and parameter.dim() == 2
             (matrices if in_blocks else rest).append(parameter)
@@ -220,7 +222,13 @@ def _tiny_gpt() -> nn.Module:
 _smooth_l1 = functools.partial(restore, loss=functional.smooth_l1_loss)
 _bce = functools.partial(restore, loss=functional.binary_cross_entropy_with_logits)
 _smoothed = functools.partial(classify, smoothing=0.1)
-_large_gpt = {"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocabulary": 50304}
+_large_gpt: dict[str, Any] = {
+    "layers": 12,
+    "width": 768,
+    "heads": 12,
+    "context": 1024,
+    "vocabulary": 50304,
+}
 
 FAMILIES: dict[str, CudaFamily] = {
     "MLP, SGD, mse": mlp(restore, SGD),
@@ -250,9 +258,7 @@ FAMILIES: dict[str, CudaFamily] = {
     "GPT, attention by hand, bf16, accumulation 2": family(
         ByHand, next_byte, tokens(64), precision="bf16", accumulation=2
     ),
-    "GPT, LoRA, checkpointing, bf16": family(
-        low_rank, next_byte, tokens(256), precision="bf16"
-    ),
+    "GPT, LoRA, checkpointing, bf16": family(low_rank, next_byte, tokens(256), precision="bf16"),
     "experts with capacity, bf16": gpt(
         block=experts_block(ExpertsWithCapacity), precision="bf16", clip_norm=1.0
     ),

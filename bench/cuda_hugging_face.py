@@ -18,7 +18,12 @@ Recipe = tuple[Callable[[], nn.Module], Any, Callable[[int], Any], Any, dict[str
 """Model, loss, batches, optimizer, and the keywords of a family."""
 
 ADAMW = torch.optim.AdamW
-SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 2048}
+SMALL: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "vocab_size": 2048,
+}
 
 
 def build(
@@ -40,11 +45,11 @@ def build(
     """
     transformers = importlib.import_module("transformers")
     config = getattr(transformers, f"{name}Config")(**options)
-    model: Any = getattr(transformers, f"AutoModelFor{auto}").from_config(
-        config, **(settings or {})
-    )
+    make = getattr(transformers, f"AutoModelFor{auto}").from_config
+    model: nn.Module = make(config, **(settings or {}))
     if recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable: Any = model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return model
 
 
@@ -101,9 +106,9 @@ def pictures(size: int) -> tuple[Tensor, Tensor]:
     return torch.zeros(size, 3, 96, 96), torch.zeros(size, dtype=torch.long)
 
 
-BERT = {**SMALL, "intermediate_size": 1024, "max_position_embeddings": 256}
-MOE = {**SMALL, "num_key_value_heads": 2, "use_cache": False}
-LLAMA_1B = {
+BERT: dict[str, Any] = {**SMALL, "intermediate_size": 1024, "max_position_embeddings": 256}
+MOE: dict[str, Any] = {**SMALL, "num_key_value_heads": 2, "use_cache": False}
+LLAMA_1B: dict[str, Any] = {
     "hidden_size": 2048,
     "num_hidden_layers": 22,
     "num_attention_heads": 32,
@@ -199,7 +204,15 @@ RECIPES: dict[str, Recipe] = {
     ),
     "T5, Adafactor, mask": (
         functools.partial(
-            build, "T5", "Seq2SeqLM", d_model=256, d_ff=1024, num_layers=3, d_kv=32, vocab_size=2048, decoder_start_token_id=0
+            build,
+            "T5",
+            "Seq2SeqLM",
+            d_model=256,
+            d_ff=1024,
+            num_layers=3,
+            d_kv=32,
+            vocab_size=2048,
+            decoder_start_token_id=0,
         ),
         with_mask,
         padded(128),

@@ -115,7 +115,7 @@ class ExpertsWithCapacity(nn.Module):
         is_chosen = functional.one_hot(chosen, self.experts)
         place = (is_chosen.cumsum(1) - 1) * is_chosen
         fits = (place < places) & (is_chosen > 0)
-        # (batch, token, expert, place)
+        # One where a token (second dimension) has a place (fourth) of an expert (third).
         at = functional.one_hot(place.clamp(max=places - 1), places) * fits.unsqueeze(-1)
         sent = at.to(features.dtype)
         inputs = torch.einsum("btep,btw->ebpw", sent, features)
@@ -175,7 +175,8 @@ class PatchTransformer(nn.Module):
         """Return the pixels of each patch: (batch, patch, pixels)."""
         side = self.side
         parts = pictures.unflatten(3, (-1, side)).unflatten(2, (-1, side))
-        return parts.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        found: Tensor = parts.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return found
 
     def forward(self, pictures: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the logits of pictures, or each patch if patches are reshaped."""

@@ -28,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 RESULTS = Path(__file__).parent / "results"
 MEMORY_VARIABLE = "FAKE_CUDA_TOTAL"
 """The environment variable that says how many bytes the device has."""
+DEVICE_KIND = "h100"
+"""What is imitated: the number of multiprocessors decides what some kernels allocate."""
 STEPS = 3
 _RANDOM = ("normal_", "uniform_")
 
@@ -43,7 +45,7 @@ class _Zeros(TorchDispatchMode):
 
 def run_steps(family: CudaFamily, size: int) -> None:
     """Build the model, and take a few optimizer steps with batches of `size`."""
-    with _Zeros():
+    with _Zeros():  # type: ignore[no-untyped-call]
         step = family.make_step("cuda")
     for _ in range(STEPS):
         batch = pytree.tree_map(lambda tensor: tensor.to("cuda"), family.make_batch(size))
@@ -115,8 +117,9 @@ def measure_all(environment: dict[str, str]) -> None:
             rows.append(measure(name, memory, environment))
             print(json.dumps(rows[-1]), flush=True)
     result = {
-        "what": f"largest batch whose {STEPS} optimizer steps fit, no GPU: torch's own allocator",
-        "device": torch.cuda.get_device_name(),
+        "what": "largest batch whose optimizer steps fit; CUDA code of torch on an imitated device",
+        "device_kind": DEVICE_KIND,
+        "steps": STEPS,
         "torch": torch.__version__,
         "rows": rows,
     }
@@ -145,7 +148,11 @@ def main() -> None:
     if given.history is not None:
         save_history(family, given.size, given.history)
         return
-    row = largest(family) if given.size is None else {"size": given.size, **peaks(family, given.size)}
+    row: dict[str, Any] = {"size": given.size}
+    if given.size is None:
+        row = largest(family)
+    else:
+        row.update(peaks(family, given.size) or {"fits": False})
     seconds = round(time.perf_counter() - start, 1)
     print(json.dumps({"name": given.name, "memory": given.memory, **row, "seconds": seconds}))
 
