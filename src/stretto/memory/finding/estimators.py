@@ -87,11 +87,12 @@ class EstimatorRunner:
         """
         tolerated = self.tolerated if isinstance(estimator, Probe) else FitError
         usable = limit.bytes - reserve
+        limits = (limit.bytes, usable, limit.bytes - reserve // 2)
         own: list[Found] = []
 
         def fits(size: int) -> bool:
             if isinstance(estimator, CudaPrediction) and overhead is None:
-                return estimator.fits(size, usable)
+                return estimator.fits(size, limits)
             return needs(estimator, overhead, size) <= usable
 
         def find() -> int:

@@ -18,6 +18,8 @@ from stretto.runtime import TrainStep
 
 SIZES = (2, 3)
 """Recorded sizes. Never 1, because a dimension of 1 is broadcast."""
+READ_VALUES = (0, 1)
+"""What elements are taken to be when a step reads them; the larger trace counts."""
 MOST_RECORDINGS = 5
 """A curve that is still wrong with this many recordings is given up."""
 
@@ -248,10 +250,10 @@ def predict(
 
 
 def _with_each_value(make: Callable[[int], Made]) -> list[Made]:
-    """Trace with 0 for each value that is read, and with 1 if any is."""
+    """Trace with the first value, and if any element is read, with the others."""
     runs: list[Made] = []
     failure: FitError | None = None
-    for value in (0, 1):
+    for value in READ_VALUES:
         try:
             runs.append(make(value))
         except FitError as error:

@@ -13,11 +13,14 @@ from stretto.memory.prediction.curve import Peak
 from stretto.memory.prediction.fit import fit
 from stretto.memory.prediction.recording import Recording
 from stretto.memory.prediction.tracer import Tracer
-from stretto.memory.search import CandidateSizes, search
 from stretto.memory.step import WholeStep
 
 SIZES = (2, 3)
 """Sizes of the first traces. Never 1, because a dimension of 1 is broadcast."""
+GUESSES = 1
+"""Traces that refine a guess."""
+PARTS = 300
+"""A guess is searched in steps of this part of it."""
 
 
 @final
@@ -70,11 +73,15 @@ class CudaPrediction:
         """Return the largest number of bytes in use at once, `torch.cuda.max_memory_allocated`."""
         return max(run.allocated(size) for run in self._runs)
 
-    def fits(self, size: int, limit: int) -> bool:
-        """Return whether the allocator can serve a step of that size from `limit` bytes."""
-        if not all(run.fits(size, limit) for run in self._runs):
+    def fits(self, size: int, limits: Sequence[int]) -> bool:
+        """Return whether the allocator can serve a step of that size from each of the limits.
+
+        Where memory is short, the allocator releases what is free, earlier or later depending on
+        the limit. So a step may fit into less memory and not into more.
+        """
+        if not all(run.fits(size, limit) for run in self._runs for limit in limits):
             return False
-        self._fitting[size] = min(limit, self._fitting.get(size, limit))
+        self._fitting[size] = min(limits)
         return True
 
     def at(self, size: int) -> Peak:
@@ -83,7 +90,7 @@ class CudaPrediction:
         return max(peaks, key=lambda peak: peak.bytes)
 
     def guess(self, limit: int) -> int:
-        """Return roughly how many samples fit into `limit` bytes."""
+        """Return about the largest number of samples that fit into `limit` bytes."""
         return min(run.guess(limit) for run in self._runs)
 
     def verify(self, size: int) -> bool:  # noqa: ARG002  each size is traced
@@ -137,36 +144,40 @@ class CudaRun:
         return self._replay(self.recording(size), limit=limit) is not None
 
     def guess(self, limit: int) -> int:
-        """Return roughly how many samples fit, from the two traced sizes that are nearest."""
-        first = self._extrapolated(limit, *SIZES)
-        if first <= max(SIZES):
-            return first
-        self.recording(first)
-        nearest = sorted(self._recordings, key=lambda size: abs(size - first))[:2]
-        return self._extrapolated(limit, *sorted(nearest))
+        """Return about the largest number of samples that fit, from the nearest traced sizes."""
+        low, high = SIZES
+        for _ in range(GUESSES):
+            found = self._extrapolated(limit, low, high)
+            if found <= max(SIZES):
+                return found
+            self.recording(found)
+            low, high = sorted(sorted(self._recordings, key=lambda size: abs(size - found))[:2])
+        return self._extrapolated(limit, low, high)
 
     def _extrapolated(self, limit: int, low: int, high: int) -> int:
-        """Return how many samples fit if each allocation grows with them in a straight line."""
-        model = self.recording(high)
-        ends = [_bytes(self.recording(size)) for size in (low, high)]
-        if len(ends[0]) != len(ends[1]):
-            ends = [_bytes(model), _bytes(model)]
-        slopes = [(b - a) / (high - low) for a, b in zip(*ends, strict=True)]
-        if not any(slope > 0 for slope in slopes):
+        """Return how many samples fit if each allocation grows with them in a straight line.
+
+        Between two sizes that fit may be one that does not, so the search comes from above.
+        """
+        model, other = self.recording(high), self.recording(low)
+        counts = _bytes(model)
+        if len(other.allocations) != len(counts):
+            other = model
+        slopes = [(b - a) / (high - low) for a, b in zip(_bytes(other), counts, strict=True)]
+        per_sample = (self.allocated(high) - self.allocated(low)) / (high - low)
+        if per_sample <= 0:
             return high
-
-        def fits(size: int) -> bool:
-            counts = [
-                max(0, round(count + slope * (size - high)))
-                for count, slope in zip(ends[1], slopes, strict=True)
+        top = max(1, high + int((limit - self.allocated(high)) / per_sample))
+        step = max(1, top // PARTS)
+        for size in range(top, 0, -step):
+            change = size - high
+            sizes = [
+                max(0, round(count + slope * change))
+                for count, slope in zip(counts, slopes, strict=True)
             ]
-            return self._replay(model, counts, limit) is not None
-
-        per_sample = max(1, (self.allocated(high) - self.allocated(low)) // (high - low))
-        start = max(1, high + (limit - self.reserved(high)) // per_sample)
-        if not fits(1):
-            return 1
-        return search(fits, CandidateSizes(), guess=start, within=0.001).size
+            if self._replay(model, sizes, limit) is not None:
+                return size
+        return 1
 
     def _replayed(self, size: int) -> CachingAllocator:
         if size not in self._replays:
