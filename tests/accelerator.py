@@ -7,9 +7,6 @@ it, and tests of values do not.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -18,9 +15,6 @@ DEVICE = "cuda"
 MIB = 1 << 20
 PHANTOM_NAMES = ("phantom", "fake")
 """Words in the name of the phantom's device."""
-DEVICES_VARIABLE = "FAKE_CUDA_DEVICES"
-"""Says how many devices the phantom has."""
-ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 @cache
@@ -48,22 +42,8 @@ def warm_up() -> None:
 
 
 def leave(room: int | None) -> None:
-    """Limit what this process can allocate from now on; None: no limit."""
+    """Leave so many bytes to this process beside what it holds; None: all that there is."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     limit = total if room is None else torch.cuda.memory_reserved() + room
     torch.cuda.set_per_process_memory_fraction(min(limit / total, 1.0))
-
-
-@contextmanager
-def devices(number: int) -> Iterator[None]:
-    """Let processes that are started inside have this many devices, if they are the phantom's."""
-    before = os.environ.get(DEVICES_VARIABLE)
-    os.environ[DEVICES_VARIABLE] = str(number)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[DEVICES_VARIABLE]
-        else:
-            os.environ[DEVICES_VARIABLE] = before

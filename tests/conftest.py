@@ -57,10 +57,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 pytest.skip(why)
 
 
-def pytest_unconfigure() -> None:
-    """End at once on the phantom, whose libraries do not survive torch's destructors."""
-
-
 @pytest.fixture(autouse=True)
 def _limits_stay() -> Iterator[None]:
     """Find the test that leaves a limit on memory behind, not one that suffers from it."""

@@ -8,13 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.accelerator import DEVICE, leave
+from tests.accelerator import DEVICE, MIB, leave
 from torch import Tensor, nn
 
 from stretto.training import Callback, Stepping, Trainer
 
-BATCH_SIZE = 16
 NUM_SAMPLES = 64
+BATCH_SIZE = 16
+EACH = 32 * MIB
+"""What a sample may take; a batch then takes 512 MiB."""
+ROOM = 150 * MIB
+"""Enough for 4 such samples, and not for 8."""
 
 
 class Numbered:
@@ -74,8 +78,9 @@ class Listener(Callback):
         self.passes: list[list[int]] = []
 
     def on_batch_end(self, run: Any, step: Any) -> None:
+        share = sum(micro.num_samples for micro in step.micro_batches)
         parts: list[list[int]] = []
-        while sum(map(len, parts)) < step.size:
+        while sum(map(len, parts)) < share:
             parts.insert(0, self.started.pop())
         self.passes += parts
         self.started.clear()

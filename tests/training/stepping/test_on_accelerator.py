@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.accelerator import DEVICE, MIB, leave, warm_up
-from tests.training.numbered import BATCH_SIZE, NUM_SAMPLES, NumberedRun
+from tests.training.numbered import BATCH_SIZE, EACH, NUM_SAMPLES, ROOM, NumberedRun
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -19,11 +19,6 @@ from stretto.report.ledger import read_ledger
 from stretto.training import Callback, Checkpointing, Stepping, Trainer
 
 pytestmark = pytest.mark.phantom
-
-EACH = 32 * MIB
-"""What a sample takes; a batch takes 512 MiB."""
-ROOM = 150 * MIB
-"""Enough for 4 samples, and not for 8."""
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +131,30 @@ def test_one_sample_that_does_not_fit_ends_the_run() -> None:
         run.trainer.fit()
     assert run.trainer.timer.sample == BATCH_SIZE
     assert run.splits == 4
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_size_that_is_found_fits_and_leaves_no_trace(where: str) -> None:
+    given = NumberedRun(micro_batch_size=4)
+    given.trainer.fit()
+    expected = generators()
+    leave(ROOM)
+    run = NumberedRun(**{where: EACH}, micro_batch_size="auto")
+    assert run.trainer.fitting is not None
+    assert run.trainer.fitting.size == 4
+    run.trainer.fit()
+    assert run.passes == given.passes
+    assert generators() == expected
+    assert run.splits == 0
+
+
+def test_a_size_that_no_longer_fits_shrinks() -> None:
+    leave(2 * ROOM)
+    run = NumberedRun(forward=EACH, micro_batch_size="auto", rooms={3: ROOM})
+    with pytest.warns(RuntimeWarning, match="memory ran out") as warned:
+        run.trainer.fit()
+    assert len(warned) == run.splits == 1
+    assert run.sizes == [8] * 2 * 3 + [4] * 4 * 5
 
 
 class Tight(Callback):
