@@ -115,5 +115,8 @@ def test_copies_of_an_accelerator_are_pinned_and_used_again() -> None:
     weight = torch.zeros(4, 8, device="cuda")
     tensors = {"model": {"weight": weight, "turned": weight.t()}}
     first = copies.take(tensors).tensors["model"]
-    assert all(one.is_pinned() and one.is_contiguous() for one in first.values())
+    for one in first.values():
+        assert isinstance(one, torch.Tensor)
+        assert one.is_pinned()
+        assert one.is_contiguous()
     assert copies.take(tensors).tensors["model"]["weight"] is first["weight"]

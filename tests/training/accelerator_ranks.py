@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.accelerator import is_phantom, warm_up
-from tests.training.numbered import EACH, ROOM, NumberedRun
+from tests.training.numbered import ROOM, NumberedRun
 from torch import nn
 
-folder, where = Path(sys.argv[1]), sys.argv[2]
+folder = Path(sys.argv[1])
+where: Any = sys.argv[2]
 
 
 class WithoutValues(nn.parallel.DistributedDataParallel):
@@ -27,13 +28,13 @@ class WithoutValues(nn.parallel.DistributedDataParallel):
 if is_phantom():
     distributed: Any = torch.nn.parallel.distributed
     distributed._verify_param_shape_across_processes = lambda *_, **__: None
-    nn.parallel.DistributedDataParallel = WithoutValues  # type: ignore[misc]
+    nn.parallel.DistributedDataParallel = WithoutValues  # type: ignore[assignment,misc]
 
 warnings.simplefilter("ignore")
 dist.init_process_group("gloo")
 torch.cuda.set_device(dist.get_rank())
 warm_up()
-run = NumberedRun(**{where: EACH}, rooms={2: ROOM} if dist.get_rank() else {})
+run = NumberedRun(where, rooms={2: ROOM} if dist.get_rank() else {})
 run.trainer.fit()
 result = {
     "device": str(run.trainer._ranks.device),

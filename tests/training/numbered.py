@@ -5,7 +5,7 @@ A number stays on the host when a batch is moved, so it is right on a device tha
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tests.accelerator import DEVICE, MIB, leave
@@ -41,7 +41,7 @@ class Taking(torch.autograd.Function):
         return inputs.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         torch.empty(len(gradient), ctx.bytes, dtype=torch.uint8, device=gradient.device)
         return gradient, None, None
 
@@ -90,17 +90,15 @@ class NumberedRun:
     """A run on an accelerator that keeps the numbers of its samples.
 
     Args:
-        forward: bytes that a sample takes in the forward pass.
-        backward: bytes that it takes in the backward pass.
+        where: the pass in which a sample takes `EACH` bytes; None: neither does.
         rooms: see `Limits`.
         settings: of the trainer.
     """
 
     def __init__(
         self,
+        where: Literal["forward", "backward"] | None = None,
         *,
-        forward: int = 0,
-        backward: int = 0,
         rooms: dict[int, int | None] | None = None,
         **settings: Any,
     ) -> None:
@@ -112,7 +110,7 @@ class NumberedRun:
             started.append([int(number) for number in batch["number"]])
             return model(batch["inputs"]).square().mean()
 
-        model = Model(forward, backward)
+        model = Model(*(EACH if where == one else 0 for one in ("forward", "backward")))
         defaults: dict[str, Any] = {
             "optimizer": torch.optim.AdamW(model.parameters()),
             "loss": loss,

@@ -138,7 +138,7 @@ def test_every_precision_runs(
         stepping=Stepping(device=DEVICE, precision=precision, clip_norm=clip_norm),
     )
     dtypes = set()
-    run.trainer.model.layers.register_forward_hook(  # type: ignore[union-attr,operator]
+    run.trainer.model.layers.register_forward_hook(  # type: ignore[union-attr]
         lambda module, inputs, output: dtypes.add(output.dtype)
     )
     run.trainer.fit()
@@ -226,7 +226,7 @@ EXPANDABLE = """
 import json, os, warnings
 import torch
 from tests.accelerator import warm_up
-from tests.training.numbered import EACH, ROOM, NumberedRun
+from tests.training.numbered import ROOM, NumberedRun
 
 warnings.simplefilter("ignore")
 try:
@@ -235,7 +235,7 @@ try:
 except RuntimeError:
     can_map = False
 if can_map:
-    run = NumberedRun(forward=EACH, rooms={2: ROOM})
+    run = NumberedRun("forward", rooms={2: ROOM})
     run.trainer.fit()
     print(json.dumps([run.sizes, run.splits]), flush=True)
 else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -32,11 +32,11 @@ def _no_limit() -> Iterator[None]:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("given", [None, BATCH_SIZE], ids=["whole", "given"])
 def test_a_step_that_runs_out_of_memory_is_repeated_in_halves(
-    where: str, given: int | None, tmp_path: Path
+    where: Literal["forward", "backward"], given: int | None, tmp_path: Path
 ) -> None:
     calm = NumberedRun(micro_batch_size=given)
     calm.trainer.fit()
-    run = NumberedRun(**{where: EACH}, rooms={2: ROOM}, micro_batch_size=given, folder=tmp_path)
+    run = NumberedRun(where, rooms={2: ROOM}, micro_batch_size=given, folder=tmp_path)
     with pytest.warns(RuntimeWarning, match="memory ran out") as warned:
         run.trainer.fit()
     said = [str(one.message) for one in warned]
@@ -61,12 +61,12 @@ def generators() -> list[Any]:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_repeated_step_draws_what_it_drew_before(where: str) -> None:
+def test_a_repeated_step_draws_what_it_drew_before(where: Literal["forward", "backward"]) -> None:
     """Dropout asks the device's generator, whose place in its sequence is known to the host."""
     smaller = NumberedRun(micro_batch_size=4)
     smaller.trainer.fit()
     expected = generators()
-    repeated = NumberedRun(**{where: EACH}, rooms={0: ROOM})
+    repeated = NumberedRun(where, rooms={0: ROOM})
     with pytest.warns(RuntimeWarning, match="memory ran out"):
         repeated.trainer.fit()
     assert repeated.passes == smaller.passes
@@ -74,7 +74,9 @@ def test_a_repeated_step_draws_what_it_drew_before(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_nothing_of_a_failed_step_stays_on_the_device(where: str) -> None:
+def test_nothing_of_a_failed_step_stays_on_the_device(
+    where: Literal["forward", "backward"],
+) -> None:
     gc.collect()
     before = torch.cuda.memory_allocated()
     calm = NumberedRun(micro_batch_size=4)
@@ -83,7 +85,7 @@ def test_nothing_of_a_failed_step_stays_on_the_device(where: str) -> None:
     del calm
     gc.collect()
     assert torch.cuda.memory_allocated() == before
-    run = NumberedRun(**{where: EACH}, rooms={2: ROOM})
+    run = NumberedRun(where, rooms={2: ROOM})
     with pytest.warns(RuntimeWarning, match="memory ran out"):
         run.trainer.fit()
     assert torch.cuda.memory_allocated() - before == expected
@@ -91,7 +93,7 @@ def test_nothing_of_a_failed_step_stays_on_the_device(where: str) -> None:
 
 def test_a_larger_size_is_tried_as_late_as_documented() -> None:
     """After 100 quiet steps, after 200 where that was too early, and so on."""
-    run = NumberedRun(forward=EACH, rooms={2: ROOM, 310: None}, max_duration="720ba")
+    run = NumberedRun("forward", rooms={2: ROOM, 310: None}, max_duration="720ba")
     with pytest.warns(RuntimeWarning, match="memory ran out") as warned:
         run.trainer.fit()
     batches = [int(str(one.message).split("sp")[0].split()[-1]) // BATCH_SIZE for one in warned]
@@ -108,7 +110,7 @@ def test_a_larger_size_is_tried_as_late_as_documented() -> None:
 
 def test_a_resumed_run_keeps_the_size_that_it_came_to(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
-        "forward": EACH,
+        "where": "forward",
         "folder": tmp_path,
         "checkpoint": Checkpointing(every="2ba"),
     }
@@ -123,7 +125,7 @@ def test_a_resumed_run_keeps_the_size_that_it_came_to(tmp_path: Path) -> None:
 
 
 def test_one_sample_that_does_not_fit_ends_the_run() -> None:
-    run = NumberedRun(forward=EACH, rooms={1: EACH // 2})
+    run = NumberedRun("forward", rooms={1: EACH // 2})
     with (
         pytest.warns(RuntimeWarning, match="memory ran out"),
         pytest.raises(TrainingError, match="memory runs out with one sample"),
@@ -134,12 +136,14 @@ def test_one_sample_that_does_not_fit_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_size_that_is_found_fits_and_leaves_no_trace(where: str) -> None:
+def test_a_size_that_is_found_fits_and_leaves_no_trace(
+    where: Literal["forward", "backward"],
+) -> None:
     given = NumberedRun(micro_batch_size=4)
     given.trainer.fit()
     expected = generators()
     leave(ROOM)
-    run = NumberedRun(**{where: EACH}, micro_batch_size="auto")
+    run = NumberedRun(where, micro_batch_size="auto")
     assert run.trainer.fitting is not None
     assert run.trainer.fitting.size == 4
     run.trainer.fit()
@@ -150,7 +154,7 @@ def test_a_size_that_is_found_fits_and_leaves_no_trace(where: str) -> None:
 
 def test_a_size_that_no_longer_fits_shrinks() -> None:
     leave(2 * ROOM)
-    run = NumberedRun(forward=EACH, micro_batch_size="auto", rooms={3: ROOM})
+    run = NumberedRun("forward", micro_batch_size="auto", rooms={3: ROOM})
     with pytest.warns(RuntimeWarning, match="memory ran out") as warned:
         run.trainer.fit()
     assert len(warned) == run.splits == 1

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, final
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -56,12 +57,13 @@ def record_step(step: TrainStep | WholeStep, batch: Any, size: int) -> Recording
         watch.watching(step.model, in_compiled=False),
         uncollected(),
         _profiled(device) as profiler,
+        _allocator_history(step.device) as history,
     ):
         step.run(batch, enter=enter)
         ledger.expect(_addresses(state_tensors(step)), "optimizer")
         with record_function(_MARK + "optimizer"):
             pass
-    for moment in _moments(profiler, device):
+    for moment in _with_all_frees(_moments(profiler, device), history):
         ledger.add(moment)
     return ledger.recording(size)
 
@@ -150,6 +152,66 @@ def _profiled(device: str) -> Iterator[profile]:
     quiet = {"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "6")}
     with patch.dict(os.environ, quiet), profile(activities=activities, profile_memory=True) as made:
         yield made
+
+
+class _Change(NamedTuple):
+    """An entry of the history that CUDA's allocator keeps."""
+
+    address: int
+    is_free: bool
+
+
+@contextlib.contextmanager
+def _allocator_history(device: torch.device) -> Iterator[list[_Change]]:
+    """Yield a list that has all changes of a CUDA device's memory when the context ends.
+
+    It stays empty on other devices, and if a program records the history already.
+    """
+    changes: list[_Change] = []
+    library: Any = torch._C  # its type says that it answers nothing
+    if device.type != "cuda" or library._cuda_isHistoryEnabled():
+        yield changes
+        return
+    memory = torch.cuda.memory
+    memory._record_memory_history("all", context=None)
+    try:
+        yield changes
+        torch.cuda.synchronize(device)
+        changes += [
+            _Change(entry["addr"], entry["action"] != "alloc")
+            for entry in memory._snapshot(device)["device_traces"][device.index]
+            if entry["action"] in {"alloc", "free_requested"}
+        ]
+    finally:
+        memory._record_memory_history(None)
+
+
+def _with_all_frees(moments: list[_Moment], history: list[_Change]) -> Iterator[_Moment]:
+    """Yield the moments with the frees of the history, if there is one.
+
+    The profiler misses frees on CUDA: autograd runs nodes in a thread of the device, and drops the
+    inputs of a node after it has left the profiler (`Engine::thread_main` of torch 2.13). Recorded
+    peaks of a GPT were 1.1 (fp32) to 1.4 (bf16) times the real ones.
+    """
+    if not history:
+        yield from moments
+        return
+    position = 0
+    for moment in moments:
+        if moment.mark is not None:
+            yield moment
+        elif moment.bytes > 0:
+            allocation = _Change(moment.address, is_free=False)
+            with contextlib.suppress(ValueError):  # only the profiler knows of it
+                end = history.index(allocation, position)
+                for change in history[position:end]:
+                    if change.is_free:
+                        yield _Moment(moment.time, -1, None, -1, change.address, "")
+                position = end + 1
+            yield moment
+    for change in history[position:]:
+        if change.is_free:
+            yield _Moment(moments[-1].time, -1, None, -1, change.address, "")
 
 
 def _moments(profiler: profile, device: str) -> list[_Moment]:
