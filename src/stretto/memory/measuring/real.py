@@ -22,6 +22,8 @@ from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
 
 _MARK = "stretto: "
+_PIECE = 512
+"""Bytes that CUDA's allocator counts in."""
 
 
 def record_step(step: TrainStep | WholeStep, batch: Any, size: int) -> Recording:
@@ -63,7 +65,7 @@ def record_step(step: TrainStep | WholeStep, batch: Any, size: int) -> Recording
         ledger.expect(_addresses(state_tensors(step)), "optimizer")
         with record_function(_MARK + "optimizer"):
             pass
-    for moment in _with_all_frees(_moments(profiler, device), history):
+    for moment in _with_history(_moments(profiler, device), history):
         ledger.add(moment)
     return ledger.recording(size)
 
@@ -158,7 +160,8 @@ class _Change(NamedTuple):
     """An entry of the history that CUDA's allocator keeps."""
 
     address: int
-    is_free: bool
+    bytes: int
+    """What was asked for, in whole pieces of the allocator; 0 if freed."""
 
 
 @contextlib.contextmanager
@@ -178,7 +181,7 @@ def _allocator_history(device: torch.device) -> Iterator[list[_Change]]:
         yield changes
         torch.cuda.synchronize(device)
         changes += [
-            _Change(entry["addr"], entry["action"] != "alloc")
+            _Change(entry["addr"], _rounded(entry["size"]) if entry["action"] == "alloc" else 0)
             for entry in memory._snapshot(device)["device_traces"][device.index]
             if entry["action"] in {"alloc", "free_requested"}
         ]
@@ -186,32 +189,36 @@ def _allocator_history(device: torch.device) -> Iterator[list[_Change]]:
         memory._record_memory_history(None)
 
 
-def _with_all_frees(moments: list[_Moment], history: list[_Change]) -> Iterator[_Moment]:
-    """Yield the moments with the frees of the history, if there is one.
+def _rounded(size: int) -> int:
+    return -(-size // _PIECE) * _PIECE
+
+
+def _with_history(moments: list[_Moment], history: list[_Change]) -> Iterator[_Moment]:
+    """Yield the moments with the frees and sizes of the history, if there is one.
 
     The profiler misses frees on CUDA: autograd runs nodes in a thread of the device, and drops the
     inputs of a node after it has left the profiler (`Engine::thread_main` of torch 2.13). Recorded
-    peaks of a GPT were 1.1 (fp32) to 1.4 (bf16) times the real ones.
+    peaks of a GPT were 1.1 (fp32) to 1.4 (bf16) times the real ones. It also reports the size of
+    the block that was found, which depends on what was freed before the step.
     """
     if not history:
         yield from moments
         return
-    position = 0
+    waiting, time = iter(history), 0
     for moment in moments:
+        time = moment.time
         if moment.mark is not None:
             yield moment
         elif moment.bytes > 0:
-            allocation = _Change(moment.address, is_free=False)
-            with contextlib.suppress(ValueError):  # only the profiler knows of it
-                end = history.index(allocation, position)
-                for change in history[position:end]:
-                    if change.is_free:
-                        yield _Moment(moment.time, -1, None, -1, change.address, "")
-                position = end + 1
-            yield moment
-    for change in history[position:]:
-        if change.is_free:
-            yield _Moment(moments[-1].time, -1, None, -1, change.address, "")
+            for change in waiting:
+                if change.bytes and change.address == moment.address:
+                    yield moment._replace(bytes=change.bytes)
+                    break
+                if not change.bytes:
+                    yield _Moment(time, -1, None, -1, change.address, "")
+    for change in waiting:
+        if not change.bytes:
+            yield _Moment(time, -1, None, -1, change.address, "")
 
 
 def _moments(profiler: profile, device: str) -> list[_Moment]:
