@@ -10,6 +10,8 @@ JOBS ?= auto
 # The torch of make test-torch: the oldest that pyproject.toml allows.
 TORCH ?= 2.7.1
 CONSTRAINTS ?= constraints.txt
+# Where torch runs its CUDA code without a GPU; tools/phantom/make.py makes it.
+PHANTOM ?= bench/.venvs/phantom-2.13.0
 # Whatever is to be added to the command of a target: make train ARGS="max_duration=4ep"
 ARGS ?=
 
@@ -23,7 +25,7 @@ INSTALL = PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help train test test-quick test-torch test-adapters chaos lint format types layers docs wheel bench bench-peers phantom golden check clean
+.PHONY: help train test test-quick test-torch test-phantom test-adapters chaos lint format types layers docs wheel bench bench-peers phantom golden check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +43,15 @@ test-quick: $(VENV)/.develop  ## run the tests that are not marked slow
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-torch
 test-torch: .venv-torch-$(TORCH)/constraints.txt  ## the same with another torch, in .venv-torch-2.7.1: make test-torch TORCH=2.7.1
 	$(MAKE) test-quick VENV=$(<D) CONSTRAINTS=$<
+
+# Two devices for the tests of ranks. Only files with such tests: others import more packages.
+test-phantom:  ## run the tests that need a GPU but not its numbers, on the phantom in PHANTOM=
+	@test -x $(PHANTOM)/venv/bin/python || { \
+		echo "no phantom in $(PHANTOM); make it with $(BIN)/python tools/phantom/make.py"; exit 1; }
+	PHANTOM_MEMORY=17179869184 PHANTOM_DEVICES=2 LD_LIBRARY_PATH=$(abspath $(PHANTOM))/lib \
+	PYTHONPATH=$(CURDIR)/src OMP_NUM_THREADS=1 \
+		$(abspath $(PHANTOM))/venv/bin/python -m pytest -m phantom $(ARGS) \
+		$$(grep -rl --include="*.py" "mark\.phantom" tests)
 
 test-adapters: $(VENV)/.develop  ## test the adapters against the real frameworks (makes environments of 1 GB each)
 	$(BIN)/python tools/test_adapters.py $(ARGS)

@@ -46,6 +46,17 @@ def leave(room):
 """
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests of an accelerator that is not here."""
+    for marker in ("gpu", "phantom"):
+        if item.get_closest_marker(marker):
+            from tests import accelerator  # imports torch
+
+            why = accelerator.why_not(marker)
+            if why:
+                pytest.skip(why)
+
+
 @pytest.fixture(autouse=True)
 def _limits_stay() -> Iterator[None]:
     """Find the test that leaves a limit on memory behind, not one that suffers from it."""

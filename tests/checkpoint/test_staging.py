@@ -97,13 +97,26 @@ def test_what_has_no_plain_memory_is_refused(tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
-def test_copies_of_an_accelerator_are_pinned_and_done() -> None:
+def test_copies_of_an_accelerator_are_done_when_they_are_returned() -> None:
     copies = HostCopies()
     weight = torch.arange(1 << 20, device="cuda")
     for step in range(3):
         taken = copies.take({"model": {"weight": weight}}).tensors["model"]["weight"]
         assert isinstance(taken, torch.Tensor)
-        assert taken.is_pinned()
         assert torch.equal(taken, torch.arange(1 << 20) + step)
         weight += 1
+
+
+@pytest.mark.phantom
+def test_copies_of_an_accelerator_are_pinned_and_used_again() -> None:
+    if not torch.empty(1, pin_memory=True).is_pinned():
+        pytest.skip("this phantom does not know pinned memory")
+    copies = HostCopies()
+    weight = torch.zeros(4, 8, device="cuda")
+    tensors = {"model": {"weight": weight, "turned": weight.t()}}
+    first = copies.take(tensors).tensors["model"]
+    for one in first.values():
+        assert isinstance(one, torch.Tensor)
+        assert one.is_pinned()
+        assert one.is_contiguous()
+    assert copies.take(tensors).tensors["model"]["weight"] is first["weight"]

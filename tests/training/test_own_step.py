@@ -181,7 +181,8 @@ def test_its_memory_is_predicted(name: str) -> None:
     for size in (3, 50, 500):
         prediction.verify(size)  # as `find_batch_size` does
         real = record_step(step, make_batch(size), size).peak
-        assert prediction.peak(size) == pytest.approx(real, rel=0.03)
+        # Some CPUs pack the bf16 matrices that Muon multiplies: 5 percent of this small step.
+        assert prediction.peak(size) == pytest.approx(real, rel=0.06)
 
 
 def test_schedules_are_those_of_every_optimizer_and_of_one() -> None:

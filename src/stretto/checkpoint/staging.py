@@ -74,6 +74,13 @@ class HostCopies:
             torch.accelerator.synchronize(device)
         return staged
 
+    def release(self) -> None:
+        """Give the buffers back to the system; torch would keep pinned memory for later."""
+        self._buffers = {}
+        # Not in torch 2.7. Only with a device: without one there is nothing to empty.
+        if torch.cuda.is_initialized() and hasattr(torch.accelerator, "empty_host_cache"):
+            torch.accelerator.empty_host_cache()
+
 
 def _memory(tensor: Tensor, group: str, name: str) -> Hashable:
     """A key that is equal for two tensors if they are the same view of the same memory."""

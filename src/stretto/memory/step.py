@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from stretto.noise import MicroGradients
 from stretto.runtime import TrainStep
+from stretto.runtime.gradients import detached
 
 _NOTHING = contextlib.nullcontext()
 _PATCHING = threading.RLock()
@@ -83,7 +84,7 @@ class WholeStep:
                     micro = transform(micro)
                 is_last = number == self.accumulation - 1
                 with gradients.watch(is_last=is_last) if self.measures_noise else _NOTHING:
-                    losses.append(step.forward_backward(micro, weight).detach())
+                    losses.append(detached(step.forward_backward(micro, weight)))
                 del micro
         enter("optimizer")
         step.update()

@@ -26,6 +26,20 @@ def scalar(loss: object) -> Tensor:
     )
 
 
+def detached(loss: Tensor) -> Tensor:
+    """Return a loss that can be kept: without its graph, in memory of its own.
+
+    `mse_loss`, `smooth_l1_loss` and `soft_margin_loss` return a scalar in memory as large as the
+    output of the model, and losses are kept until they are logged.
+
+    >>> loss = nn.functional.mse_loss(torch.ones(1024), torch.zeros(1024))
+    >>> loss.untyped_storage().nbytes(), detached(loss).untyped_storage().nbytes()
+    (4096, 4)
+    """
+    loss = loss.detach()
+    return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
+
+
 def is_fully_sharded(model: nn.Module) -> bool:
     """Return whether `fully_shard` was called on a model; a compiled one counts as what it is of.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from math import isfinite
 from typing import Any, final
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stretto import __version__
 from stretto.data import StepLoader
 from stretto.optim import Hyperparameters
 from stretto.runtime import SupervisedStep, TrainStep
@@ -67,7 +67,7 @@ def describe_setup(
         "step": _unusual(type(step).__qualname__, SupervisedStep.__qualname__),
         "device": device,
         "torch": str(torch.__version__),
-        "stretto": version("stretto"),
+        "stretto": __version__,
     }
 
 

@@ -24,6 +24,20 @@ def test_a_gradient_from_before_is_no_part_of_the_first_batch(problem: Make) -> 
     assert torch.equal(clean.weights(), used.weights())
 
 
+def test_losses_that_wait_for_the_log_take_no_memory(problem: Make) -> None:
+    """`mse_loss` returns a scalar in memory as large as the output of the model."""
+
+    class Keep(Callback):
+        def on_batch_end(self, run: Any, step: Any) -> None:
+            losses = trainer._loop.recorder.pending[-1].losses
+            kept.extend(one.loss.untyped_storage().nbytes() for one in losses)
+
+    kept: list[int] = []
+    trainer = problem().trainer(max_duration="3ba", micro_batch_size=4, callbacks=[Keep()])
+    trainer.fit()
+    assert kept == [8] * 6  # one number of float64 for each micro-batch
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_batch_without_a_unit_is_refused_on_one_rank_too(problem: Make, precision: Any) -> None:
     run = problem(dtype=torch.float32)

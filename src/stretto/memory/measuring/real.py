@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, final
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -21,6 +22,8 @@ from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
 
 _MARK = "stretto: "
+_PIECE = 512
+"""Bytes that CUDA's allocator counts in."""
 
 
 def record_step(step: TrainStep | WholeStep, batch: Any, size: int) -> Recording:
@@ -56,12 +59,13 @@ def record_step(step: TrainStep | WholeStep, batch: Any, size: int) -> Recording
         watch.watching(step.model, in_compiled=False),
         uncollected(),
         _profiled(device) as profiler,
+        _allocator_history(step.device) as history,
     ):
         step.run(batch, enter=enter)
         ledger.expect(_addresses(state_tensors(step)), "optimizer")
         with record_function(_MARK + "optimizer"):
             pass
-    for moment in _moments(profiler, device):
+    for moment in _with_history(_moments(profiler, device), history):
         ledger.add(moment)
     return ledger.recording(size)
 
@@ -150,6 +154,71 @@ def _profiled(device: str) -> Iterator[profile]:
     quiet = {"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "6")}
     with patch.dict(os.environ, quiet), profile(activities=activities, profile_memory=True) as made:
         yield made
+
+
+class _Change(NamedTuple):
+    """An entry of the history that CUDA's allocator keeps."""
+
+    address: int
+    bytes: int
+    """What was asked for, in whole pieces of the allocator; 0 if freed."""
+
+
+@contextlib.contextmanager
+def _allocator_history(device: torch.device) -> Iterator[list[_Change]]:
+    """Yield a list that has all changes of a CUDA device's memory when the context ends.
+
+    It stays empty on other devices, and if a program records the history already.
+    """
+    changes: list[_Change] = []
+    library: Any = torch._C  # its type says that it answers nothing
+    if device.type != "cuda" or library._cuda_isHistoryEnabled():
+        yield changes
+        return
+    memory = torch.cuda.memory
+    memory._record_memory_history("all", context=None)
+    try:
+        yield changes
+        torch.cuda.synchronize(device)
+        changes += [
+            _Change(entry["addr"], _rounded(entry["size"]) if entry["action"] == "alloc" else 0)
+            for entry in memory._snapshot(device)["device_traces"][device.index]
+            if entry["action"] in {"alloc", "free_requested"}
+        ]
+    finally:
+        memory._record_memory_history(None)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _PIECE) * _PIECE
+
+
+def _with_history(moments: list[_Moment], history: list[_Change]) -> Iterator[_Moment]:
+    """Yield the moments with the frees and sizes of the history, if there is one.
+
+    The profiler misses frees on CUDA: autograd runs nodes in a thread of the device, and drops the
+    inputs of a node after it has left the profiler (`Engine::thread_main` of torch 2.13). Recorded
+    peaks of a GPT were 1.1 (fp32) to 1.4 (bf16) times the real ones. It also reports the size of
+    the block that was found, which depends on what was freed before the step.
+    """
+    if not history:
+        yield from moments
+        return
+    waiting, time = iter(history), 0
+    for moment in moments:
+        time = moment.time
+        if moment.mark is not None:
+            yield moment
+        elif moment.bytes > 0:
+            for change in waiting:
+                if change.bytes and change.address == moment.address:
+                    yield moment._replace(bytes=change.bytes)
+                    break
+                if not change.bytes:
+                    yield _Moment(time, -1, None, -1, change.address, "")
+    for change in waiting:
+        if not change.bytes:
+            yield _Moment(time, -1, None, -1, change.address, "")
 
 
 def _moments(profiler: profile, device: str) -> list[_Moment]:

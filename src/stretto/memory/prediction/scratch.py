@@ -72,7 +72,7 @@ def scratch_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
     tensors = [one for one in (*args[:3], *results) if isinstance(one, Tensor)]
     weight, dilation, transposed = (args[position] for position in CONVOLUTIONS[func])
     if _is_blocked(weight.dtype):
-        return sum(map(_in_blocks, tensors))
+        return sum(map(_in_blocks, tensors)) + _unfolded(func, args)
     # The unfolding path; sample by sample if dilated or transposed.
     is_forward = func is _aten.convolution.default
     out = results[0] if is_forward else args[0]
@@ -82,6 +82,22 @@ def scratch_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
     columns = samples * places * math.prod(weight.shape[1:]) * weight.element_size()
     as_float = 4 * out.numel() if weight.dtype in _HALF and not is_forward else 0
     return int(columns + as_float)
+
+
+def _unfolded(func: Any, args: Sequence[Any]) -> int:
+    """Return the bytes of unfolded channels, for kernels that are larger than the picture.
+
+    Some CPUs (measured on one with AMX) unfold these for the gradient of a grouped convolution.
+    """
+    if func is not _aten.convolution_backward.default or args[9] == 1:
+        return 0
+    gradient, _, weight = args[:3]
+    kernel, places = weight.shape[2:], gradient.shape[2:]
+    if all(size <= place for size, place in zip(kernel, places, strict=True)):
+        return 0
+    as_float = 4 if weight.dtype in _HALF else 0
+    columns = int(gradient.numel() * math.prod(weight.shape[1:]))
+    return columns * (weight.element_size() + as_float)
 
 
 _SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {

@@ -189,7 +189,7 @@ class Saver:
                 self._note_whole(job)
             else:
                 self._report(error)
-        self._copies = HostCopies()
+        self._copies.release()
 
     def _note_whole(self, job: _Job) -> None:
         self.saved_at, self.failure = job.sample, None
