@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -165,18 +166,41 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
   return cudaSuccess;
 }
 
+/* Pinned memory of the host, newest first. */
+struct pinned {
+  char *address;
+  size_t bytes;
+  struct pinned *next;
+};
+static struct pinned *pinned;
+static pthread_mutex_t pinned_lock = PTHREAD_MUTEX_INITIALIZER;
+
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *facts, const void *pointer) {
   int owner = phantom_owner(pointer);
   memset(facts, 0, sizeof *facts);
   facts->type = owner < 0 ? cudaMemoryTypeUnregistered : cudaMemoryTypeDevice;
   facts->device = owner < 0 ? 0 : owner;
   facts->devicePointer = owner < 0 ? NULL : (void *)pointer;
+  pthread_mutex_lock(&pinned_lock);
+  for (struct pinned *one = pinned; owner < 0 && one; one = one->next)
+    if ((size_t)((char *)pointer - one->address) < one->bytes) {
+      facts->type = cudaMemoryTypeHost;
+      facts->devicePointer = facts->hostPointer = (void *)pointer;
+      break;
+    }
+  pthread_mutex_unlock(&pinned_lock);
   return cudaSuccess;
 }
 
 cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags) {
+  struct pinned *one = malloc(sizeof *one);
   *pointer = calloc(1, bytes);
-  return *pointer ? cudaSuccess : fail(cudaErrorMemoryAllocation);
+  if (!*pointer || !one) return fail(cudaErrorMemoryAllocation);
+  pthread_mutex_lock(&pinned_lock);
+  *one = (struct pinned){*pointer, bytes, pinned};
+  pinned = one;
+  pthread_mutex_unlock(&pinned_lock);
+  return cudaSuccess;
 }
 
 cudaError_t cudaMallocHost(void **pointer, size_t bytes) {
@@ -184,6 +208,15 @@ cudaError_t cudaMallocHost(void **pointer, size_t bytes) {
 }
 
 cudaError_t cudaFreeHost(void *pointer) {
+  pthread_mutex_lock(&pinned_lock);
+  for (struct pinned **link = &pinned; *link; link = &(*link)->next)
+    if ((*link)->address == pointer) {
+      struct pinned *one = *link;
+      *link = one->next;
+      free(one);
+      break;
+    }
+  pthread_mutex_unlock(&pinned_lock);
   free(pointer);
   return cudaSuccess;
 }
