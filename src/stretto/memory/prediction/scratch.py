@@ -97,7 +97,7 @@ def _unfolded(func: Any, args: Sequence[Any]) -> int:
         return 0
     as_float = 4 if weight.dtype in _HALF else 0
     columns = int(gradient.numel() * math.prod(weight.shape[1:]))
-    return columns * (weight.element_size() + as_float)
+    return columns * (int(weight.element_size()) + as_float)
 
 
 _SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
