@@ -7,6 +7,7 @@ Memory outside the allocator (context, workspaces of cuBLAS and cuDNN, NCCL) is 
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from typing import final
 
 _MIB = 1 << 20
@@ -36,9 +37,9 @@ class CachingAllocator:
         self.reserved = 0
         self._next_address = 0
         # Blocks by address: (size, segment, is small). A segment begins where a block of it does.
-        self._used: dict[int, tuple[int, bool]] = {}
+        self._used: dict[int, tuple[int, tuple[int, bool]]] = {}
         self._addresses: dict[int, int] = {}
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._free: dict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
         self._starts: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         self._segment_of: dict[int, int] = {}
@@ -47,26 +48,27 @@ class CachingAllocator:
     def peak_reserved(self) -> int:
         return self.reserved
 
-    def allocate(self, key: int, size: int) -> bool:
+    def allocate(self, key: int, size: int, stream: int = 0) -> bool:
         """Allocate a block for `key`."""
         if size == 0:
             return True
         size = max(_ROUND, -(-size // _ROUND) * _ROUND)
         is_small = size <= _SMALL
-        block = self._take(size, is_small=is_small)
+        pool = stream, is_small
+        block = self._take(size, pool=pool)
         if block is None:
             if self.limit is not None and self.reserved + _segment_size(size) > self.limit:
                 return False
-            self._reserve(_segment_size(size), is_small=is_small)
-            block = self._take(size, is_small=is_small)
+            self._reserve(_segment_size(size), pool=pool)
+            block = self._take(size, pool=pool)
             assert block is not None
         address, found = block
         rest = found - size
         if rest >= _ROUND if is_small else rest > _SMALL:
-            self._add_free(address + size, rest, self._segment_of[address], is_small=is_small)
+            self._add_free(address + size, rest, self._segment_of[address], pool=pool)
         else:
             size = found
-        self._used[address] = size, is_small
+        self._used[address] = size, pool
         self._addresses[key] = address
         self.allocated += size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
@@ -77,45 +79,45 @@ class CachingAllocator:
         address = self._addresses.pop(key, None)
         if address is None:
             return  # an allocation of 0 bytes
-        size, is_small = self._used.pop(address)
+        size, pool = self._used.pop(address)
         self.allocated -= size
         segment = self._segment_of[address]
         before = self._ends.get(address)
         if before is not None and self._segment_of[before] == segment:
-            size += self._drop_free(before, is_small=is_small)
+            size += self._drop_free(before, pool=pool)
             address = before
         after = address + size
         if after in self._starts and self._segment_of.get(after) == segment:
-            size += self._drop_free(after, is_small=is_small)
-        self._add_free(address, size, segment, is_small=is_small)
+            size += self._drop_free(after, pool=pool)
+        self._add_free(address, size, segment, pool=pool)
 
-    def _take(self, size: int, *, is_small: bool) -> tuple[int, int] | None:
+    def _take(self, size: int, *, pool: tuple[int, bool]) -> tuple[int, int] | None:
         """Take the smallest free block that is large enough; of equals, the first."""
-        pool = self._free[is_small]
-        place = bisect.bisect_left(pool, (size, -1))
-        if place == len(pool):
+        blocks = self._free[pool]
+        place = bisect.bisect_left(blocks, (size, -1))
+        if place == len(blocks):
             return None
-        found, address = pool[place]
-        self._drop_free(address, is_small=is_small)
+        found, address = blocks[place]
+        self._drop_free(address, pool=pool)
         return address, found
 
-    def _reserve(self, size: int, *, is_small: bool) -> None:
+    def _reserve(self, size: int, *, pool: tuple[int, bool]) -> None:
         address = self._next_address
         self._next_address += size + _LARGE_ROUND  # segments are never neighbours
         self.reserved += size
-        self._add_free(address, size, address, is_small=is_small)
+        self._add_free(address, size, address, pool=pool)
 
-    def _add_free(self, address: int, size: int, segment: int, *, is_small: bool) -> None:
-        bisect.insort(self._free[is_small], (size, address))
+    def _add_free(self, address: int, size: int, segment: int, *, pool: tuple[int, bool]) -> None:
+        bisect.insort(self._free[pool], (size, address))
         self._starts[address] = size
         self._ends[address + size] = address
         self._segment_of[address] = segment
 
-    def _drop_free(self, address: int, *, is_small: bool) -> int:
+    def _drop_free(self, address: int, *, pool: tuple[int, bool]) -> int:
         size = self._starts.pop(address)
         del self._ends[address + size]
-        pool = self._free[is_small]
-        del pool[bisect.bisect_left(pool, (size, address))]
+        blocks = self._free[pool]
+        del blocks[bisect.bisect_left(blocks, (size, address))]
         return size
 
 

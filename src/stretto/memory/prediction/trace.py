@@ -22,6 +22,8 @@ from stretto.memory.step import WholeStep
 
 _DEVICE = torch.ops.prim.device.default
 _LIFT = torch.ops.aten.lift_fresh.default
+_WRAPPERS = {"DTensor", "AsyncCollectiveTensor"}
+"""Tensors that hold another one."""
 BEFORE = Place("before", "")
 
 
@@ -44,6 +46,9 @@ class TracedDevice(Protocol):
     def is_on_host(self, func: Any, tensor: Tensor) -> bool:
         """Return whether a result of an operation is in the memory of the host."""
 
+    def stream(self) -> int:
+        """Return the number of the current stream; 0 is the default stream."""
+
 
 @final
 class StorageTrace(TorchDispatchMode):
@@ -60,6 +65,7 @@ class StorageTrace(TorchDispatchMode):
         self._live: dict[int, tuple[int, weakref.ref[Any], int]] = {}
         self._kept: set[str] = set()
         self._phase = "before"
+        self._is_paused = False
         self._allocations: list[Allocation] = []
         self._before: list[Event] = []
         self._events: list[Event] = []
@@ -67,6 +73,10 @@ class StorageTrace(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if any(one.__name__ in _WRAPPERS for one in types):
+            return NotImplemented  # its own dispatch calls operations on the tensors inside
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
         if func is _DEVICE:  # called twice per operation, so return early
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         # The argument of lift_fresh is new: torch.tensor has just created it.
@@ -110,7 +120,7 @@ class StorageTrace(TorchDispatchMode):
 
     def name(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Set the category of tensors that the step has created."""
-        for tensor in tensors:
+        for tensor in map(inner, tensors):
             known = self._live.get(tensor.untyped_storage()._cdata)
             if known is not None:
                 one = self._allocations[known[0]]
@@ -123,6 +133,26 @@ class StorageTrace(TorchDispatchMode):
                 index = self._add(tensor.untyped_storage(), BEFORE, "", "batch")
                 self._events.append(Event(index, is_free=False, place=BEFORE))
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Record that a storage has been resized without an operation."""
+        known = self._live.get(storage._cdata)
+        if self._is_paused or (known is not None and known[2] == storage.nbytes()):
+            return
+        self._free(storage._cdata)
+        if storage.nbytes():
+            place = self._place
+            index = self._add(storage, place, "resize")
+            self._events.append(Event(index, is_free=False, place=place))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing."""
+        was_paused, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = was_paused
+
     def events(self) -> list[Event]:
         """Return what has happened, in order."""
         return [*self._before, *self._events]
@@ -133,6 +163,7 @@ class StorageTrace(TorchDispatchMode):
         return Recording(size, self._allocations, events)
 
     def _find(self, tensor: Tensor, category: Category) -> None:
+        tensor = inner(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata not in self._live:
             is_on_host = category == "optimizer" and self._device.is_on_host(None, tensor)
@@ -162,7 +193,9 @@ class StorageTrace(TorchDispatchMode):
     ) -> int:
         key, index, own = storage._cdata, len(self._allocations), storage.nbytes()
         count = own if count is None else count
-        self._allocations.append(Allocation(count, place, category, source))
+        self._allocations.append(
+            Allocation(count, place, category, source, self._device.stream())
+        )
         self._live[key] = index, weakref.ref(storage, lambda _: self._free(key)), own
         return index
 
@@ -177,7 +210,10 @@ class StorageTrace(TorchDispatchMode):
         place = self._place
         first = len(self._allocations)
         source = f"{func}, scratch"
-        self._allocations += [Allocation(count, place, "temporaries", source) for count in group]
+        stream = self._device.stream()
+        self._allocations += [
+            Allocation(count, place, "temporaries", source, stream) for count in group
+        ]
         for is_free in (False, True):
             indices = range(first, first + len(group))
             self._events += [Event(index, is_free, place) for index in indices]
@@ -272,6 +308,14 @@ def state_tensors(step: WholeStep) -> list[Tensor]:
 def step_tensors(step: WholeStep) -> list[Tensor]:
     """Return the static tensors of a step: parameters, buffers and optimizer state."""
     return [*step.model.parameters(), *step.model.buffers(), *state_tensors(step)]
+
+
+def inner(tensor: Tensor) -> Tensor:
+    """Return the tensor with the memory of this rank."""
+    if type(tensor).__name__ not in _WRAPPERS:
+        return tensor
+    held: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor.elem  # type: ignore[attr-defined]
+    return inner(held)
 
 
 def tensors_in(batch: Any) -> list[Tensor]:

@@ -191,7 +191,7 @@ def replay(
         index = event.allocation
         if event.is_free:
             free(index)
-        elif not allocate(index, counts[index]):
+        elif not allocate(index, counts[index], recording.allocations[index].stream):
             return None
     return allocator
 
