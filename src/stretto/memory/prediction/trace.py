@@ -7,7 +7,8 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, final
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -228,6 +229,10 @@ class StorageTrace(TorchDispatchMode):
         return Place(self._phase, self._watch.path())
 
 
+Around: TypeAlias = Callable[[StorageTrace], AbstractContextManager[Any]]
+"""Returns a context in which steps are traced."""
+
+
 def in_order(events: Iterable[Event]) -> list[Event]:
     """Return the events with adjacent frees sorted by allocation.
 
@@ -257,9 +262,19 @@ def trace_from_start(
     *,
     fake_values: FakeValues,
     device: TracedDevice,
+    around: Around = contextlib.nullcontext,
 ) -> Recording:
-    """Run the first steps of a run, one for each batch, and return all allocations in order."""
-    with _tracing(step, fake_values, device) as (seen, run):
+    """Run the first steps of a run, one for each batch, and return all allocations in order.
+
+    Args:
+        step: the step, on fake tensors.
+        batches: a batch for each step.
+        size: their size.
+        fake_values: what fake tensors do not have.
+        device: the device to trace for.
+        around: returns a context for the steps.
+    """
+    with _tracing(step, fake_values, device) as (seen, run), around(seen):
         for batch in batches:
             seen.arrive(batch)
             run(batch)

@@ -8,6 +8,7 @@ from typing import Any, final
 from stretto.memory.prediction.caching_allocator import CachingAllocator
 from stretto.memory.prediction.certainty import Certainty, judge
 from stretto.memory.prediction.cuda.gpu import Gpu
+from stretto.memory.prediction.cuda.sharding import Sharding
 from stretto.memory.prediction.curve import Peak
 from stretto.memory.prediction.fit import fit
 from stretto.memory.prediction.recording import Recording
@@ -98,9 +99,14 @@ class CudaRun:
     """Traces of several sizes, all with the same value for elements that are read."""
 
     def __init__(
-        self, step: WholeStep, make_batch: Callable[[int], Any], value: int, gpu: Gpu
+        self,
+        step: WholeStep,
+        make_batch: Callable[[int], Any],
+        value: int,
+        gpu: Gpu,
+        sharding: Sharding | None = None,
     ) -> None:
-        self._tracer = Tracer(step, make_batch, value, gpu=gpu)
+        self._tracer = Tracer(step, make_batch, value, gpu=gpu, sharding=sharding)
         self.fake_values = self._tracer.fake_values
         self._recordings: dict[int, Recording] = {}
         self._replays: dict[int, CachingAllocator] = {}

@@ -1,0 +1,141 @@
+"""One process that takes itself for rank 0 of many, with communication that moves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from stretto.errors import FitError
+from stretto.memory.prediction.trace import StorageTrace
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_LOCK = threading.RLock()
+"""Held while the process has fake ranks, for that concerns all threads."""
+
+
+@contextlib.contextmanager
+def fake_ranks(number: int) -> Iterator[DeviceMesh]:
+    """Let this process be rank 0 of `number` ranks while the context is active.
+
+    Collectives on the fake process group return at once. Meshes are made of CPUs, because the
+    traced tensors say that they are on a CPU; code that asks for a mesh of `cuda` gets one, too.
+
+    Yields:
+        A mesh of one dimension with all ranks.
+
+    Raises:
+        FitError: the process belongs to a group of real ranks.
+    """
+    if not dist.is_available():
+        raise FitError.cannot(
+            "predict the memory of a sharded model",
+            why="this build of torch has no torch.distributed",
+            instead="install one that has",
+        )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with _LOCK:
+        if dist.is_initialized():
+            raise FitError.cannot(
+                f"predict for {number} ranks in this process",
+                why="it belongs to a process group already",
+                instead="predict before init_process_group, or in a process of its own",
+            )
+        store = FakeStore()  # type: ignore[no-untyped-call]
+        dist.init_process_group("fake", store=store, rank=0, world_size=number)
+        try:
+            with _meshes_of_real_numbers(), unset_fake_temporarily():  # type: ignore[no-untyped-call]
+                mesh = init_device_mesh("cpu", (number,))
+            with _meshes_of_real_numbers():
+                yield mesh
+        finally:
+            _forget_shardings()
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def following_storages(seen: StorageTrace) -> Iterator[None]:
+    """Let a trace see what sharded models do to memory outside of operations.
+
+    FSDP2 frees and allocates parameters by resizing their storages. DTensor finds out about shapes
+    by running operations on fake tensors of its own, which take no memory.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    resize = torch.UntypedStorage.resize_
+
+    def resize_seen(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        seen.resized(storage)
+        return result
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_seen))
+        for name in ("propagate_op_sharding_non_cached", "_propagate_tensor_meta_non_cached"):
+            quiet = _paused(getattr(ShardingPropagator, name), seen)
+            stack.enter_context(patch.object(ShardingPropagator, name, quiet))
+        yield
+
+
+def _paused(function: Callable[..., Any], seen: StorageTrace) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with seen.paused():
+            return function(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def _meshes_of_real_numbers() -> Iterator[None]:
+    """Let meshes compute with real tensors, also under a fake mode, and be of CPUs."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    def real(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+                return function(*map(_numbers, args), **{k: _numbers(v) for k, v in kwargs.items()})
+
+        return run
+
+    construct = real(DeviceMesh.__init__)
+
+    def init(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        construct(self, "cpu", *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(DeviceMesh, "__init__", init))
+        mesh = property(real(DeviceMesh.mesh.fget))  # type: ignore[attr-defined]
+        stack.enter_context(patch.object(DeviceMesh, "mesh", mesh))
+        for name in ("_flatten", "_unflatten"):
+            function = real(getattr(DeviceMesh, name))
+            stack.enter_context(patch.object(DeviceMesh, name, function))
+        yield
+
+
+def _numbers(argument: Any) -> Any:
+    """Return the ranks that a fake tensor stands for: those that it was made of, or all in order."""
+    if not isinstance(argument, FakeTensor):
+        return argument
+    if argument.constant is not None:
+        return argument.constant
+    return torch.arange(argument.numel(), dtype=torch.int).view(argument.shape)
+
+
+def _forget_shardings() -> None:
+    """Drop the caches of DTensor, whose entries refer to the groups of fake ranks."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
