@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from stretto.data.containers import mapped
 from stretto.errors import FitError, shown
-from stretto.memory.prediction.trace import inner
+from stretto.memory.prediction.cuda.data_parallel import replicate
 from stretto.runtime import TrainStep
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ class Sharding:
 
     ranks: int
     shard: str | Shard = "fsdp"
-    """`fsdp`, `hsdp:8` (sharded over 8 ranks, with replicas), `ddp`, or a function."""
+    """`fsdp`; `hsdp:8`, sharded over 8 ranks, with replicas; `ddp`; `ddp:views`, with
+    `gradient_as_bucket_view`; or a function."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -40,11 +41,6 @@ class Sharding:
             )
         if isinstance(self.shard, str):
             _named(self.shard, self.ranks)
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether each rank has the whole model, as `DistributedDataParallel` does."""
-        return self.shard == "ddp"
 
     def apply(self, step: TrainStep, mesh: DeviceMesh) -> None:
         """Shard the model of a step, and let its optimizers update the shards.
@@ -87,14 +83,15 @@ def _named(text: str, ranks: int) -> Shard:
     Raises:
         FitError: there is none, or it does not suit the number of ranks.
     """
-    if text in {"fsdp", "ddp"}:
-        return fully_shard_blocks
+    if text in _STRATEGIES:
+        return _STRATEGIES[text]
     name, _, number = text.partition(":")
     if name != "hsdp" or not number.isdigit() or int(number) < 1:
         raise FitError.cannot(
             f"shard a model by {shown(text)}",
             why="there is no such strategy",
-            instead="write 'fsdp', 'hsdp:8', 'ddp', or pass a function shard(model, mesh)",
+            instead=f"write {', '.join(map(repr, [*_STRATEGIES, 'hsdp:8']))}, or pass a function "
+            "shard(model, mesh)",
         )
     if ranks % int(number):
         raise FitError.cannot(
@@ -166,12 +163,9 @@ def _replace_state(optimizer: Optimizer, replaced: dict[int, nn.Parameter]) -> N
             }
 
 
-def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors on this rank."""
-    return sum(int(inner(tensor).nbytes) for tensor in tensors)
-
-
-def shown_sharding(sharding: Sharding) -> Any:
-    """Return a text for messages."""
-    name = sharding.shard if isinstance(sharding.shard, str) else sharding.shard.__name__
-    return f"{name} over {sharding.ranks} ranks"
+_STRATEGIES: dict[str, Shard] = {
+    "fsdp": fully_shard_blocks,
+    "ddp": lambda model, _mesh: replicate(model),
+    "ddp:views": lambda model, _mesh: replicate(model, as_views=True),
+}
+"""Strategies without a number."""
