@@ -154,6 +154,28 @@ class StorageTrace(TorchDispatchMode):
         finally:
             self._is_paused = was_paused
 
+    @property
+    def num_events(self) -> int:
+        """Number of events since tracing began."""
+        return len(self._events)
+
+    def is_as_at(self, start: int) -> bool:
+        """Return whether all that was allocated since an event has been freed, and nothing else."""
+        allocated, freed = (
+            {event.allocation for event in self._events[start:] if event.is_free is is_free}
+            for is_free in (False, True)
+        )
+        return allocated == freed
+
+    def repeat(self, start: int) -> None:
+        """Record once more what has happened since an event; see `is_as_at`."""
+        again: dict[int, int] = {}
+        for event in self._events[start:]:
+            if not event.is_free:
+                again[event.allocation] = len(self._allocations)
+                self._allocations.append(self._allocations[event.allocation])
+            self._events.append(event._replace(allocation=again[event.allocation]))
+
     def events(self) -> list[Event]:
         """Return what has happened, in order."""
         return [*self._before, *self._events]
@@ -275,10 +297,16 @@ def trace_from_start(
         around: returns a context for the steps.
     """
     with _tracing(step, fake_values, device) as (seen, run), around(seen):
+        is_steady = False
         for batch in batches:
+            if is_steady:  # a step that leaves memory as it was is followed by steps like it
+                seen.repeat(start)
+                continue
+            start = seen.num_events
             seen.arrive(batch)
             run(batch)
             del batch
+            is_steady = seen.is_as_at(start)
         return seen.recording(size, seen.events())
 
 

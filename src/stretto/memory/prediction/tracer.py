@@ -12,7 +12,7 @@ import torch
 from stretto.data import move_batch
 from stretto.errors import FitError, StrettoError, first_line
 from stretto.memory.prediction.cuda.device import Cuda
-from stretto.memory.prediction.cuda.fake_ranks import fake_ranks, following_storages
+from stretto.memory.prediction.cuda.fake_ranks import fake_ranks, following_storages, num_groups
 from stretto.memory.prediction.cuda.gpu import Gpu
 from stretto.memory.prediction.cuda.kernels import cuda_kernels
 from stretto.memory.prediction.cuda.sharding import Sharding
@@ -53,7 +53,7 @@ class Tracer:
         gpu: Gpu | None = None,
         sharding: Sharding | None = None,
     ) -> None:
-        self.num_steps = 0
+        self.num_steps = self.num_communicators = 0
         self.fake_values = FakeValues(value)
         self._label = "cuda" if step.device.type == "cuda" and sharding is None else "cpu"
         self._real_step = step
@@ -107,6 +107,7 @@ class Tracer:
             return
         with fake_ranks(self._sharding.ranks) as mesh:
             self._sharding.apply(self._step.step, mesh)
+            self.num_communicators = num_groups()
             yield following_storages
 
     def _copy(self) -> None:

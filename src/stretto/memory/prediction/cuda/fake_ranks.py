@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,7 @@ def fake_ranks(number: int) -> Iterator[DeviceMesh]:
                 instead="predict before init_process_group, or in a process of its own",
             )
         store = FakeStore()  # type: ignore[no-untyped-call]
+        show_error = sys.excepthook  # init_process_group replaces it
         dist.init_process_group("fake", store=store, rank=0, world_size=number)
         try:
             with _meshes_of_real_numbers(), unset_fake_temporarily():  # type: ignore[no-untyped-call]
@@ -62,6 +64,13 @@ def fake_ranks(number: int) -> Iterator[DeviceMesh]:
         finally:
             _forget_shardings()
             dist.destroy_process_group()
+            sys.excepthook = show_error
+
+
+def num_groups() -> int:
+    """Return with how many groups of two or more ranks this rank communicates."""
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
+    return len(groups)
 
 
 @contextlib.contextmanager

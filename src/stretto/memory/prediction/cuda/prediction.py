@@ -18,6 +18,11 @@ from stretto.memory.step import WholeStep
 
 SIZES = (2, 3)
 """Sizes of the first traces. Never 1, because a dimension of 1 is broadcast."""
+SHARDED_SIZES = (1, 2)
+"""The same for a sharded model. It is large, so few samples fit, and a trace takes seconds."""
+COMMUNICATOR_BYTES = 384 << 20
+"""What NCCL takes for a communicator: 32 channels with buffers of 10 and 2 MiB, as its log shows on
+H100s (NVIDIA/nccl, issue 1685). Fewer GPUs or slower links take fewer channels."""
 
 
 @final
@@ -70,6 +75,11 @@ class CudaPrediction:
         """Return the largest number of bytes in use at once, `torch.cuda.max_memory_allocated`."""
         return max(run.allocated(size) for run in self._runs)
 
+    @property
+    def communication_bytes(self) -> int:
+        """About what NCCL takes for its buffers, outside of the allocator and not in `peak`."""
+        return COMMUNICATOR_BYTES * max(run.num_communicators for run in self._runs)
+
     def fits(self, size: int, limit: int) -> bool:
         """Return whether the allocator can serve a step of that size from `limit` bytes."""
         if not all(run.fits(size, limit) for run in self._runs):
@@ -110,13 +120,19 @@ class CudaRun:
         self.fake_values = self._tracer.fake_values
         self._recordings: dict[int, Recording] = {}
         self._replays: dict[int, CachingAllocator] = {}
-        for size in SIZES:
+        self._sizes = SIZES if sharding is None else SHARDED_SIZES
+        for size in self._sizes:
             self.recording(size)
 
     @property
     def num_steps(self) -> int:
         """Number of traces."""
         return self._tracer.num_steps
+
+    @property
+    def num_communicators(self) -> int:
+        """Groups of ranks that this rank communicates with."""
+        return self._tracer.num_communicators
 
     def recording(self, size: int) -> Recording:
         """Return the recording of the first steps with batches of that size."""
@@ -142,8 +158,8 @@ class CudaRun:
 
     def guess(self, limit: int) -> int:
         """Return roughly how many samples fit, from the two traced sizes that are nearest."""
-        first = self._extrapolated(limit, *SIZES)
-        if first <= max(SIZES):
+        first = self._extrapolated(limit, *self._sizes)
+        if first <= max(self._sizes):
             return first
         self.recording(first)
         nearest = sorted(self._recordings, key=lambda size: abs(size - first))[:2]
