@@ -10,6 +10,7 @@ from stretto.memory.prediction.certainty import Certainty, is_compiled, judge
 from stretto.memory.prediction.cuda.gpu import gpu_named
 from stretto.memory.prediction.cuda.prediction import CudaPrediction, CudaRun
 from stretto.memory.prediction.cuda.sharding import Shard, Sharding
+from stretto.memory.prediction.cuda.unsharded import sharding_of
 from stretto.memory.prediction.curve import MemoryCurve, Peak
 from stretto.memory.prediction.fit import fit, settled
 from stretto.memory.prediction.recording import Recording
@@ -237,8 +238,8 @@ def predict(
             GPU: its kernels and its caching allocator are simulated, for each size anew.
         gpu: the kind of GPU, such as `"a100"`. Default: `"h100"`.
         ranks: the number of ranks that the model is spread over; only for `cuda`. The memory is
-            that of rank 0. It takes no other process: collectives move nothing. Default: this rank
-            is alone.
+            that of rank 0. It takes no other process: collectives move nothing. Default: a model
+            that `fully_shard` has sharded is predicted for its ranks, any other for one rank.
         shard: how it is spread: `"fsdp"` (FSDP2, each block of a `ModuleList`, then the rest),
             `"hsdp:8"` (so over 8 ranks, with replicas), `"ddp"`, `"ddp:views"` (with
             `gradient_as_bucket_view`), or a function `shard(model, mesh)` that calls
@@ -258,7 +259,14 @@ def predict(
     whole = WholeStep.of(step, accumulation=accumulation, measures_noise=measures_noise)
     if device == "cuda":
         kind = gpu_named(gpu)
-        sharding = None if ranks is None else Sharding(ranks, shard)
+        given = sharding_of(whole.step.model)
+        sharding = given if ranks is None else Sharding(ranks, shard)
+        if given is not None and ranks is not None:
+            raise FitError.cannot(
+                f"predict for {ranks} ranks",
+                why="the model is sharded already",
+                instead="leave ranks and shard out, or pass the model before it is sharded",
+            )
         runs = _with_each_value(lambda value: CudaRun(whole, make_batch, value, kind, sharding))
         return CudaPrediction(runs, is_compiled=is_compiled(whole), gpu=kind)
     if ranks is not None:

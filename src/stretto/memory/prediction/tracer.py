@@ -16,6 +16,7 @@ from stretto.memory.prediction.cuda.fake_ranks import fake_ranks, following_stor
 from stretto.memory.prediction.cuda.gpu import Gpu
 from stretto.memory.prediction.cuda.kernels import cuda_kernels
 from stretto.memory.prediction.cuda.sharding import Sharding
+from stretto.memory.prediction.cuda.unsharded import copied_unsharded
 from stretto.memory.prediction.fake_copies import FakeCopies
 from stretto.memory.prediction.fake_values import FakeValues
 from stretto.memory.prediction.recording import Recording
@@ -113,7 +114,8 @@ class Tracer:
     def _copy(self) -> None:
         self._copies = FakeCopies(self._label)
         try:
-            self._step = self._copies.step(self._real_step)
+            with copied_unsharded(self._real_step.step.model):
+                self._step = self._copies.step(self._real_step)
         except Exception as error:  # copying a user's model may raise anything
             raise FitError.cannot(
                 "copy a model with fake tensors",

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed import distributed_c10d as c10d
 
 from stretto.errors import FitError
 from stretto.memory.prediction.trace import StorageTrace
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _LOCK = threading.RLock()
 """Held while the process has fake ranks, for that concerns all threads."""
+_FIRST_NUMBER = 1_000_000
+"""Groups are numbered from here, because those of a real run have numbers, too."""
 
 
 @contextlib.contextmanager
@@ -31,11 +34,13 @@ def fake_ranks(number: int) -> Iterator[DeviceMesh]:
     Collectives on the fake process group return at once. Meshes are made of CPUs, because the
     traced tensors say that they are on a CPU; code that asks for a mesh of `cuda` gets one, too.
 
+    Process groups of a real run stay as they are, and are not seen meanwhile.
+
     Yields:
         A mesh of one dimension with all ranks.
 
     Raises:
-        FitError: the process belongs to a group of real ranks.
+        FitError: this build of torch knows no ranks.
     """
     if not dist.is_available():
         raise FitError.cannot(
@@ -46,16 +51,11 @@ def fake_ranks(number: int) -> Iterator[DeviceMesh]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    with _LOCK:
-        if dist.is_initialized():
-            raise FitError.cannot(
-                f"predict for {number} ranks in this process",
-                why="it belongs to a process group already",
-                instead="predict before init_process_group, or in a process of its own",
-            )
+    with _LOCK, _own_groups():
         store = FakeStore()  # type: ignore[no-untyped-call]
         show_error = sys.excepthook  # init_process_group replaces it
         dist.init_process_group("fake", store=store, rank=0, world_size=number)
+        sys.excepthook = show_error
         try:
             with _meshes_of_real_numbers(), unset_fake_temporarily():  # type: ignore[no-untyped-call]
                 mesh = init_device_mesh("cpu", (number,))
@@ -63,13 +63,33 @@ def fake_ranks(number: int) -> Iterator[DeviceMesh]:
                 yield mesh
         finally:
             _forget_shardings()
-            dist.destroy_process_group()
-            sys.excepthook = show_error
+
+
+@contextlib.contextmanager
+def _own_groups() -> Iterator[None]:
+    """Let process groups that are made now not meet those of a real run, and forget them."""
+    empty: dict[str, Any] = {
+        "_pg_map": {},
+        "_pg_names": {},
+        "_pg_group_ranks": {},
+        "_pg_backend_config": {},
+        "_tags_to_pg": {},
+        "_pg_to_tag": {},
+        "_backend": None,
+        "_default_pg_init_method": None,
+        "_group_count": _FIRST_NUMBER,
+    }
+    with patch.multiple(c10d, **empty), patch.object(c10d._world, "_default_pg", None):
+        try:
+            yield
+        finally:
+            for name in c10d._pg_names.values():
+                torch._C._distributed_c10d._unregister_process_group(name)
 
 
 def num_groups() -> int:
     """Return with how many groups of two or more ranks this rank communicates."""
-    groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
+    groups = [group for group in c10d._world.pg_map if group.size() > 1]
     return len(groups)
 
 
