@@ -52,7 +52,8 @@ class Attention(nn.Module):
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.wo(y.transpose(1, 2).reshape(batch, length, -1))
+        result: Tensor = self.wo(y.transpose(1, 2).reshape(batch, length, -1))
+        return result
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -71,7 +72,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position."""
-        return self.w2(functional.silu(self.w1(x)) * self.w3(x))
+        result: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
+        return result
 
 
 class Block(nn.Module):
@@ -86,12 +88,14 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Run the layer, with its activations kept or computed anew."""
         if self.checkpoints:
-            return checkpoint(self._run, x, cosine, sine, use_reentrant=False)
+            again: Tensor = checkpoint(self._run, x, cosine, sine, use_reentrant=False)
+            return again
         return self._run(x, cosine, sine)
 
     def _run(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x), cosine, sine)
-        return x + self.feed_forward(self.norm2(x))
+        result: Tensor = x + self.feed_forward(self.norm2(x))
+        return result
 
 
 class Llama(nn.Module):
@@ -115,7 +119,8 @@ class Llama(nn.Module):
         cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for layer in self.layers:
             x = layer(x, cosine, sine)
-        return self.out(self.norm(x))
+        logits: Tensor = self.out(self.norm(x))
+        return logits
 
 
 def loss(model: nn.Module, ids: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ STEPS = 3
 
 def _reduced(_state, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations
     """Return the sum over ranks at once."""
-    future = torch.futures.Future()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
@@ -57,15 +58,16 @@ def main() -> None:
     else:
         model.to_empty(device="cuda")
         # The other ranks' shapes are all 0 here.
-        data_parallel._verify_param_shape_across_processes = lambda *_: True
+        patched: Any = data_parallel
+        patched._verify_param_shape_across_processes = lambda *_: True
         views = case.mode.endswith("views")
         # Buckets are rebuilt in an order that rank 0 sends, which is all 0 here. So they have their
         # final sizes from the start.
-        limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 << 20]
-        config = data_parallel._BucketCapacityConfig
-        config.compute_bucket_size_limits = lambda *_, **__: (limits, [])
+        limits = [1 << 20, 25 << 20]
+        patched._BucketCapacityConfig.compute_bucket_size_limits = lambda *_, **__: (limits, [])
         model = DistributedDataParallel(model, device_ids=[0], gradient_as_bucket_view=views)
-        model.reducer = _Reducer(model.reducer)
+        whole: Any = model
+        whole.reducer = _Reducer(whole.reducer)
         model.register_comm_hook(None, _reduced)  # the fake group returns no future
     step = WholeStep(step_of(case, model))
     peaks = []

@@ -80,14 +80,8 @@ class StorageTrace(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if func is _DEVICE:  # called twice per operation, so return early
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
-        # The argument of lift_fresh is new: torch.tensor has just created it.
-        for argument in () if func is _LIFT else args:
-            if isinstance(argument, Tensor):
-                self._find(argument, "other")
-            elif isinstance(argument, (list, tuple)):
-                for item in argument:
-                    if isinstance(item, Tensor):
-                        self._find(item, "other")
+        if func is not _LIFT:  # its argument is new: torch.tensor has just created it
+            self._find_arguments(args)
         named = kwargs or {}
         result = self._fake_values.call(func, args, named, self._place)
         count = self._device.result_bytes(func, args)
@@ -193,6 +187,15 @@ class StorageTrace(TorchDispatchMode):
             index = self._add(storage, BEFORE, "", category, 0 if is_on_host else None)
             self._before.append(Event(index, is_free=False, place=BEFORE))
 
+    def _find_arguments(self, args: Sequence[Any]) -> None:
+        for argument in args:
+            if isinstance(argument, Tensor):
+                self._find(argument, "other")
+            elif isinstance(argument, (list, tuple)):
+                for item in argument:
+                    if isinstance(item, Tensor):
+                        self._find(item, "other")
+
     def _see(self, tensor: Tensor, func: Any, count: int | None) -> None:
         storage = tensor.untyped_storage()
         known = self._live.get(storage._cdata)
@@ -216,9 +219,7 @@ class StorageTrace(TorchDispatchMode):
     ) -> int:
         key, index, own = storage._cdata, len(self._allocations), storage.nbytes()
         count = own if count is None else count
-        self._allocations.append(
-            Allocation(count, place, category, source, self._device.stream())
-        )
+        self._allocations.append(Allocation(count, place, category, source, self._device.stream()))
         self._live[key] = index, weakref.ref(storage, lambda _: self._free(key)), own
         return index
 
@@ -297,16 +298,15 @@ def trace_from_start(
         around: returns a context for the steps.
     """
     with _tracing(step, fake_values, device) as (seen, run), around(seen):
-        is_steady = False
+        start: int | None = None
         for batch in batches:
-            if is_steady:  # a step that leaves memory as it was is followed by steps like it
-                seen.repeat(start)
+            if start is not None and seen.is_as_at(start):
+                seen.repeat(start)  # a step that leaves memory as it was is followed by the same
                 continue
             start = seen.num_events
             seen.arrive(batch)
             run(batch)
             del batch
-            is_steady = seen.is_as_at(start)
         return seen.recording(size, seen.events())
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+_assign = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
 _FIRST_BYTES = 1 << 20
 _BUCKET_BYTES = 25 << 20
 
@@ -67,7 +68,7 @@ class _Buckets:
 
     def _allocate(self, parameters: Sequence[nn.Parameter], limits: Sequence[int]) -> None:
         self._views.clear()
-        groups, _ = dist._compute_bucket_assignment_by_size(list(parameters), list(limits))
+        groups, _ = _assign(list(parameters), list(limits))
         for group in groups:
             self._views.update(_views([parameters[index] for index in group]))
 

@@ -52,12 +52,12 @@ def fake_ranks(number: int) -> Iterator[DeviceMesh]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with _LOCK, _own_groups():
-        store = FakeStore()  # type: ignore[no-untyped-call]
+        store = FakeStore()
         show_error = sys.excepthook  # init_process_group replaces it
         dist.init_process_group("fake", store=store, rank=0, world_size=number)
         sys.excepthook = show_error
         try:
-            with _meshes_of_real_numbers(), unset_fake_temporarily():  # type: ignore[no-untyped-call]
+            with _meshes_of_real_numbers(), unset_fake_temporarily():
                 mesh = init_device_mesh("cpu", (number,))
             with _meshes_of_real_numbers():
                 yield mesh
@@ -134,14 +134,14 @@ def _meshes_of_real_numbers() -> Iterator[None]:
     def real(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+            with unset_fake_temporarily():
                 return function(*map(_numbers, args), **{k: _numbers(v) for k, v in kwargs.items()})
 
         return run
 
     construct = real(DeviceMesh.__init__)
 
-    def init(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+    def init(self: DeviceMesh, _device_type: str, *args: Any, **kwargs: Any) -> None:
         construct(self, "cpu", *args, **kwargs)
 
     with contextlib.ExitStack() as stack:
@@ -155,7 +155,7 @@ def _meshes_of_real_numbers() -> Iterator[None]:
 
 
 def _numbers(argument: Any) -> Any:
-    """Return the ranks that a fake tensor stands for: those that it was made of, or all in order."""
+    """Return the numbers of a fake tensor of ranks; unknown ones are all ranks in order."""
     if not isinstance(argument, FakeTensor):
         return argument
     if argument.constant is not None:

@@ -47,7 +47,7 @@ def sharding_of(model: nn.Module) -> Sharding | None:
         return None
     shape = calls[-1].mesh_shape
     for parameter in model.parameters():
-        if is_dtensor(parameter) and parameter.device_mesh.shape != shape:  # type: ignore[attr-defined]
+        if is_dtensor(parameter) and parameter.device_mesh.shape != shape:
             raise _refused("it is sharded over several meshes")
 
     def shard(copied: nn.Module, mesh: Any) -> None:
@@ -99,7 +99,7 @@ def _call(path: str, module: Any) -> _Call:
 def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
-    original = type(module).__mro__[2]  # after the class made by FSDP2 and FSDPModule
+    original: Any = type(module).__mro__[2]  # after the class made by FSDP2 and FSDPModule
     result: nn.Module = original.__new__(original)
     memo[id(module)] = result
     state = {k: v for k, v in vars(module).items() if k not in {REGISTRY_KEY, STATE_KEY}}
