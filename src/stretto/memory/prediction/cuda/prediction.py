@@ -169,8 +169,10 @@ class CudaRun:
         """Return how many samples fit if each allocation grows with them in a straight line."""
         model = self.recording(high)
         ends = [_bytes(self.recording(size)) for size in (low, high)]
+        per_sample = max(1, (self.allocated(high) - self.allocated(low)) // (high - low))
+        start = max(1, high + (limit - self.reserved(high)) // per_sample)
         if len(ends[0]) != len(ends[1]):
-            ends = [_bytes(model), _bytes(model)]
+            return start if per_sample > 1 else high
         slopes = [(b - a) / (high - low) for a, b in zip(*ends, strict=True)]
         if not any(slope > 0 for slope in slopes):
             return high
@@ -182,8 +184,6 @@ class CudaRun:
             ]
             return replay(model, counts, limit) is not None
 
-        per_sample = max(1, (self.allocated(high) - self.allocated(low)) // (high - low))
-        start = max(1, high + (limit - self.reserved(high)) // per_sample)
         if not fits(1):
             return 1
         return search(fits, CandidateSizes(), guess=start, within=0.001).size
