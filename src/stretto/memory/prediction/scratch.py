@@ -49,6 +49,10 @@ class Cpu:
         """Return False: all tensors are on the same device."""
         return False
 
+    def stream(self) -> int:
+        """Return 0: a CPU has one stream."""
+        return 0
+
 
 def scratch_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
     """Return an upper bound of the scratch memory of an operation on a CPU, in bytes.
