@@ -126,8 +126,46 @@ _Margin: TypeAlias = Annotated[
     str | None,
     typer.Option(
         metavar="PERCENT|AMOUNT",
-        help="What stays free: 3% or 512MiB; left out, 1.5%, or 5% if no real step is taken.",
+        help="What stays free: 3% or 512MiB; by default 1.5%, without a real step 5%, for cuda 1%.",
         show_default=False,
+    ),
+]
+_Gpu: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help="The kind of GPU to predict for, such as a100; by default h100.",
+        show_default=False,
+    ),
+]
+_Context: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="AMOUNT",
+        help="What the CUDA context takes; by default about as much as nvidia-smi shows.",
+        show_default=False,
+    ),
+]
+_WorldSize: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N[,N...]",
+        help="Predict for so many ranks of GPUs; several numbers make a table.",
+        show_default=False,
+    ),
+]
+_Shard: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="fsdp|hsdp:N|ddp",
+        help="How ranks share the model; by default as the run file says.",
+        show_default=False,
+    ),
+]
+_MicroBatchSize: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        help="Ask how few ranks will do for micro-batches of this size.", show_default=False
     ),
 ]
 _Maximum: TypeAlias = Annotated[
@@ -146,6 +184,11 @@ def find_batch_size(
     device_memory: _DeviceMemory = None,
     device: _Device = None,
     method: _Method = "auto",
+    gpu: _Gpu = None,
+    context: _Context = None,
+    world_size: _WorldSize = None,
+    shard: _Shard = None,
+    micro_batch_size: _MicroBatchSize = None,
     margin: _Margin = None,
     minimum: Annotated[int, typer.Option(help="The smallest size that is wanted.")] = 1,
     maximum: _Maximum = None,
@@ -167,6 +210,7 @@ def find_batch_size(
     json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
     """Find the largest micro-batch that a run has memory for, on this device or another."""
+    from stretto.cli.finding import Spread
     from stretto.cli.finding import find as run
 
     run(
@@ -174,6 +218,9 @@ def find_batch_size(
         method=method,
         device_memory=device_memory,
         device=device,
+        spread=Spread.of(world_size, shard, micro_batch_size),
+        gpu=gpu,
+        context=context,
         margin=margin,
         minimum=minimum,
         maximum=maximum,

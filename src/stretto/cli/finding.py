@@ -4,28 +4,56 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import typer
 
 from stretto.cli.files import add_working_folder, read_arguments
 from stretto.config.building.finding import Finding, build_finding
 from stretto.config.run import RunConfig
-from stretto.errors import ConfigError
-from stretto.memory import Answer, find_batch_size
+from stretto.errors import ConfigError, shown
+from stretto.memory import Answer, find_batch_size, find_num_ranks
 from stretto.memory.finding.estimators import NoEstimateError
 from stretto.memory.finding.finder import FindMethod
 from stretto.memory.search import MAXIMUM
-from stretto.report.memory_table import memory_table
+from stretto.report.memory_table import memory_table, ranks_table
 
 ABSTRACT = ("auto", "predict")
 """Ways that need no model with values."""
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The ranks that are asked about."""
+
+    world_sizes: tuple[int, ...] = ()
+    shard: str | None = None
+    micro_batch_size: int | None = None
+    """Not None: how few ranks will do for it."""
+
+    @classmethod
+    def of(cls, world_size: str | None, shard: str | None, micro_batch_size: int | None) -> Spread:
+        """Read the options of the command line.
+
+        Raises:
+            ConfigError: the numbers of ranks cannot be read.
+        """
+        parts = [] if world_size is None else world_size.split(",")
+        if not all(part.strip().isdecimal() and int(part) for part in parts):
+            raise ConfigError.cannot(
+                f"read --world-size {shown(world_size)}",
+                why="it is not a positive number, or several with commas between them",
+                instead="write for example 64 or 8,16,64",
+            )
+        return cls(tuple(map(int, parts)), shard, micro_batch_size)
+
+
 def find(
     arguments: Sequence[str],
     *,
+    spread: Spread,
     method: str,
     device_memory: str | None,
     device: str | None,
@@ -40,6 +68,10 @@ def find(
         check_format(plot)
     add_working_folder()
     config = read_arguments(arguments)
+    if spread.world_sizes or spread.micro_batch_size is not None:
+        said = _for_ranks(config, spread, device_memory, method=method, **wishes)
+        typer.echo(json.dumps(said.plain, indent=2) if as_json else said.text)
+        return
     if device is None and device_memory is not None:
         # Memory that is stated is nearly always that of a GPU.
         device = "cpu" if config.stepping.device == "cpu" else "cuda"
@@ -87,6 +119,56 @@ def _answer(config: RunConfig, *, method: str, device_memory: str | None, **wish
     return ask(build_finding(config), method)
 
 
+class _Said(NamedTuple):
+    """An answer about ranks, as text and for JSON."""
+
+    text: str
+    plain: Any
+
+
+def _for_ranks(
+    config: RunConfig, spread: Spread, device_memory: str | None, *, method: str, **wishes: Any
+) -> _Said:
+    """Answer for simulated ranks of GPUs.
+
+    Raises:
+        ConfigError: the options do not go together.
+    """
+    if device_memory is None or method not in ABSTRACT:
+        raise ConfigError.cannot(
+            "find a batch size for ranks that are not here",
+            why="the memory of their devices is not known"
+            if device_memory is None
+            else f"method {method!r} needs the devices",
+            instead="write --device-memory, for example 80GiB, and leave --method out",
+        )
+    found = build_finding(config, on_meta=True)
+    shard = spread.shard or config.parallel
+    about = {
+        "accumulation": found.accumulation,
+        "measures_noise": found.measures_noise,
+        "device_memory": device_memory,
+        "shard": shard,
+        **{name: wishes[name] for name in ("gpu", "context", "margin")},
+    }
+    if spread.micro_batch_size is not None:
+        fewest = find_num_ranks(found.step, found.batch, spread.micro_batch_size, **about)
+        plain = {"num_ranks": fewest.num_ranks, "rows": [row._asdict() for row in fewest.rows]}
+        return _Said(str(fewest), plain)
+    for name in ("minimum", "maximum", "multiple_of", "power_of_two"):
+        if wishes[name] is not None:
+            about[name] = wishes[name]
+    answers = {
+        ranks: find_batch_size(found.step, found.batch, ranks=ranks, **about)
+        for ranks in spread.world_sizes
+    }
+    rows = [{"ranks": ranks, **_plain(answer)} for ranks, answer in answers.items()]
+    if len(answers) == 1:
+        (answer,) = answers.values()
+        return _Said(f"{memory_table(answer)}\n\n{answer}", rows[0])
+    return _Said(ranks_table(answers), rows)
+
+
 def _plain(answer: Answer) -> dict[str, Any]:
     return {
         "size": answer.size,
@@ -97,6 +179,7 @@ def _plain(answer: Answer) -> dict[str, Any]:
         "reserve_bytes": answer.reserve,
         "peak_bytes": answer.peak,
         "peaks": [{"size": row.size, "peak_bytes": row.peak} for row in answer.rows()],
+        "outside_bytes": dict(answer.outside),
         "notes": list(answer.notes),
         "cost": answer.cost._asdict(),
     }

@@ -1,6 +1,7 @@
 """Find the largest micro-batch that fits into memory, before anything runs out of it."""
 
 from stretto.memory.finding.finder import find_batch_size
+from stretto.memory.finding.num_ranks import RanksAnswer, find_num_ranks
 from stretto.memory.finding.result import Answer
 from stretto.memory.measuring.probe import Probe, probe
 from stretto.memory.measuring.sandbox import sandbox
@@ -20,8 +21,10 @@ __all__ = [
     "Place",
     "Prediction",
     "Probe",
+    "RanksAnswer",
     "Trials",
     "find_batch_size",
+    "find_num_ranks",
     "predict",
     "probe",
     "sandbox",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from stretto.memory import Answer
 from stretto.memory.amounts import show_bytes
 
@@ -27,6 +29,19 @@ def memory_table(answer: Answer) -> str:
     for row in answer.rows():
         mark = answer.bound if row.size == answer.size else ""
         rows.append((f"{row.size:,}", show_bytes(row.peak), show_bytes(row.headroom), mark))
+    return _aligned(rows)
+
+
+def ranks_table(answers: Mapping[int, Answer]) -> str:
+    """Return one line for each number of ranks."""
+    rows = [("ranks", "micro-batch", "batch", "peak of a rank")]
+    for ranks, answer in answers.items():
+        peak = "" if answer.peak is None else show_bytes(answer.peak)
+        rows.append((f"{ranks:,}", f"{answer.size:,}", f"{ranks * answer.size:,}", peak))
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[tuple[str, str, str, str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(
         "  ".join(

@@ -11,19 +11,17 @@ import torch
 
 from stretto.data import move_batch
 from stretto.errors import FitError, shown
-from stretto.memory.amounts import margin_of, parse_bytes, show_bytes
+from stretto.memory.amounts import margin_of
 from stretto.memory.examples import resize_batch
 from stretto.memory.finding.agreement import Agreement
 from stretto.memory.finding.methods import Finder, Spread
 from stretto.memory.finding.result import Answer
-from stretto.memory.measuring.limits import MemoryLimit, allocated_bytes, free_memory
-from stretto.memory.prediction.cuda.gpu import Gpu, gpu_named
+from stretto.memory.finding.space import context_bytes, memory_limit
+from stretto.memory.prediction.cuda.gpu import gpu_named
 from stretto.memory.prediction.cuda.sharding import Shard
-from stretto.memory.prediction.trace import step_tensors
 from stretto.memory.search import MAXIMUM, CandidateSizes
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
-from stretto.runtime.out_of_memory import release_memory
 
 FindMethod = Literal["auto", "predict", "probe", "try", "halve"]
 MARGIN = "1.5%"
@@ -88,8 +86,8 @@ def find_batch_size(
         gpu: the kind of GPU, such as `"a100"`; implies `device="cuda"`. Default: `"h100"`.
         context: what the CUDA context takes of `device_memory`. Default: about as much as
             `nvidia-smi` shows for that kind.
-        ranks: the number of ranks that the model is spread over; implies `device="cuda"`. The answer
-            is for one rank. Default: the model is on one device.
+        ranks: the number of ranks that the model is spread over; implies `device="cuda"`. The
+            answer is for one rank. Default: the model is on one device.
         shard: how the model is spread over the ranks: `"fsdp"`, `"hsdp:8"`, `"ddp"` or a function;
             see `predict`.
         margin: memory that stays free, in percent (`"3%"`) or bytes (`"512MiB"`). Default: 1.5
@@ -130,8 +128,8 @@ def find_batch_size(
     is_here = device_memory is None
     is_cuda = device == "cuda" or gpu is not None or ranks is not None
     kind = gpu_named(gpu) if is_cuda else None
-    limit = _limit(whole, device_memory)
-    taken = _context_bytes(whole, kind, context, limit, is_here=is_here)
+    limit = memory_limit(whole, device_memory)
+    taken = context_bytes(whole, kind, context, limit, is_here=is_here)
     limit = limit._replace(bytes=limit.bytes - taken)
     usual = MARGIN if is_here and method != "predict" else MARGIN_OF_PREDICTIONS
     usual = usual if kind is None or is_here else MARGIN_OF_CUDA
@@ -147,7 +145,7 @@ def find_batch_size(
         is_here=is_here,
         gpu=kind,
         spread=Spread(ranks, shard),
-        context=taken,
+        outside={"the CUDA context": taken} if taken else {},
         is_checked=check,
         agreement=Agreement(agree_minimum),
     )
@@ -165,45 +163,6 @@ def _one_of(what: str, value: object, choices: Sequence[object]) -> None:
         )
 
 
-def _context_bytes(
-    step: WholeStep,
-    gpu: Gpu | None,
-    context: str | int | None,
-    limit: MemoryLimit,
-    *,
-    is_here: bool,
-) -> int:
-    """Return what the CUDA context takes of the memory of a device that is not here.
-
-    Raises:
-        FitError: there is no GPU to ask about, or nothing is left beside the context.
-    """
-    if gpu is None:
-        if context is not None:
-            raise FitError.cannot(
-                f"leave context={shown(context)} for a context",
-                why="only CUDA has one",
-                instead="pass device='cuda', or leave it out",
-            )
-        return 0
-    if is_here:
-        if step.device.type != "cuda":
-            raise FitError.cannot(
-                f"find a batch size for {shown(gpu.name)}",
-                why="the model is not on a GPU, so its memory is not known",
-                instead="pass device_memory, for example '80GiB'",
-            )
-        return 0 if context is None else parse_bytes(context)
-    taken = gpu.context_bytes if context is None else parse_bytes(context)
-    if taken >= limit.bytes:
-        raise FitError.cannot(
-            f"find a batch size for {limit}",
-            why=f"the CUDA context takes {show_bytes(taken)}",
-            instead="state more memory, or what the context takes, for example context='300MiB'",
-        )
-    return taken
-
-
 def _maker(batch: Any, device: torch.device | None) -> Callable[[int], Any]:
     """Return a function that makes batches of any size, on `device` or the device of `batch`."""
 
@@ -212,27 +171,3 @@ def _maker(batch: Any, device: torch.device | None) -> Callable[[int], Any]:
         return made if device is None else move_batch(made, device)
 
     return make
-
-
-def _limit(step: WholeStep, device_memory: str | int | None) -> MemoryLimit:
-    """Return the memory that a step may use in total."""
-    if device_memory is not None:
-        stated = parse_bytes(device_memory)
-        if not stated:
-            raise FitError.cannot(
-                f"find a batch size for device_memory={shown(device_memory)}",
-                why="it is not above zero",
-                instead="write for example 80GiB, or leave it out to use this machine's memory",
-            )
-        return MemoryLimit(stated, "as stated")
-    if step.device.type == "meta":
-        raise FitError.cannot(
-            "find a batch size for a model on the meta device",
-            why="it is on no device whose memory could be looked at",
-            instead="pass device_memory, for example '80GiB'",
-        )
-    release_memory()
-    free = free_memory(step.device)
-    tensors: list[torch.Tensor] = step_tensors(step)
-    tensors += [p.grad for p in step.parameters if p.grad is not None]
-    return MemoryLimit(free.bytes + allocated_bytes(tensors, step.device), free.source)

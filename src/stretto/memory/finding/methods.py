@@ -67,10 +67,10 @@ class Finder:
     """Whether the limit is the memory of the step's own device."""
     gpu: Gpu | None = None
     """The kind of GPU to predict for; None: only the bytes of tensors are counted."""
-    spread: Spread = Spread()
+    spread: Spread = field(default_factory=Spread)
     """For a GPU, how the model is spread over ranks."""
-    context: int = 0
-    """Bytes of the device, beyond the limit, that the CUDA context takes."""
+    outside: dict[str, int] = field(default_factory=dict)
+    """Bytes of the device, beyond the limit, by what takes them."""
     reserve_of_probes: int = 0
     """The minimum reserve if the size found by a probe was not verified by a step."""
     is_checked: bool = False
@@ -158,7 +158,7 @@ class Finder:
         taken = estimator.communication_bytes
         if taken:
             self.limit = self.limit._replace(bytes=max(0, self.limit.bytes - taken))
-            self._notes.append(f"NCCL takes about {show_bytes(taken)} more for its buffers")
+            self.outside["buffers of NCCL, about"] = taken
         return self._estimated(estimator, is_final=True)
 
     def _probed(self) -> Answer:
@@ -332,7 +332,7 @@ class Finder:
             peaks=peaks,
             estimator=estimator,
             needs=known,
-            context=self.context,
+            outside=self.outside,
         )
 
     def _cost(self) -> Cost:

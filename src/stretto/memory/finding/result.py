@@ -101,8 +101,9 @@ class Answer:
     """Peak memory of other sizes, if an estimator is known."""
     estimator: Any = field(default=None, repr=False, compare=False)
     """The `Prediction` or `Probe` used; None if only trials were run."""
-    context: int = 0
-    """Bytes beyond the limit that the CUDA context takes of the device's memory."""
+    outside: Mapping[str, int] = field(default_factory=dict)
+    """What takes memory of the device outside of the allocator, and how many bytes: the CUDA
+    context, the buffers of NCCL. The limit is what is left."""
     needs: Callable[[int], int] | None = field(default=None, repr=False, compare=False)
     """Returns the peak memory of any size; None if only trials were run."""
 
@@ -148,9 +149,10 @@ class Answer:
             lines.append(f"in {self._space}")
         else:
             lines.append(f"it needs {show_bytes(self.peak)} of {self._space}")
-        if self.context:
-            total = show_bytes(self.limit.bytes + self.context)
-            lines.append(f"the CUDA context takes {show_bytes(self.context)} of {total}")
+        if self.outside:
+            total = show_bytes(self.limit.bytes + sum(self.outside.values()))
+            taken = " and ".join(f"{what} {show_bytes(n)}" for what, n in self.outside.items())
+            lines.append(f"outside of the allocator, of {total}: {taken}")
         if self.too_large is not None:
             lines.append(f"{self.too_large:,} samples would not fit")
         lines += self.notes

@@ -114,9 +114,9 @@ def test_the_context_is_part_of_the_answer() -> None:
         return find_batch_size(linear(), batch(2), device_memory="1GiB", **more)
 
     there = ask(gpu="a100")
-    assert there.context == 500 << 20
+    assert there.outside == {"the CUDA context": 500 << 20}
     assert there.limit.bytes == (1024 - 500) << 20
-    assert "the CUDA context takes 500 MiB of 1.00 GiB" in str(there)
+    assert "of 1.00 GiB: the CUDA context 500 MiB" in str(there)
     assert ask(gpu="a100", context="100MiB").size > there.size
     assert there.reserve == pytest.approx(0.01 * there.limit.bytes, abs=1)
     assert "A100" in str(there)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from stretto.memory.amounts import show_bytes
 from stretto.memory.prediction.allocator_settings import AllocatorSettings
 from stretto.memory.prediction.caching_allocator import CachingAllocator
 from stretto.memory.prediction.certainty import Certainty, judge
@@ -60,10 +59,6 @@ class CudaPrediction:
         """Why it has this certainty."""
         best, why = self._judged()
         done = f"the kernels of an {self.gpu.name.upper()} and its caching allocator were simulated"
-        if self.communication_bytes:
-            done += (
-                f"; buffers of NCCL, about {show_bytes(self.communication_bytes)}, are not in it"
-            )
         return done if best == "exact" else f"{done}; {why}"
 
     @property
