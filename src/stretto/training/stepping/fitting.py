@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MARGIN = "3%"
 """Memory that stays free."""
+MARGIN_ON_CPU = "30%"
+"""The same for a sharded model on CPUs, whose steps are predicted as if they ran on GPUs."""
 _NO_LIMIT = 2**31
 """Stands for a maximum batch size that is not yet known."""
 
@@ -50,13 +52,13 @@ def find_fitting(
         measures_noise: whether the gradient of each micro-batch is kept apart.
 
     Raises:
-        TrainingError: the data are an iterable, or the model is sharded over ranks.
+        TrainingError: the data are an iterable.
         FitError: not even one sample fits.
     """
     from stretto.memory import find_batch_size  # imported only if needed
     from stretto.memory.examples import example_batches
 
-    _check(step.model, loader)
+    _check(loader)
     examples = example_batches(loader)
 
     def find(method: Literal["predict", "auto"]) -> Answer:
@@ -80,6 +82,17 @@ def find_fitting(
         # The first real step verifies it. If memory limits the size, probe it now.
         return answer if is_sure and answer.size == most else find("auto")
 
+    if is_fully_sharded(step.model):
+        # Ranks communicate inside a forward pass, so only a prediction cannot make one wait. It is
+        # for all transforms at once: no other answer could be compared with it.
+        return _predict_sharded(
+            step,
+            examples,
+            accumulation=2 if accumulates else 1,
+            measures_noise=measures_noise,
+            maximum=most,
+            ranks=ranks,
+        )
     transforms, step.transforms = step.transforms, ()
     try:
         answer = found()
@@ -127,7 +140,7 @@ def with_found_maximum(
         collate_fn: makes a batch of samples.
 
     Raises:
-        TrainingError: the data are an iterable, or the model is sharded over ranks.
+        TrainingError: the data are an iterable.
         FitError: not even one sample fits.
     """
     if not awaits_maximum(policy):
@@ -164,19 +177,38 @@ def largest_share(plan: Plan | None, loader: StepLoader) -> int:
     return max(1, (loader.horizon.dataset_num_samples or 2**20) // loader.world_size)
 
 
-def _check(model: nn.Module, loader: StepLoader) -> None:
+def _check(loader: StepLoader) -> None:
     if not loader.spec.is_map_style:
         raise TrainingError.cannot(
             "find a batch size that fits",
             why="the data are an iterable, so no sample can be read before the run",
             instead="write a number, such as what 'stretto find-batch-size' answers",
         )
-    if is_fully_sharded(model):
-        raise TrainingError.cannot(
-            "find a batch size that fits",
-            why="the model is sharded over ranks, and gathering parameters needs memory, too",
-            instead="write a number",
-        )
+
+
+def _predict_sharded(
+    step: TrainStep, examples: Any, *, maximum: int, ranks: Ranks, **wishes: Any
+) -> Answer:
+    """Return the prediction for a sharded model; the least of all ranks."""
+    from stretto.memory import find_batch_size
+    from stretto.memory.measuring.limits import free_memory
+    from stretto.memory.prediction.trace import inner, step_tensors
+    from stretto.memory.step import WholeStep
+
+    is_cuda = ranks.device.type == "cuda"
+    shards = sum(inner(tensor).nbytes for tensor in step_tensors(WholeStep.of(step)))
+    return find_batch_size(
+        step,
+        examples,
+        method="predict",
+        device="cuda",
+        device_memory=free_memory(ranks.device).bytes + shards,
+        context=0,  # it has been taken already
+        margin=MARGIN if is_cuda else MARGIN_ON_CPU,
+        maximum=maximum,
+        agree_minimum=ranks.least if ranks.world_size > 1 else None,
+        **wishes,
+    )
 
 
 def _margin(model: nn.Module, ranks: Ranks) -> str | int:
