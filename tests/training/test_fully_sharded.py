@@ -185,3 +185,14 @@ def test_an_unused_output_gets_no_gradient() -> None:
 def test_other_models_are_not_fully_sharded() -> None:
     assert not is_fully_sharded(nn.Linear(1, 1))
     assert not is_fully_sharded(nn.parallel.DataParallel(nn.Linear(1, 1)))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_find_how_large_a_micro_batch_may_be(
+    tmp_path: Path, launch_ranks: Callable[..., Any]
+) -> None:
+    launch_ranks(SCRIPT.with_name("distributed_auto.py"), tmp_path)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert found == [{"micro": 32, "certainty": "estimate"}] * 2
