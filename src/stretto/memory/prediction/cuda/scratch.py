@@ -27,7 +27,16 @@ _Kernel: TypeAlias = Callable[[Sequence[Any], Any, Gpu], Groups]
 def kernel_scratch(func: Any, args: Sequence[Any], result: Any, gpu: Gpu) -> Groups:
     """Return the groups of blocks that the kernel of an operation allocates for itself."""
     kernel = _KERNELS.get(func)
-    return [] if kernel is None else kernel(args, result, gpu)
+    groups = [] if kernel is None else kernel(args, result, gpu)
+    copies = [
+        _copy_if(not args[position].is_contiguous(), args[position])
+        for position in _COPIED.get(func, ())
+    ]
+    if func in _MATRICES:
+        copies = [
+            _copy_if(_is_scattered(args[position]), args[position]) for position in _MATRICES[func]
+        ]
+    return [[*copies, *group] for group in groups or [[]]] if copies else groups
 
 
 def result_bytes(func: Any, args: Sequence[Any]) -> int | None:
@@ -39,12 +48,27 @@ def result_bytes(func: Any, args: Sequence[Any]) -> int | None:
 
 
 def multiplies(func: Any) -> bool:
-    """Return whether an operation calls cuBLAS."""
-    return func in _PRODUCTS
+    """Return whether an operation calls cuBLAS; convolutions do without cuDNN."""
+    is_convolution = func in _CONVOLUTIONS and not torch.backends.cudnn.enabled
+    return func in _PRODUCTS or is_convolution
 
 
 def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+def _copy_if(is_needed: bool, tensor: Tensor) -> int:  # noqa: FBT001
+    """Return the bytes of a contiguous copy, or 0."""
+    return tensor.numel() * tensor.element_size() if is_needed else 0
+
+
+def _is_scattered(tensor: Tensor) -> bool:
+    """Return whether cuBLAS cannot read a matrix, or a batch of them, where it is."""
+    rows, columns = tensor.shape[-2:]
+    row, column = tensor.stride()[-2:]
+    is_row_major = column == 1 and row >= max(1, columns)
+    is_column_major = row == 1 and column >= max(1, rows)
+    return not (is_row_major or is_column_major) and tensor.numel() > 1
 
 
 # Reductions
@@ -88,6 +112,11 @@ def _elementwise_loss(args: Sequence[Any], _result: Any, gpu: Gpu) -> Groups:
 def _reduction(args: Sequence[Any]) -> int:
     """Return how a loss is reduced: 0 not at all, 1 by its mean, 2 by its sum."""
     return int(args[2]) if len(args) > 2 else 1
+
+
+def _softmax_backward(args: Sequence[Any], _result: Any, _gpu: Gpu) -> Groups:
+    """The product of the gradient and the output."""
+    return [[int(args[0].nbytes)]]
 
 
 def _logsumexp(args: Sequence[Any], result: Any, _gpu: Gpu) -> Groups:
@@ -143,7 +172,7 @@ def _flash_backward(args: Sequence[Any], _result: Any, _gpu: Gpu) -> Groups:
 
 def _copy_bytes(tensor: Tensor) -> int:
     """Return the bytes of a contiguous copy with the heads of each token side by side."""
-    return 0 if tensor.transpose(1, 2).is_contiguous() else int(tensor.nbytes)
+    return _copy_if(not tensor.transpose(1, 2).is_contiguous(), tensor)
 
 
 def _efficient(args: Sequence[Any], _result: Any, _gpu: Gpu) -> Groups:
@@ -197,11 +226,6 @@ def _sort_bytes(number: int) -> int:
     return 16 * number + number // 4 + 6144
 
 
-def _embedding(args: Sequence[Any], _result: Any, _gpu: Gpu) -> Groups:
-    indices: Tensor = args[1]
-    return [] if indices.is_contiguous() else [[indices.nbytes]]
-
-
 def _embedding_backward(args: Sequence[Any], _result: Any, _gpu: Gpu) -> Groups:
     gradient, indices, num_weights = args[:3]
     number, width = indices.numel(), gradient.size(-1)
@@ -253,10 +277,34 @@ def _convolution(args: Sequence[Any], result: Any, _gpu: Gpu) -> Groups:
     return [[columns * weight.element_size()]]
 
 
+_CONVOLUTIONS = {_aten.convolution.default, _aten.convolution_backward.default}
 _PRODUCTS = {
     getattr(_aten, name).default
     for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_addmm_activation")
 }
+_MATRICES = {
+    _aten.mm.default: (0, 1),
+    _aten.bmm.default: (0, 1),
+    _aten.addmm.default: (1, 2),
+    _aten.baddbmm.default: (1, 2),
+}
+"""The positions of the factors."""
+_COPIED = {
+    _aten.embedding.default: (1,),
+    _aten.embedding_dense_backward.default: (0, 1),
+    _aten.native_layer_norm.default: (0,),
+    _aten.native_layer_norm_backward.default: (0, 1),
+    _aten._softmax.default: (0,),
+    _aten._softmax_backward_data.default: (0, 1),
+    _aten._log_softmax.default: (0,),
+    _aten._log_softmax_backward_data.default: (0, 1),
+    _aten.nll_loss_forward.default: (0,),
+    _aten.nll_loss_backward.default: (1,),
+    _aten.cumsum.default: (0,),
+    _aten.topk.default: (0,),
+    _aten.gather.default: (2,),
+}
+"""The positions of arguments of which a kernel makes a contiguous copy."""
 _MEANS_IN_PLACE = {_aten.mse_loss.default, _aten.smooth_l1_loss.default}
 _KERNELS: dict[Any, _Kernel] = {
     **dict.fromkeys((_aten.sum.default, _aten.sum.dim_IntList), _reduced),
@@ -264,13 +312,13 @@ _KERNELS: dict[Any, _Kernel] = {
     **dict.fromkeys((_aten.amax.default, _aten.amin.default), _reduced),
     _aten.linalg_vector_norm.default: _norm,
     **dict.fromkeys((*_MEANS_IN_PLACE, _aten.huber_loss.default), _elementwise_loss),
+    _aten._softmax_backward_data.default: _softmax_backward,
     _aten.logsumexp.default: _logsumexp,
     _aten._scaled_dot_product_flash_attention.default: _flash,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _aten._scaled_dot_product_efficient_attention.default: _efficient,
     _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
-    _aten.embedding.default: _embedding,
     _aten.embedding_dense_backward.default: _embedding_backward,
     _aten.index_put.default: _index_put,
     _aten.index_put_.default: _index_put,
