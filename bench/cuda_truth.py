@@ -16,6 +16,7 @@ import os
 import pickle
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ STEPS = 3
 _RANDOM = ("normal_", "uniform_")
 
 
-class _Zeros(TorchDispatchMode):
+class Zeros(TorchDispatchMode):
     """Makes all weights zero: their values do not matter, and random ones take time."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,7 +43,7 @@ class _Zeros(TorchDispatchMode):
 
 def run_steps(family: CudaFamily, size: int) -> None:
     """Build the model, and take a few optimizer steps with batches of `size`."""
-    with _Zeros():  # type: ignore[no-untyped-call]
+    with Zeros():  # type: ignore[no-untyped-call]
         step = family.make_step("cuda")
     for _ in range(STEPS):
         batch = pytree.tree_map(lambda tensor: tensor.to("cuda"), family.make_batch(size))
@@ -104,11 +105,21 @@ def save_history(family: CudaFamily, size: int, file: Path) -> None:
     file.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
 
 
-def measure(name: str, memory: int, *sizes: int) -> dict[str, Any]:
-    """Measure in a process of its own, on the phantom."""
-    arguments = ["--size", *map(str, sizes)] if sizes else []
-    program = Path(__file__).name
-    row = phantom.run(program, name, "--here", *arguments, memory=memory)
+def measure(
+    name: str,
+    memory: int,
+    *,
+    sizes: Sequence[int] = (),
+    history: Path | None = None,
+    version: str = phantom.VERSION,
+) -> dict[str, Any]:
+    """Measure in a process of its own, on the phantom; see `main` for the arguments."""
+    arguments = [name, "--here"]
+    if sizes:
+        arguments += ["--size", *map(str, sizes)]
+    if history is not None:
+        arguments += ["--history", str(history.absolute())]
+    row = phantom.run(Path(__file__).name, *arguments, memory=memory, version=version)
     return {"name": name, "memory": memory, **row}
 
 
@@ -146,7 +157,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", nargs="?", choices=FAMILIES)
     parser.add_argument("--memory", type=int, default=80, help="of the device, in GiB")
-    parser.add_argument("--size", type=int, nargs="+", help="print the peaks of these sizes only")
+    parser.add_argument(
+        "--size", type=int, nargs="+", default=[], help="print the peaks of these sizes only"
+    )
     parser.add_argument("--history", type=Path, help="save the history of a run of --size")
     parser.add_argument("--all", action="store_true", help="measure all, and save the result")
     parser.add_argument("--here", action="store_true", help="this process is on the phantom")
@@ -154,19 +167,10 @@ def main() -> None:
     if given.all:
         measure_all()
         return
-    sizes = given.size or []
     if given.here:
-        row = measure_here(FAMILIES[given.name], sizes, given.history)
+        row = measure_here(FAMILIES[given.name], given.size, given.history)
     else:
-        history = [] if given.history is None else ["--history", str(given.history.absolute())]
-        row = phantom.run(
-            Path(__file__).name,
-            given.name,
-            "--here",
-            *(["--size", *map(str, sizes)] if sizes else []),
-            *history,
-            memory=given.memory,
-        )
+        row = measure(given.name, given.memory, sizes=given.size, history=given.history)
     print(json.dumps(row))
 
 

@@ -49,7 +49,7 @@ def run(program: str, *arguments: str, memory: int, version: str = VERSION) -> d
         "PHANTOM_MEMORY": str(memory << 30),
         "PYTHONPATH": str(HERE.parent / "src"),
     }
-    command = [folder / "venv" / "bin" / "python", HERE / program, *arguments]
+    command = [str(folder / "venv" / "bin" / "python"), str(HERE / program), *arguments]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=3600, check=False
     )
