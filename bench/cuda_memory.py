@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import cuda_truth
-import phantom
+import phantom_runs as phantom
 import torch
 from cuda_families import FAMILIES
 from machine import processor

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import phantom
+import phantom_runs as phantom
 import torch
 from cuda_families import FAMILIES, CudaFamily
 from torch.utils import _pytree as pytree
