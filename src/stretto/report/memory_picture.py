@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 POINTS = 48
 """Sizes that are drawn; the curve between them is nearly straight."""
+FEW_POINTS = 8
+"""Sizes that are drawn if each of them has to be traced."""
 BEYOND = 1.25
 """How far the picture reaches beyond the answer."""
 KINDS = {
@@ -74,7 +76,8 @@ def memory_areas(answer: Answer) -> tuple[list[int], dict[str, list[int]]]:
     measured.
     """
     top = max(int(answer.size * BEYOND), answer.size + 1, 4)
-    step = max(1, top // POINTS)
+    is_costly = answer.estimator.guess(answer.limit.bytes) is not None
+    step = max(1, top // (FEW_POINTS if is_costly else POINTS))
     sizes = sorted({*range(1, top, step), answer.size, top})
     areas: dict[str, list[int]] = {name: [] for name in KINDS}
     extra = []

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.memory.prediction.allocator_settings import AllocatorSettings
-from stretto.memory.prediction.caching_allocator import CachingAllocator, reserved
-from stretto.memory.prediction.fit import fit
-from stretto.memory.prediction.recording import Allocation, Event, Place, Recording
+from stretto.memory.prediction.caching_allocator import CachingAllocator
 
 MIB = 1 << 20
 # Random traces, and the answers of torch 2.13: `python bench/cuda_allocator.py --golden`.
@@ -186,20 +184,3 @@ def test_a_fraction_is_a_limit() -> None:
     assert allocator.allocate(0, 40 * MIB)
     assert not allocator.allocate(1, 12 * MIB)
     assert allocator.allocate(2, 10 * MIB)
-
-
-def test_a_step_reserves_at_least_what_is_live() -> None:
-    before, forward = Place("before", ""), Place("forward", "")
-
-    def recording(size: int) -> Recording:
-        counts = [
-            Allocation(5 * MIB, before, "parameters"),
-            Allocation(size * MIB, forward, "activations"),
-            Allocation(3 * size * MIB, forward, "temporaries"),
-        ]
-        events = [Event(i, is_free=False, place=one.place) for i, one in enumerate(counts)]
-        return Recording(size, counts, [*events, Event(1, is_free=True, place=forward)])
-
-    curve = fit([recording(2), recording(3)])
-    for size in (1, 7, 50):
-        assert reserved(curve, size) >= curve.peak(size)

@@ -14,10 +14,11 @@ from stretto.errors import FitError, shown
 from stretto.memory.amounts import margin_of, parse_bytes, show_bytes
 from stretto.memory.examples import resize_batch
 from stretto.memory.finding.agreement import Agreement
-from stretto.memory.finding.methods import Finder
+from stretto.memory.finding.methods import Finder, Spread
 from stretto.memory.finding.result import Answer
 from stretto.memory.measuring.limits import MemoryLimit, allocated_bytes, free_memory
 from stretto.memory.prediction.cuda.gpu import Gpu, gpu_named
+from stretto.memory.prediction.cuda.sharding import Shard
 from stretto.memory.prediction.trace import step_tensors
 from stretto.memory.search import MAXIMUM, CandidateSizes
 from stretto.memory.step import WholeStep
@@ -48,6 +49,8 @@ def find_batch_size(
     device: Literal["cpu", "cuda"] | None = None,
     gpu: str | None = None,
     context: str | int | None = None,
+    ranks: int | None = None,
+    shard: str | Shard = "fsdp",
     margin: str | int | None = None,
     minimum: int = 1,
     maximum: int = MAXIMUM,
@@ -85,6 +88,10 @@ def find_batch_size(
         gpu: the kind of GPU, such as `"a100"`; implies `device="cuda"`. Default: `"h100"`.
         context: what the CUDA context takes of `device_memory`. Default: about as much as
             `nvidia-smi` shows for that kind.
+        ranks: the number of ranks that the model is spread over; implies `device="cuda"`. The answer
+            is for one rank. Default: the model is on one device.
+        shard: how the model is spread over the ranks: `"fsdp"`, `"hsdp:8"`, `"ddp"` or a function;
+            see `predict`.
         margin: memory that stays free, in percent (`"3%"`) or bytes (`"512MiB"`). Default: 1.5
             percent; without a real step on the device 5 percent, or 1 percent for `cuda`. It is at
             least 25 percent if a probe answers for an absent device and its answer cannot be
@@ -112,10 +119,17 @@ def find_batch_size(
     """
     _one_of("by", method, get_args(FindMethod))
     _one_of("for", device, ("cpu", "cuda", None))
+    if device == "cpu" and (gpu is not None or ranks is not None):
+        raise FitError.cannot(
+            "find a batch size for a CPU and a GPU",
+            why="device is 'cpu', and gpu or ranks are given",
+            instead="leave device out",
+        )
     start = time.perf_counter()
     whole = WholeStep.of(step, accumulation=accumulation, measures_noise=measures_noise)
     is_here = device_memory is None
-    kind = None if device == "cpu" or (device is None and gpu is None) else gpu_named(gpu)
+    is_cuda = device == "cuda" or gpu is not None or ranks is not None
+    kind = gpu_named(gpu) if is_cuda else None
     limit = _limit(whole, device_memory)
     taken = _context_bytes(whole, kind, context, limit, is_here=is_here)
     limit = limit._replace(bytes=limit.bytes - taken)
@@ -132,6 +146,7 @@ def find_batch_size(
         reserve_of_probes=margin_of(MARGIN_OF_PROBES, limit.bytes),
         is_here=is_here,
         gpu=kind,
+        spread=Spread(ranks, shard),
         context=taken,
         is_checked=check,
         agreement=Agreement(agree_minimum),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from stretto.errors import FitError
 from stretto.memory.amounts import show_bytes
@@ -27,6 +27,8 @@ from stretto.memory.measuring.probe import Probe, probe
 from stretto.memory.measuring.trial import WARM_UP_SIZE, Trials, trials
 from stretto.memory.prediction.certainty import Certainty
 from stretto.memory.prediction.cuda.gpu import Gpu
+from stretto.memory.prediction.cuda.prediction import CudaPrediction
+from stretto.memory.prediction.cuda.sharding import Shard
 from stretto.memory.prediction.predict import predict
 from stretto.memory.prediction.trace import step_tensors
 from stretto.memory.search import CandidateSizes, Found, search
@@ -38,6 +40,14 @@ MUCH = 0.9
 """If calibration lowers the answer below this fraction, the lower answer is tried."""
 LESS = 0.95
 """If a checked answer does not fit, this fraction of it is tried."""
+
+
+class Spread(NamedTuple):
+    """How a model is spread over ranks."""
+
+    ranks: int | None = None
+    """How many; None: the model is on one device, or sharded already."""
+    shard: str | Shard = "fsdp"
 
 
 @final
@@ -57,6 +67,8 @@ class Finder:
     """Whether the limit is the memory of the step's own device."""
     gpu: Gpu | None = None
     """The kind of GPU to predict for; None: only the bytes of tensors are counted."""
+    spread: Spread = Spread()
+    """For a GPU, how the model is spread over ranks."""
     context: int = 0
     """Bytes of the device, beyond the limit, that the CUDA context takes."""
     reserve_of_probes: int = 0
@@ -87,13 +99,15 @@ class Finder:
         """
         if method in {"try", "halve"}:
             return self._tried(halves=method == "halve")
+        if method == "predict" and self.gpu is not None:
+            return self._predicted_for_cuda()
         if method == "predict":
             return self._estimated(self._estimators.make(self._predicting), is_final=True)
         if method == "probe":
             return self._probed()
         if self.gpu is not None and not self.is_here:
             # A probe on a CPU would show the kernels of a CPU.
-            return self._estimated(self._estimators.make(self._predicting), is_final=True)
+            return self._predicted_for_cuda()
         # An error in the user's code occurs again in a trial, which raises it.
         self._estimators.tolerated = Exception
         for name, ask in (("predicted", self._predicted), ("probed", self._probed)):
@@ -108,7 +122,14 @@ class Finder:
     def _predicting(self) -> Estimator:
         if self.gpu is None:
             return self.predict(self.step, self.make_fake)
-        return self.predict(self.step, self.make_fake, device="cuda", gpu=self.gpu.name)
+        return self.predict(
+            self.step,
+            self.make_fake,
+            device="cuda",
+            gpu=self.gpu.name,
+            ranks=self.spread.ranks,
+            shard=self.spread.shard,
+        )
 
     def _probing(self) -> Estimator:
         if self.step.device.type == "meta":
@@ -130,6 +151,15 @@ class Finder:
         if self.is_here and best != "exact":
             raise no_estimate(f"it would only be an {best}: {estimator.reason}")
         return self._estimated(estimator)
+
+    def _predicted_for_cuda(self) -> Answer:
+        estimator = self._estimators.make(self._predicting)
+        assert isinstance(estimator, CudaPrediction)
+        taken = estimator.communication_bytes
+        if taken:
+            self.limit = self.limit._replace(bytes=max(0, self.limit.bytes - taken))
+            self._notes.append(f"NCCL takes about {show_bytes(taken)} more for its buffers")
+        return self._estimated(estimator, is_final=True)
 
     def _probed(self) -> Answer:
         return self._estimated(self._estimators.make(self._probing, is_real=True))

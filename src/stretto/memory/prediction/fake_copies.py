@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from stretto.checkpoint.sharding import is_dtensor
 from stretto.data.containers import mapped
 from stretto.memory.step import WholeStep
 
@@ -105,6 +106,8 @@ class FakeCopies:
             yield
 
     def _unknown(self, real: Tensor) -> Tensor:
+        if is_dtensor(real):  # as it was before it was sharded
+            return torch.empty(real.shape, dtype=real.dtype, device=self._device)
         storage = real.untyped_storage()
         key = storage._cdata
         if key not in self._storages:

@@ -52,7 +52,7 @@ def fit(recordings: Sequence[Recording], *, noise: Fraction = Fraction(0)) -> Me
         columns = [_bytes_like(model, recording) for recording in ordered]
     sizes = tuple(recording.size for recording in ordered)
     allocations = [
-        FittedAllocation(_straight(sizes, [column[index] for column in columns], noise), *one[1:])
+        FittedAllocation(_straight(sizes, [column[index] for column in columns], noise), *one[1:4])
         for index, one in enumerate(model.allocations)
     ]
     curve = MemoryCurve(sizes, allocations, model.events)

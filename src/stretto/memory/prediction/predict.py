@@ -9,6 +9,8 @@ from stretto.errors import FitError
 from stretto.memory.prediction.certainty import Certainty, is_compiled, judge
 from stretto.memory.prediction.cuda.gpu import gpu_named
 from stretto.memory.prediction.cuda.prediction import CudaPrediction, CudaRun
+from stretto.memory.prediction.cuda.sharding import Shard, Sharding
+from stretto.memory.prediction.cuda.unsharded import sharding_of
 from stretto.memory.prediction.curve import MemoryCurve, Peak
 from stretto.memory.prediction.fit import fit, settled
 from stretto.memory.prediction.recording import Recording
@@ -180,6 +182,8 @@ def predict(
     *,
     device: Literal["cpu"] | None = None,
     gpu: str | None = None,
+    ranks: None = None,
+    shard: str | Shard = "fsdp",
     accumulation: int = 1,
     measures_noise: bool = False,
 ) -> Prediction: ...
@@ -192,6 +196,8 @@ def predict(
     *,
     device: Literal["cuda"],
     gpu: str | None = None,
+    ranks: int | None = None,
+    shard: str | Shard = "fsdp",
     accumulation: int = 1,
     measures_noise: bool = False,
 ) -> CudaPrediction: ...
@@ -203,6 +209,8 @@ def predict(
     *,
     device: Literal["cpu", "cuda"] | None = None,
     gpu: str | None = None,
+    ranks: int | None = None,
+    shard: str | Shard = "fsdp",
     accumulation: int = 1,
     measures_noise: bool = False,
 ) -> Prediction | CudaPrediction:
@@ -231,6 +239,16 @@ def predict(
         device: the device type to predict for. Default: only the bytes of tensors. `cuda` needs no
             GPU: its kernels and its caching allocator are simulated, for each size anew.
         gpu: the kind of GPU, such as `"a100"`. Default: `"h100"`.
+        ranks: the number of ranks that the model is spread over; only for `cuda`. The memory is
+            that of rank 0. It takes no other process: collectives move nothing. Default: a model
+            that `fully_shard` has sharded is predicted for its ranks, any other for one rank.
+        shard: how it is spread: `"fsdp"` (FSDP2, each block of a `ModuleList`, then the rest),
+            `"hsdp:8"` (so over 8 ranks, with replicas), `"ddp"`, `"ddp:views"` (with
+            `gradient_as_bucket_view`), or a function `shard(model, mesh)` that calls
+            `fully_shard` or `parallelize_module`. The mesh has one dimension with all ranks. The
+            function may make others, changes the model in place or returns another, and keeps
+            the names of parameters. The step has the model before that and an optimizer of its
+            parameters; the optimizer gets the shards.
         accumulation: micro-batches per step. From the second on, gradients exist during the
             forward pass.
         measures_noise: whether the gradient of each micro-batch is kept apart before it is
@@ -243,8 +261,22 @@ def predict(
     whole = WholeStep.of(step, accumulation=accumulation, measures_noise=measures_noise)
     if device == "cuda":
         kind = gpu_named(gpu)
-        runs = _with_each_value(lambda value: CudaRun(whole, make_batch, value, kind))
+        given = sharding_of(whole.step.model)
+        sharding = given if ranks is None else Sharding(ranks, shard)
+        if given is not None and ranks is not None:
+            raise FitError.cannot(
+                f"predict for {ranks} ranks",
+                why="the model is sharded already",
+                instead="leave ranks and shard out, or pass the model before it is sharded",
+            )
+        runs = _with_each_value(lambda value: CudaRun(whole, make_batch, value, kind, sharding))
         return CudaPrediction(runs, is_compiled=is_compiled(whole), gpu=kind)
+    if ranks is not None:
+        raise FitError.cannot(
+            f"predict for {ranks} ranks on {device or 'this device'}",
+            why="ranks are simulated on CUDA only",
+            instead="write device='cuda', or leave ranks out",
+        )
     own = _with_each_value(lambda value: _Run(whole, make_batch, value))
     return Prediction(own, is_compiled=is_compiled(whole))
 

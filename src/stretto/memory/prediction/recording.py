@@ -37,6 +37,8 @@ class Allocation(NamedTuple):
     category: Category
     source: str = ""
     """The operation that allocated it, if known."""
+    stream: int = 0
+    """The stream that it belongs to; 0 is the default stream."""
 
 
 class Event(NamedTuple):

@@ -49,6 +49,10 @@ class Cpu:
         """Return False: all tensors are on the same device."""
         return False
 
+    def stream(self) -> int:
+        """Return 0: a CPU has one stream."""
+        return 0
+
 
 def scratch_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
     """Return an upper bound of the scratch memory of an operation on a CPU, in bytes.
@@ -97,7 +101,7 @@ def _unfolded(func: Any, args: Sequence[Any]) -> int:
         return 0
     as_float = 4 if weight.dtype in _HALF else 0
     columns = int(gradient.numel() * math.prod(weight.shape[1:]))
-    return columns * (weight.element_size() + as_float)
+    return columns * (int(weight.element_size()) + as_float)
 
 
 _SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {

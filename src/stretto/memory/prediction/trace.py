@@ -7,7 +7,8 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, final
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from stretto.memory.step import WholeStep
 _DEVICE = torch.ops.prim.device.default
 _DROPOUT = torch.ops.aten.native_dropout.default
 _LIFT = torch.ops.aten.lift_fresh.default
+_WRAPPERS = {"DTensor", "AsyncCollectiveTensor"}
+"""Tensors that hold another one."""
 BEFORE = Place("before", "")
 
 
@@ -45,6 +48,9 @@ class TracedDevice(Protocol):
     def is_on_host(self, func: Any, tensor: Tensor) -> bool:
         """Return whether a result of an operation is in the memory of the host."""
 
+    def stream(self) -> int:
+        """Return the number of the current stream; 0 is the default stream."""
+
 
 @final
 class StorageTrace(TorchDispatchMode):
@@ -61,6 +67,7 @@ class StorageTrace(TorchDispatchMode):
         self._live: dict[int, tuple[int, weakref.ref[Any], int]] = {}
         self._kept: set[str] = set()
         self._phase = "before"
+        self._is_paused = False
         self._allocations: list[Allocation] = []
         self._before: list[Event] = []
         self._events: list[Event] = []
@@ -68,16 +75,14 @@ class StorageTrace(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if any(one.__name__ in _WRAPPERS for one in types):
+            return NotImplemented  # its own dispatch calls operations on the tensors inside
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
         if func is _DEVICE:  # called twice per operation, so return early
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
-        # The argument of lift_fresh is new: torch.tensor has just created it.
-        for argument in () if func is _LIFT else args:
-            if isinstance(argument, Tensor):
-                self._find(argument, "other")
-            elif isinstance(argument, (list, tuple)):
-                for item in argument:
-                    if isinstance(item, Tensor):
-                        self._find(item, "other")
+        if func is not _LIFT:  # its argument is new: torch.tensor has just created it
+            self._find_arguments(args)
         named = kwargs or {}
         result = self._fake_values.call(func, args, named, self._place)
         self._see_all(func, args, result)
@@ -114,7 +119,7 @@ class StorageTrace(TorchDispatchMode):
 
     def name(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Set the category of tensors that the step has created."""
-        for tensor in tensors:
+        for tensor in map(inner, tensors):
             known = self._live.get(tensor.untyped_storage()._cdata)
             if known is not None:
                 one = self._allocations[known[0]]
@@ -127,6 +132,48 @@ class StorageTrace(TorchDispatchMode):
                 index = self._add(tensor.untyped_storage(), BEFORE, "", "batch")
                 self._events.append(Event(index, is_free=False, place=BEFORE))
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Record that a storage has been resized without an operation."""
+        known = self._live.get(storage._cdata)
+        if self._is_paused or (known is not None and known[2] == storage.nbytes()):
+            return
+        self._free(storage._cdata)
+        if storage.nbytes():
+            place = self._place
+            index = self._add(storage, place, "resize")
+            self._events.append(Event(index, is_free=False, place=place))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing."""
+        was_paused, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = was_paused
+
+    @property
+    def num_events(self) -> int:
+        """Number of events since tracing began."""
+        return len(self._events)
+
+    def is_as_at(self, start: int) -> bool:
+        """Return whether all that was allocated since an event has been freed, and nothing else."""
+        allocated, freed = (
+            {event.allocation for event in self._events[start:] if event.is_free is is_free}
+            for is_free in (False, True)
+        )
+        return allocated == freed
+
+    def repeat(self, start: int) -> None:
+        """Record once more what has happened since an event; see `is_as_at`."""
+        again: dict[int, int] = {}
+        for event in self._events[start:]:
+            if not event.is_free:
+                again[event.allocation] = len(self._allocations)
+                self._allocations.append(self._allocations[event.allocation])
+            self._events.append(event._replace(allocation=again[event.allocation]))
+
     def events(self) -> list[Event]:
         """Return what has happened, in order."""
         return [*self._before, *self._events]
@@ -137,11 +184,21 @@ class StorageTrace(TorchDispatchMode):
         return Recording(size, self._allocations, events)
 
     def _find(self, tensor: Tensor, category: Category) -> None:
+        tensor = inner(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata not in self._live:
             is_on_host = category == "optimizer" and self._device.is_on_host(None, tensor)
             index = self._add(storage, BEFORE, "", category, 0 if is_on_host else None)
             self._before.append(Event(index, is_free=False, place=BEFORE))
+
+    def _find_arguments(self, args: Sequence[Any]) -> None:
+        for argument in args:
+            if isinstance(argument, Tensor):
+                self._find(argument, "other")
+            elif isinstance(argument, (list, tuple)):
+                for item in argument:
+                    if isinstance(item, Tensor):
+                        self._find(item, "other")
 
     def _see(self, tensor: Tensor, func: Any, count: int | None) -> None:
         storage = tensor.untyped_storage()
@@ -166,7 +223,7 @@ class StorageTrace(TorchDispatchMode):
     ) -> int:
         key, index, own = storage._cdata, len(self._allocations), storage.nbytes()
         count = own if count is None else count
-        self._allocations.append(Allocation(count, place, category, source))
+        self._allocations.append(Allocation(count, place, category, source, self._device.stream()))
         self._live[key] = index, weakref.ref(storage, lambda _: self._free(key)), own
         return index
 
@@ -181,7 +238,10 @@ class StorageTrace(TorchDispatchMode):
         place = self._place
         first = len(self._allocations)
         source = f"{func}, scratch"
-        self._allocations += [Allocation(count, place, "temporaries", source) for count in group]
+        stream = self._device.stream()
+        self._allocations += [
+            Allocation(count, place, "temporaries", source, stream) for count in group
+        ]
         for is_free in (False, True):
             indices = range(first, first + len(group))
             self._events += [Event(index, is_free, place) for index in indices]
@@ -194,6 +254,10 @@ class StorageTrace(TorchDispatchMode):
     @property
     def _place(self) -> Place:
         return Place(self._phase, self._watch.path())
+
+
+Around: TypeAlias = Callable[[StorageTrace], AbstractContextManager[Any]]
+"""Returns a context in which steps are traced."""
 
 
 def in_order(events: Iterable[Event]) -> list[Event]:
@@ -225,10 +289,25 @@ def trace_from_start(
     *,
     fake_values: FakeValues,
     device: TracedDevice,
+    around: Around = contextlib.nullcontext,
 ) -> Recording:
-    """Run the first steps of a run, one for each batch, and return all allocations in order."""
-    with _tracing(step, fake_values, device) as (seen, run):
+    """Run the first steps of a run, one for each batch, and return all allocations in order.
+
+    Args:
+        step: the step, on fake tensors.
+        batches: a batch for each step.
+        size: their size.
+        fake_values: what fake tensors do not have.
+        device: the device to trace for.
+        around: returns a context for the steps.
+    """
+    with _tracing(step, fake_values, device) as (seen, run), around(seen):
+        start: int | None = None
         for batch in batches:
+            if start is not None and seen.is_as_at(start):
+                seen.repeat(start)  # a step that leaves memory as it was is followed by the same
+                continue
+            start = seen.num_events
             seen.arrive(batch)
             run(batch)
             del batch
@@ -276,6 +355,14 @@ def state_tensors(step: WholeStep) -> list[Tensor]:
 def step_tensors(step: WholeStep) -> list[Tensor]:
     """Return the static tensors of a step: parameters, buffers and optimizer state."""
     return [*step.model.parameters(), *step.model.buffers(), *state_tensors(step)]
+
+
+def inner(tensor: Tensor) -> Tensor:
+    """Return the tensor with the memory of this rank."""
+    if type(tensor).__name__ not in _WRAPPERS:
+        return tensor
+    held: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor.elem  # type: ignore[attr-defined]
+    return inner(held)
 
 
 def tensors_in(batch: Any) -> list[Tensor]:

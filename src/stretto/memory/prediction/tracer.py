@@ -12,13 +12,16 @@ import torch
 from stretto.data import move_batch
 from stretto.errors import FitError, StrettoError, first_line
 from stretto.memory.prediction.cuda.device import Cuda
+from stretto.memory.prediction.cuda.fake_ranks import fake_ranks, following_storages, num_groups
 from stretto.memory.prediction.cuda.gpu import Gpu
 from stretto.memory.prediction.cuda.kernels import cuda_kernels
+from stretto.memory.prediction.cuda.sharding import Sharding
+from stretto.memory.prediction.cuda.unsharded import copied_unsharded
 from stretto.memory.prediction.fake_copies import FakeCopies
 from stretto.memory.prediction.fake_values import FakeValues
 from stretto.memory.prediction.recording import Recording
 from stretto.memory.prediction.scratch import Cpu
-from stretto.memory.prediction.trace import TracedDevice, trace, trace_from_start
+from stretto.memory.prediction.trace import Around, TracedDevice, trace, trace_from_start
 from stretto.memory.step import WholeStep
 from stretto.runtime.random_state import RandomState
 
@@ -36,6 +39,7 @@ class Tracer:
         make_batch: makes a batch of a given size.
         value: the value of elements that are read from fake tensors.
         gpu: the kind of GPU to trace for; None: the device of the step.
+        sharding: how the model is spread over ranks; None: this rank is alone.
 
     Raises:
         FitError: the model cannot be copied.
@@ -48,13 +52,15 @@ class Tracer:
         value: int = 0,
         *,
         gpu: Gpu | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
-        self.num_steps = 0
+        self.num_steps = self.num_communicators = 0
         self.fake_values = FakeValues(value)
-        self._label = "cuda" if step.device.type == "cuda" else "cpu"
+        self._label = "cuda" if step.device.type == "cuda" and sharding is None else "cpu"
         self._real_step = step
         self._make_batch = make_batch
         self._gpu = gpu
+        self._sharding = sharding
         self._copy()
 
     def record(self, size: int) -> Recording:
@@ -83,16 +89,33 @@ class Tracer:
         kernels: AbstractContextManager[Any] = (
             cuda_kernels(self._gpu) if is_labelled_cpu else contextlib.nullcontext()
         )
-        with self._following(size), kernels:
+        with self._following(size), kernels, self._sharded() as around:
             batches = (self._batch(size) for _ in range(STEPS))
             return trace_from_start(
-                self._step, batches, size, fake_values=self.fake_values, device=device
+                self._step,
+                batches,
+                size,
+                fake_values=self.fake_values,
+                device=device,
+                around=around,
             )
+
+    @contextlib.contextmanager
+    def _sharded(self) -> Iterator[Around]:
+        """Shard the fake model, if it is to be sharded, and yield what surrounds the trace."""
+        if self._sharding is None:
+            yield contextlib.nullcontext
+            return
+        with fake_ranks(self._sharding.ranks) as mesh:
+            self._sharding.apply(self._step.step, mesh)
+            self.num_communicators = num_groups()
+            yield following_storages
 
     def _copy(self) -> None:
         self._copies = FakeCopies(self._label)
         try:
-            self._step = self._copies.step(self._real_step)
+            with copied_unsharded(self._real_step.step.model):
+                self._step = self._copies.step(self._real_step)
         except Exception as error:  # copying a user's model may raise anything
             raise FitError.cannot(
                 "copy a model with fake tensors",

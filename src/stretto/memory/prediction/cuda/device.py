@@ -34,6 +34,7 @@ class Cuda:
         self._gpu = gpu
         self._is_labelled_cpu = is_labelled_cpu
         self._workspace = gpu.workspace_bytes()
+        self._streams = {torch.cpu._default_cpu_stream: 0}
 
     def scratch(self, func: Any, args: Sequence[Any], result: Any) -> Sequence[Sequence[int]]:
         """Return the blocks that the kernel allocates for itself."""
@@ -58,3 +59,12 @@ class Cuda:
         if not self._is_labelled_cpu:
             return tensor.device.type == "cpu"
         return tensor.dim() == 0 and func in _MAKES_NUMBERS_ON_HOST
+
+    def stream(self) -> int:
+        """Return the number of the current stream; 0 is the default stream.
+
+        Code that overlaps communication with computation uses streams on fake CPU tensors, too.
+        """
+        if not self._is_labelled_cpu:
+            return 0
+        return self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))

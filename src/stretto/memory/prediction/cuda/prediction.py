@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+from stretto.memory.amounts import show_bytes
 from stretto.memory.prediction.allocator_settings import AllocatorSettings
 from stretto.memory.prediction.caching_allocator import CachingAllocator
 from stretto.memory.prediction.certainty import Certainty, judge
 from stretto.memory.prediction.cuda.gpu import Gpu
+from stretto.memory.prediction.cuda.sharding import Sharding
 from stretto.memory.prediction.curve import Peak
 from stretto.memory.prediction.fit import fit
 from stretto.memory.prediction.recording import Recording
@@ -21,6 +23,11 @@ GUESSES = 1
 """Traces that refine a guess."""
 PARTS = 300
 """A guess is searched in steps of this part of it."""
+SHARDED_SIZES = (1, 2)
+"""The same for a sharded model. It is large, so few samples fit, and a trace takes seconds."""
+COMMUNICATOR_BYTES = 384 << 20
+"""What NCCL takes for a communicator: 32 channels with buffers of 10 and 2 MiB, as its log shows on
+H100s (NVIDIA/nccl, issue 1685). Fewer GPUs or slower links take fewer channels."""
 
 
 @final
@@ -53,6 +60,10 @@ class CudaPrediction:
         """Why it has this certainty."""
         best, why = self._judged()
         done = f"the kernels of an {self.gpu.name.upper()} and its caching allocator were simulated"
+        if self.communication_bytes:
+            done += (
+                f"; buffers of NCCL, about {show_bytes(self.communication_bytes)}, are not in it"
+            )
         return done if best == "exact" else f"{done}; {why}"
 
     @property
@@ -72,6 +83,11 @@ class CudaPrediction:
     def allocated(self, size: int) -> int:
         """Return the largest number of bytes in use at once, `torch.cuda.max_memory_allocated`."""
         return max(run.allocated(size) for run in self._runs)
+
+    @property
+    def communication_bytes(self) -> int:
+        """About what NCCL takes for its buffers, outside of the allocator and not in `peak`."""
+        return COMMUNICATOR_BYTES * max(run.num_communicators for run in self._runs)
 
     def fits(self, size: int, limits: Sequence[int]) -> bool:
         """Return whether the allocator can serve a step of that size from each of the limits.
@@ -106,20 +122,31 @@ class CudaRun:
     """Traces of several sizes, all with the same value for elements that are read."""
 
     def __init__(
-        self, step: WholeStep, make_batch: Callable[[int], Any], value: int, gpu: Gpu
+        self,
+        step: WholeStep,
+        make_batch: Callable[[int], Any],
+        value: int,
+        gpu: Gpu,
+        sharding: Sharding | None = None,
     ) -> None:
-        self._tracer = Tracer(step, make_batch, value, gpu=gpu)
+        self._tracer = Tracer(step, make_batch, value, gpu=gpu, sharding=sharding)
         self.fake_values = self._tracer.fake_values
         self._recordings: dict[int, Recording] = {}
         self._replays: dict[int, CachingAllocator] = {}
         self._settings = AllocatorSettings.from_environment()
-        for size in SIZES:
+        self._sizes = SIZES if sharding is None else SHARDED_SIZES
+        for size in self._sizes:
             self.recording(size)
 
     @property
     def num_steps(self) -> int:
         """Number of traces."""
         return self._tracer.num_steps
+
+    @property
+    def num_communicators(self) -> int:
+        """Groups of ranks that this rank communicates with."""
+        return self._tracer.num_communicators
 
     def recording(self, size: int) -> Recording:
         """Return the recording of the first steps with batches of that size."""
@@ -145,10 +172,10 @@ class CudaRun:
 
     def guess(self, limit: int) -> int:
         """Return about the largest number of samples that fit, from the nearest traced sizes."""
-        low, high = SIZES
+        low, high = self._sizes
         for _ in range(GUESSES):
             found = self._extrapolated(limit, low, high)
-            if found <= max(SIZES):
+            if found <= max(self._sizes):
                 return found
             self.recording(found)
             low, high = sorted(sorted(self._recordings, key=lambda size: abs(size - found))[:2])
@@ -159,14 +186,14 @@ class CudaRun:
 
         Between two sizes that fit may be one that does not, so the search comes from above.
         """
-        model, other = self.recording(high), self.recording(low)
-        counts = _bytes(model)
-        if len(other.allocations) != len(counts):
-            other = model
-        slopes = [(b - a) / (high - low) for a, b in zip(_bytes(other), counts, strict=True)]
         per_sample = (self.allocated(high) - self.allocated(low)) / (high - low)
         if per_sample <= 0:
             return high
+        model, other = self.recording(high), self.recording(low)
+        counts = _bytes(model)
+        if len(other.allocations) != len(counts):
+            return max(1, high + int((limit - self.reserved(high)) / per_sample))
+        slopes = [(b - a) / (high - low) for a, b in zip(_bytes(other), counts, strict=True)]
         top = max(1, high + int((limit - self.allocated(high)) / per_sample))
         step = max(1, top // PARTS)
         for size in range(top, 0, -step):
@@ -213,7 +240,7 @@ def replay(
         index = event.allocation
         if event.is_free:
             free(index)
-        elif not allocate(index, counts[index]):
+        elif not allocate(index, counts[index], recording.allocations[index].stream):
             return None
     return allocator
 
