@@ -25,7 +25,7 @@ INSTALL = PIP_CONSTRAINT=$(CURDIR)/$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CURDIR)
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help train test test-quick test-torch test-phantom test-adapters chaos lint format types layers docs wheel bench bench-peers phantom golden check clean
+.PHONY: help train test test-quick test-torch test-phantom test-adapters chaos lint format types layers docs wheel bench bench-peers bench-cuda phantom golden check clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,6 +97,11 @@ bench: $(VENV)/.develop  ## the shortest form of every benchmark
 bench-peers: $(VENV)/.develop  ## step and clock cost beside the peers' (makes 5 GB of environments)
 	$(BIN)/python bench/clock.py
 	$(BIN)/python bench/step_cost.py
+
+# The phantom is made when it is not there, and mended when what it needs has changed.
+bench-cuda: phantom  ## what is predicted for CUDA against torch's own CUDA code, on the phantom (half an hour)
+	$(BIN)/python bench/cuda_allocator.py
+	$(BIN)/python bench/cuda_memory.py
 
 phantom: $(VENV)/.develop  ## CUDA code without a GPU, in bench/.venvs/phantom-2.13.0 (downloads 530 MB)
 	$(BIN)/python tools/phantom/make.py $(ARGS)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import processor
-from peer_environments import FOLDER
+from phantom_runs import VERSION, folder_of
 
 from stretto.memory.prediction.allocator_settings import AllocatorSettings
 from stretto.memory.prediction.caching_allocator import CachingAllocator
@@ -205,19 +205,17 @@ def main() -> None:
     """Compare, print and save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="50 traces; nothing is saved")
-    parser.add_argument("--torch", default="2.13.0", help="version of torch; 2.13.0 is saved")
+    parser.add_argument("--torch", default=VERSION, help=f"version of torch; {VERSION} is saved")
     parser.add_argument("--golden", action="store_true", help="write the golden file of the tests")
     given = parser.parse_args()
-    phantom = FOLDER / f"phantom-{given.torch}"
-    if not (phantom / "replay").exists():
-        raise SystemExit(f"{phantom} is not there; run tools/phantom/make.py --torch {given.torch}")
+    phantom = folder_of(given.torch)
     if given.golden:
         write_golden(phantom)
         return
     num_traces = 50 if given.quick else 2000
     settings = {text: compare(text, num_traces, phantom) for text in SETTINGS}
     text = table(settings)
-    if not given.quick and given.torch == parser.get_default("torch"):
+    if not given.quick and given.torch == VERSION:
         result = {
             "what": "random allocations of 1 to 3 streams, half of them with a limit: reserved and "
             "used bytes, their peaks, and what runs out of memory, model against torch",

@@ -1,10 +1,10 @@
 """The largest batch whose training steps fit into the memory of a CUDA device.
 
-Run `python bench/cuda_truth.py NAME --memory GIB` in an environment whose device is imitated: its
-memory is set by an environment variable, and all of torch's own CUDA code runs. A model is built on
-the CPU and moved; three whole optimizer steps run, so the optimizer makes its state. `--all`
-measures every family and saves `bench/results/cuda_truth.json`; `--size` prints the peaks
-of one size, and `--history` saves who allocated what.
+Run `make phantom`, then `python bench/cuda_truth.py NAME --memory GIB`. The device is not there:
+its memory is a number, and all of torch's own CUDA code runs (`tools/phantom/make.py`). A model is
+built on the CPU and moved; three whole optimizer steps run, so the optimizer makes its state.
+`--all` measures every family and saves `bench/results/cuda_truth.json`; `--size` prints the peaks
+of some sizes; `--history` saves who allocated what.
 """
 
 from __future__ import annotations
@@ -14,27 +14,25 @@ import gc
 import json
 import os
 import pickle
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import phantom_runs as phantom
 import torch
 from cuda_families import FAMILIES, CudaFamily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 RESULTS = Path(__file__).parent / "results"
-MEMORY_VARIABLE = "FAKE_CUDA_TOTAL"
-"""The environment variable that says how many bytes the device has."""
-DEVICE_KIND = "h100"
-"""What is imitated: the number of multiprocessors decides what some kernels allocate."""
 STEPS = 3
 _RANDOM = ("normal_", "uniform_")
 
 
-class _Zeros(TorchDispatchMode):
+class Zeros(TorchDispatchMode):
     """Makes all weights zero: their values do not matter, and random ones take time."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,7 +43,7 @@ class _Zeros(TorchDispatchMode):
 
 def run_steps(family: CudaFamily, size: int) -> None:
     """Build the model, and take a few optimizer steps with batches of `size`."""
-    with _Zeros():  # type: ignore[no-untyped-call]
+    with Zeros():  # type: ignore[no-untyped-call]
         step = family.make_step("cuda")
     for _ in range(STEPS):
         batch = pytree.tree_map(lambda tensor: tensor.to("cuda"), family.make_batch(size))
@@ -77,6 +75,7 @@ def peaks(family: CudaFamily, size: int) -> dict[str, int] | None:
 def largest(family: CudaFamily) -> dict[str, Any]:
     """Return a size that fits while the next one does not, by doubling and halving, and its peaks.
 
+    The peaks of half of this size say what is reserved while there is memory enough.
     Fragments of memory let a few sizes above fit, or a few below not: up to 6 percent away.
     """
     fits, fails, tried = 0, None, 0
@@ -89,7 +88,13 @@ def largest(family: CudaFamily) -> dict[str, Any]:
             fails = size
         else:
             fits, found = size, now
-    return {"largest": fits, **found, "sizes_tried": tried}
+    half = max(1, fits // 2)
+    return {
+        "largest": fits,
+        **found,
+        "half": {"size": half, **(peaks(family, half) or {})},
+        "sizes_tried": tried,
+    }
 
 
 def save_history(family: CudaFamily, size: int, file: Path) -> None:
@@ -100,34 +105,51 @@ def save_history(family: CudaFamily, size: int, file: Path) -> None:
     file.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
 
 
-def measure(name: str, memory: int, environment: dict[str, str]) -> dict[str, Any]:
-    """Measure in a process of its own."""
-    command = [sys.executable, __file__, name, "--memory", str(memory)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=3600, check=False
-    )
-    if done.returncode:
-        return {"name": name, "memory": memory, "error": done.stderr.splitlines()[-1]}
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return row
+def measure(
+    name: str,
+    memory: int,
+    *,
+    sizes: Sequence[int] = (),
+    history: Path | None = None,
+    version: str = phantom.VERSION,
+) -> dict[str, Any]:
+    """Measure in a process of its own, on the phantom; see `main` for the arguments."""
+    arguments = [name, "--here"]
+    if sizes:
+        arguments += ["--size", *map(str, sizes)]
+    if history is not None:
+        arguments += ["--history", str(history.absolute())]
+    row = phantom.run(Path(__file__).name, *arguments, memory=memory, version=version)
+    return {"name": name, "memory": memory, **row}
 
 
-def measure_all(environment: dict[str, str]) -> None:
+def measure_all() -> None:
     """Measure every family at every memory that it names, and save the rows."""
+    cases = [(name, memory) for name, family in FAMILIES.items() for memory in family.memories]
     rows = []
-    for name, family in FAMILIES.items():
-        for memory in family.memories:
-            rows.append(measure(name, memory, environment))
-            print(json.dumps(rows[-1]), flush=True)
+    with ThreadPoolExecutor(os.cpu_count()) as workers:
+        for row in workers.map(measure, *zip(*cases, strict=True)):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     result = {
         "what": "largest batch whose optimizer steps fit; CUDA code of torch on an imitated device",
-        "device_kind": DEVICE_KIND,
+        "device_kind": phantom.KIND,
         "steps": STEPS,
-        "torch": torch.__version__,
+        "torch": phantom.VERSION,
         "rows": rows,
     }
     file = RESULTS / "cuda_truth.json"
     file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def measure_here(family: CudaFamily, sizes: list[int], history: Path | None) -> dict[str, Any]:
+    """Return the largest size, or the peaks of given sizes; None: it does not fit."""
+    torch.backends.cudnn.enabled = family.uses_cudnn
+    start = time.perf_counter()
+    if history is not None:
+        save_history(family, sizes[0], history)
+    row = {"peaks": [peaks(family, size) for size in sizes]} if sizes else largest(family)
+    return {**row, "seconds": round(time.perf_counter() - start, 1)}
 
 
 def main() -> None:
@@ -135,29 +157,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", nargs="?", choices=FAMILIES)
     parser.add_argument("--memory", type=int, default=80, help="of the device, in GiB")
-    parser.add_argument("--size", type=int, help="print the peaks of this size only")
+    parser.add_argument(
+        "--size", type=int, nargs="+", default=[], help="print the peaks of these sizes only"
+    )
     parser.add_argument("--history", type=Path, help="save the history of a run of --size")
     parser.add_argument("--all", action="store_true", help="measure all, and save the result")
+    parser.add_argument("--here", action="store_true", help="this process is on the phantom")
     given = parser.parse_args()
-    environment = {**os.environ, MEMORY_VARIABLE: str(given.memory * 2**30)}
     if given.all:
-        measure_all(environment)
+        measure_all()
         return
-    if os.environ.get(MEMORY_VARIABLE) != environment[MEMORY_VARIABLE]:
-        os.execve(sys.executable, [sys.executable, *sys.argv], environment)  # noqa: S606
-    family = FAMILIES[given.name]
-    torch.backends.cudnn.enabled = family.uses_cudnn
-    start = time.perf_counter()
-    if given.history is not None:
-        save_history(family, given.size, given.history)
-        return
-    row: dict[str, Any] = {"size": given.size}
-    if given.size is None:
-        row = largest(family)
+    if given.here:
+        row = measure_here(FAMILIES[given.name], given.size, given.history)
     else:
-        row.update(peaks(family, given.size) or {"fits": False})
-    seconds = round(time.perf_counter() - start, 1)
-    print(json.dumps({"name": given.name, "memory": given.memory, **row, "seconds": seconds}))
+        row = measure(given.name, given.memory, sizes=given.size, history=given.history)
+    print(json.dumps(row))
 
 
 if __name__ == "__main__":

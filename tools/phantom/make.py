@@ -2,7 +2,8 @@
 
     python tools/phantom/make.py [FOLDER] [--torch 2.13.0]
 
-`FOLDER/venv` gets the CUDA build of torch without its CUDA libraries, and this project;
+`FOLDER/venv` gets the CUDA build of torch without its CUDA libraries, this project, and what its
+tests and benchmarks need, in the versions that `constraints.txt` says;
 `FOLDER/lib` gets stand-ins for these libraries; `FOLDER/replay` replays allocations. Then:
 
     LD_LIBRARY_PATH=FOLDER/lib FOLDER/venv/bin/python your_script.py
@@ -34,8 +35,13 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+CONSTRAINTS = ROOT / "constraints.txt"
 TORCH = "2.13.0"
 TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing-extensions")
+TESTS_NEED = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
+BENCHMARKS_NEED = ("psutil", "transformers")
+NEED_TORCH = ("accelerate", "peft==0.21.2")
+"""For the benchmarks; without their dependencies, because those of torch are missing."""
 PREFIXES = {
     # library: how the names of its functions begin
     "libcuda": "cu",
@@ -127,19 +133,26 @@ def find_headers() -> Path:
 def install(venv: Path, version: str) -> str:
     """Return the Python of an environment with that torch and this project."""
     python = str(venv / "bin" / "python")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip += ["--no-warn-conflicts"]  # torch misses the CUDA libraries
     if not (venv / "complete").exists():
         print(f"installing torch {version} into {venv} (a download of about 530 MB)")
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        pip += ["--no-warn-conflicts"]  # torch misses the CUDA libraries
         # From PyPI alone: a local index may prefer a CPU build, which has no CUDA code.
         ours = {k: v for k, v in os.environ.items() if k not in LOCAL_INDEXES}
         alone = {**ours, "PIP_CONFIG_FILE": os.devnull}
         wheel = [f"torch=={version}", "--no-deps", "--index-url", "https://pypi.org/simple"]
         subprocess.run([*pip, *wheel], check=True, env=alone)
-        subprocess.run([*pip, *TORCH_NEEDS, *project_needs()], check=True)
         subprocess.run([*pip, "--no-deps", "--editable", str(ROOT)], check=True)
-        (venv / "complete").touch()
+    packages = (*TORCH_NEEDS, *project_needs(), *TESTS_NEED, *BENCHMARKS_NEED)
+    # Written last: without it, or with another content, something is missing.
+    content = "\n".join((*packages, *NEED_TORCH, CONSTRAINTS.read_text(encoding="utf-8")))
+    complete = venv / "complete"
+    if not complete.exists() or complete.read_text(encoding="utf-8") != content:
+        pip += ["--constraint", str(CONSTRAINTS)]
+        subprocess.run([*pip, *packages], check=True)
+        subprocess.run([*pip, "--no-deps", *NEED_TORCH], check=True)
+        complete.write_text(content, encoding="utf-8")
     return python
 
 
