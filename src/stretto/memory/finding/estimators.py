@@ -87,7 +87,7 @@ class EstimatorRunner:
         """
         tolerated = self.tolerated if isinstance(estimator, Probe) else FitError
         usable = limit.bytes - reserve
-        limits = (limit.bytes, usable, limit.bytes - reserve // 2)
+        limits = [usable + reserve * part // 4 for part in (4, 0, 5, 3, 1, 2)]
         own: list[Found] = []
 
         def fits(size: int) -> bool:

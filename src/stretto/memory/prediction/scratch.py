@@ -39,6 +39,10 @@ class Cpu:
         count = scratch_bytes(func, args, result)
         return [[count]] if count else []
 
+    def copies(self, _func: Any, _args: Sequence[Any]) -> Sequence[int]:
+        """Return nothing: copies of arguments are part of the scratch memory."""
+        return ()
+
     def result_bytes(self, _func: Any, _args: Sequence[Any]) -> None:
         """Return None: results have the size of their elements."""
 

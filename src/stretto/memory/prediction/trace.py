@@ -22,6 +22,7 @@ from stretto.memory.prediction.recording import Allocation, Category, Event, Pla
 from stretto.memory.step import WholeStep
 
 _DEVICE = torch.ops.prim.device.default
+_ADD = torch.ops.aten.add.Tensor
 _DROPOUT = torch.ops.aten.native_dropout.default
 _LIFT = torch.ops.aten.lift_fresh.default
 _WRAPPERS = {"DTensor", "AsyncCollectiveTensor"}
@@ -38,6 +39,9 @@ class TracedDevice(Protocol):
         Those of a group are allocated together, and freed before the next group. The number of
         blocks does not depend on the batch size, so that recordings can be compared.
         """
+
+    def copies(self, func: Any, args: Sequence[Any]) -> Sequence[int]:
+        """Return the bytes of the arguments that are copied before the operation."""
 
     def result_bytes(self, func: Any, args: Sequence[Any]) -> int | None:
         """Return the bytes of the result's storage; None: those of its elements."""
@@ -68,6 +72,7 @@ class StorageTrace(TorchDispatchMode):
         self._kept: set[str] = set()
         self._phase = "before"
         self._is_paused = False
+        self._sum: tuple[int, int, int] | None = None
         self._allocations: list[Allocation] = []
         self._before: list[Event] = []
         self._events: list[Event] = []
@@ -90,17 +95,45 @@ class StorageTrace(TorchDispatchMode):
 
     def _see_all(self, func: Any, args: Sequence[Any], result: Any) -> None:
         """Record what an operation allocates: its results, and what its kernel needs."""
+        copies = self._begin(self._device.copies(func, args), func)
         count = self._device.result_bytes(func, args)
         items = result if isinstance(result, (tuple, list)) else (result,)
         # The mask is allocated before the result.
         for item in reversed(items) if func is _DROPOUT else items:
             if isinstance(item, Tensor):
                 self._see(item, func, count)
+        if func is _ADD and self._phase == "backward":
+            self._note_sum(args, result)
         kept = self._device.kept(func, self._phase)
         if kept is not None and kept[0] not in self._kept:
             self._keep(*kept)
         for group in self._device.scratch(func, args, result):
-            self._pass(group, func)
+            self._end(self._begin(group, func))
+        self._end(copies)
+
+    def _note_sum(self, args: Sequence[Any], result: Any) -> None:
+        """Remember where autograd adds two gradients of a tensor.
+
+        It adds in place if nobody else has the first one, but never if tensors are fake.
+        """
+        if torch._C._current_autograd_node() is None and isinstance(args[0], Tensor):
+            keys = [tensor.untyped_storage()._cdata for tensor in (args[0], result)]
+            self._sum = keys[0], keys[1], len(self._events) - 1
+
+    def _add_in_place(self, key: int, index: int) -> bool:
+        """Let the sum take over the memory of its first term, if that is freed right after."""
+        if self._sum is None or self._sum[0] != key:
+            return False
+        _, total, place = self._sum
+        self._sum = None
+        known, later = self._live.get(total), self._events[place + 1 :]
+        if known is None or not all(event.is_free for event in later):
+            return False
+        if self._allocations[known[0]].bytes != self._allocations[index].bytes:
+            return False
+        del self._events[place]
+        self._live[total] = index, *known[1:]
+        return True
 
     def enter(self, phase: str) -> None:
         """Start a phase."""
@@ -233,22 +266,25 @@ class StorageTrace(TorchDispatchMode):
         self._events.append(Event(len(self._allocations), is_free=False, place=place))
         self._allocations.append(Allocation(count, place, "workspaces", name))
 
-    def _pass(self, group: Sequence[int], func: Any) -> None:
-        """Record the scratch memory of an operation."""
-        place = self._place
+    def _begin(self, counts: Sequence[int], func: Any) -> range:
+        """Record the allocation of scratch memory of an operation; return its indices."""
+        place, stream = self._place, self._device.stream()
         first = len(self._allocations)
         source = f"{func}, scratch"
-        stream = self._device.stream()
         self._allocations += [
-            Allocation(count, place, "temporaries", source, stream) for count in group
+            Allocation(count, place, "temporaries", source, stream) for count in counts
         ]
-        for is_free in (False, True):
-            indices = range(first, first + len(group))
-            self._events += [Event(index, is_free, place) for index in indices]
+        indices = range(first, first + len(counts))
+        self._events += [Event(index, is_free=False, place=place) for index in indices]
+        return indices
+
+    def _end(self, indices: Iterable[int]) -> None:
+        place = self._place
+        self._events += [Event(index, is_free=True, place=place) for index in indices]
 
     def _free(self, key: int) -> None:
         known = self._live.pop(key, None)
-        if known is not None:
+        if known is not None and not self._add_in_place(key, known[0]):
             self._events.append(Event(known[0], is_free=True, place=self._place))
 
     @property

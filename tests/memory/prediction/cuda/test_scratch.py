@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stretto.memory.prediction.cuda.gpu import GPUS
 from stretto.memory.prediction.cuda.reductions import reduction_scratch
-from stretto.memory.prediction.cuda.scratch import kernel_scratch, result_bytes
+from stretto.memory.prediction.cuda.scratch import argument_copies, kernel_scratch, result_bytes
 
 H100 = GPUS["h100"]
 aten = torch.ops.aten
@@ -134,8 +134,7 @@ def test_kernels_copy_what_is_not_contiguous() -> None:
         for given, count in ((tensor, 0), (tensor.t(), tensor.nbytes)):
             groups = kernel_scratch(aten._log_softmax.default, (given, 1, False), given, H100)
             assert groups == [[count]]
+            assert argument_copies(aten.native_layer_norm.default, (given, [64])) == [count]
         wide = torch.empty(64, 256)
-        scattered = kernel_scratch(aten.mm.default, (wide[:, ::2], tensor), None, H100)
-        readable = kernel_scratch(aten.mm.default, (wide[:, :128], tensor), None, H100)
-    assert scattered == [[64 * 128 * 4, 0]]
-    assert readable == [[0, 0]]
+        assert argument_copies(aten.mm.default, (wide[:, ::2], tensor)) == [64 * 128 * 4, 0]
+        assert argument_copies(aten.mm.default, (wide[:, :128], tensor)) == [0, 0]

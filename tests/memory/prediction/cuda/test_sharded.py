@@ -146,7 +146,6 @@ def test_a_function_shards_as_it_likes() -> None:
     count = sum(4 * one.numel() for one in step.model.parameters())
     assert of_category(prediction, "parameters") == pytest.approx(count / 4, rel=0.05)
     assert prediction.communication_bytes == 3 * 384 * MIB
-    assert "NCCL" in prediction.reason
 
 
 @pytest.mark.parametrize(

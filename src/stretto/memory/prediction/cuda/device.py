@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from stretto.memory.prediction.cuda.gpu import Gpu
-from stretto.memory.prediction.cuda.scratch import kernel_scratch, multiplies, result_bytes
+from stretto.memory.prediction.cuda.scratch import (
+    argument_copies,
+    kernel_scratch,
+    multiplies,
+    result_bytes,
+)
 
 _aten = torch.ops.aten
+KEEPS_WORKSPACES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+"""Whether each thread keeps its cuBLAS workspace. Since torch 2.15, each product allocates one."""
 _MAKES_NUMBERS_ON_HOST = {
     None,  # a step count that an optimizer has had before
     _aten.lift_fresh.default,  # torch.tensor(1.0)
@@ -38,7 +45,14 @@ class Cuda:
 
     def scratch(self, func: Any, args: Sequence[Any], result: Any) -> Sequence[Sequence[int]]:
         """Return the blocks that the kernel allocates for itself."""
-        return kernel_scratch(func, args, result, self._gpu)
+        groups = kernel_scratch(func, args, result, self._gpu)
+        if multiplies(func) and not KEEPS_WORKSPACES:
+            groups = [*groups, [self._workspace]]
+        return groups
+
+    def copies(self, func: Any, args: Sequence[Any]) -> Sequence[int]:
+        """Return the bytes of the arguments that are copied before the operation."""
+        return argument_copies(func, args)
 
     def result_bytes(self, func: Any, args: Sequence[Any]) -> int | None:
         """Return the bytes of the result's storage; None: those of its elements."""
@@ -49,7 +63,7 @@ class Cuda:
 
         Autograd runs backward passes on a thread of its own.
         """
-        if not multiplies(func):
+        if not KEEPS_WORKSPACES or not multiplies(func):
             return None
         thread = "autograd" if phase == "backward" else "main"
         return f"cuBLAS workspace of the {thread} thread", self._workspace

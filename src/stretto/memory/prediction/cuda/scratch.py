@@ -28,15 +28,21 @@ def kernel_scratch(func: Any, args: Sequence[Any], result: Any, gpu: Gpu) -> Gro
     """Return the groups of blocks that the kernel of an operation allocates for itself."""
     kernel = _KERNELS.get(func)
     groups = [] if kernel is None else kernel(args, result, gpu)
-    copies = [
-        _copy_if(not args[position].is_contiguous(), args[position])
-        for position in _COPIED.get(func, ())
-    ]
-    if func in _MATRICES:
-        copies = [
-            _copy_if(_is_scattered(args[position]), args[position]) for position in _MATRICES[func]
-        ]
+    copies = [_copy_if(not args[i].is_contiguous(), args[i]) for i in _COPIED_LATE.get(func, ())]
     return [[*copies, *group] for group in groups or [[]]] if copies else groups
+
+
+def argument_copies(func: Any, args: Sequence[Any]) -> list[int]:
+    """Return the bytes of the arguments that a kernel copies before it allocates its result."""
+    if func in _MATRICES:
+        return [_copy_if(_is_scattered(args[i]), args[i]) for i in _MATRICES[func]]
+    if func in _HEADS:
+        return [
+            _copy_if(not args[i].transpose(1, 2).is_contiguous(), args[i]) for i in _HEADS[func]
+        ]
+    if func in _CONVOLUTIONS:
+        return _columns(func, args)
+    return [_copy_if(not args[i].is_contiguous(), args[i]) for i in _COPIED.get(func, ())]
 
 
 def result_bytes(func: Any, args: Sequence[Any]) -> int | None:
@@ -164,15 +170,10 @@ def _flash_backward(args: Sequence[Any], _result: Any, _gpu: Gpu) -> Groups:
     query, key = args[1:3]
     batch, heads, length, head = query.shape
     rows = batch * heads * _up(length, 128)
-    blocks = [_copy_bytes(args[0]), _copy_bytes(args[4]), 4 * rows, 4 * rows * _up(head, 32)]
+    blocks = [4 * rows, 4 * rows * _up(head, 32)]
     if key.size(1) != heads:  # grouped heads: gradients of each query's keys and values
         blocks += [batch * heads * key.size(2) * head * key.element_size()] * 2
     return [blocks]
-
-
-def _copy_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a contiguous copy with the heads of each token side by side."""
-    return _copy_if(not tensor.transpose(1, 2).is_contiguous(), tensor)
 
 
 def _efficient(args: Sequence[Any], _result: Any, _gpu: Gpu) -> Groups:
@@ -194,9 +195,8 @@ def _efficient_backward(args: Sequence[Any], _result: Any, _gpu: Gpu) -> Groups:
     workspace = blocks * (16 + 4 * rows * columns)
     if head > 128 and not is_float:
         workspace += 2 * 4 * _up(key.size(2), 64) * _up(head, 128)
-    copy = _copy_bytes(args[0])
-    groups = [[copy, 4 * batch * heads * length * head, delta, delta]] if is_float else []
-    return [*groups, [copy, delta, batch * heads * workspace]]
+    groups = [[4 * batch * heads * length * head, delta, delta]] if is_float else []
+    return [*groups, [delta, batch * heads * workspace]]
 
 
 # Normalization
@@ -267,14 +267,27 @@ def _foreach_norm(args: Sequence[Any], _result: Any, _gpu: Gpu) -> Groups:
 
 
 def _convolution(args: Sequence[Any], result: Any, _gpu: Gpu) -> Groups:
-    """Unfold one sample at a time without cuDNN; with it, copy the input or the output once."""
-    is_backward = isinstance(result, tuple)
-    weight, out = (args[2], args[0]) if is_backward else (args[1], result)
-    tensors = [one for one in (args[0], *(result if is_backward else (result,))) if one is not None]
+    """With cuDNN, which is not followed: copy the input or the output once."""
+    if not torch.backends.cudnn.enabled:
+        return []
+    results = result if isinstance(result, tuple) else (result,)
+    return [[max(one.nbytes for one in (args[0], *results) if one is not None)]]
+
+
+def _columns(func: Any, args: Sequence[Any]) -> list[int]:
+    """Return the bytes of one unfolded sample; convolutions without cuDNN take one at a time."""
     if torch.backends.cudnn.enabled:
-        return [[max(one.nbytes for one in tensors)]]
-    columns = math.prod(weight.shape[1:]) * math.prod(out.shape[2:])
-    return [[columns * weight.element_size()]]
+        return []
+    is_forward = func is _aten.convolution.default
+    weight, source = (args[1], args[0]) if is_forward else (args[2], args[1])
+    stride, padding, dilation = args[3:6] if is_forward else args[4:7]
+    places = [
+        (size + 2 * pad - step * (kernel - 1) - 1) // jump + 1
+        for size, kernel, jump, pad, step in zip(
+            source.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
+        )
+    ]
+    return [math.prod(weight.shape[1:]) * math.prod(places) * int(weight.element_size())]
 
 
 _CONVOLUTIONS = {_aten.convolution.default, _aten.convolution_backward.default}
@@ -289,11 +302,21 @@ _MATRICES = {
     _aten.baddbmm.default: (1, 2),
 }
 """The positions of the factors."""
+_HEADS = {
+    _aten._scaled_dot_product_flash_attention_backward.default: (0, 4),
+    _aten._scaled_dot_product_efficient_attention_backward.default: (0,),
+}
+"""The positions of arguments whose heads have to lie side by side for each token."""
 _COPIED = {
     _aten.embedding.default: (1,),
     _aten.embedding_dense_backward.default: (0, 1),
     _aten.native_layer_norm.default: (0,),
-    _aten.native_layer_norm_backward.default: (0, 1),
+    _aten.native_layer_norm_backward.default: (1,),
+    _aten.gather.default: (2,),
+}
+"""The positions of arguments of which a kernel makes a contiguous copy."""
+_COPIED_LATE = {
+    _aten.native_layer_norm_backward.default: (0,),
     _aten._softmax.default: (0,),
     _aten._softmax_backward_data.default: (0, 1),
     _aten._log_softmax.default: (0,),
@@ -302,9 +325,8 @@ _COPIED = {
     _aten.nll_loss_backward.default: (1,),
     _aten.cumsum.default: (0,),
     _aten.topk.default: (0,),
-    _aten.gather.default: (2,),
 }
-"""The positions of arguments of which a kernel makes a contiguous copy."""
+"""The same, after the result has been allocated."""
 _MEANS_IN_PLACE = {_aten.mse_loss.default, _aten.smooth_l1_loss.default}
 _KERNELS: dict[Any, _Kernel] = {
     **dict.fromkeys((_aten.sum.default, _aten.sum.dim_IntList), _reduced),
