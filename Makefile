@@ -99,7 +99,7 @@ bench-peers: $(VENV)/.develop  ## step and clock cost beside the peers' (makes 5
 	$(BIN)/python bench/step_cost.py
 
 # The phantom is made when it is not there, and mended when what it needs has changed.
-bench-cuda: phantom  ## what is predicted for CUDA against torch's own CUDA code, on the phantom (half an hour)
+bench-cuda: phantom  ## what is predicted for CUDA against torch's own CUDA code, on the phantom (15 minutes)
 	$(BIN)/python bench/cuda_allocator.py
 	$(BIN)/python bench/cuda_memory.py
 
