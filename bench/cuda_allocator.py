@@ -23,12 +23,14 @@ from typing import Any
 from machine import processor
 from phantom_runs import VERSION, folder_of
 
-from stretto.memory.prediction.allocator_settings import AllocatorSettings
-from stretto.memory.prediction.caching_allocator import CachingAllocator
+from stretto.memory.prediction.allocator.caching_allocator import CachingAllocator
+from stretto.memory.prediction.allocator.settings import AllocatorSettings
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-GOLDEN = ROOT / "tests" / "memory" / "prediction" / "golden" / "caching_allocator.json"
+GOLDEN = (
+    ROOT / "tests" / "memory" / "prediction" / "allocator" / "golden" / "caching_allocator.json"
+)
 MIB = 1 << 20
 DEVICE_MEMORY = 64 << 30
 """Enough for every trace; those with a limit get less."""

@@ -32,7 +32,7 @@ from stretto.memory import find_batch_size, predict, probe
 from stretto.memory.finding.finder import FindMethod
 from stretto.memory.measuring.limits import allocated_bytes
 from stretto.memory.measuring.real import record_step
-from stretto.memory.prediction.trace import state_tensors
+from stretto.memory.prediction.tensors import state_tensors
 from stretto.runtime import SupervisedStep
 from stretto.training import Callback, Run, Stepping, Trainer
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from stretto.data import DataSpec, StepLoader, count_samples
 from stretto.data.containers import opened
 from stretto.errors import DataError
-from stretto.memory.prediction.trace import tensors_in
+from stretto.memory.prediction.tensors import tensors_in
 
 EXAMPLES = 32
 """Number of samples, spread over the data set, among which the longest is chosen."""

@@ -30,7 +30,7 @@ from stretto.memory.prediction.cuda.gpu import Gpu
 from stretto.memory.prediction.cuda.prediction import CudaPrediction
 from stretto.memory.prediction.cuda.sharding import Shard
 from stretto.memory.prediction.predict import predict
-from stretto.memory.prediction.trace import step_tensors
+from stretto.memory.prediction.tensors import step_tensors
 from stretto.memory.search import CandidateSizes, Found, search
 from stretto.memory.step import WholeStep
 

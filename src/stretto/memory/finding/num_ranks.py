@@ -82,7 +82,7 @@ def find_num_ranks(
     ...     model = torch.nn.Sequential(torch.nn.Linear(8192, 8192), torch.nn.Linear(8192, 8192))
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> step = SupervisedStep(model, optimizer, lambda m, x: m(x).mean())
-    >>> find_num_ranks(step, torch.ones(2, 8192), 4, device_memory="4GiB").num_ranks
+    >>> find_num_ranks(step, torch.ones(2, 8192), 4, device_memory="3GiB").num_ranks
     2
 
     Args:

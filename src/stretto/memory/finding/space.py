@@ -8,7 +8,7 @@ from stretto.errors import FitError, shown
 from stretto.memory.amounts import parse_bytes, show_bytes
 from stretto.memory.measuring.limits import MemoryLimit, allocated_bytes, free_memory
 from stretto.memory.prediction.cuda.gpu import Gpu
-from stretto.memory.prediction.trace import step_tensors
+from stretto.memory.prediction.tensors import step_tensors
 from stretto.memory.step import WholeStep
 from stretto.runtime.out_of_memory import release_memory
 

@@ -14,7 +14,7 @@ from stretto.memory.prediction.certainty import Certainty
 from stretto.memory.prediction.curve import MemoryCurve, Peak
 from stretto.memory.prediction.fit import fit
 from stretto.memory.prediction.predict import SIZES
-from stretto.memory.prediction.trace import step_tensors
+from stretto.memory.prediction.tensors import step_tensors
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
 from stretto.runtime.out_of_memory import release_memory

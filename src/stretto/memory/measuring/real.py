@@ -17,7 +17,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from stretto.memory.measuring.copies import memory_of
 from stretto.memory.prediction.modules import ModuleWatch
 from stretto.memory.prediction.recording import Allocation, Category, Event, Place, Recording
-from stretto.memory.prediction.trace import BEFORE, in_order, state_tensors, tensors_in, uncollected
+from stretto.memory.prediction.storage_trace import BEFORE
+from stretto.memory.prediction.tensors import state_tensors, tensors_in
+from stretto.memory.prediction.trace import in_order, uncollected
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
 

@@ -21,7 +21,8 @@ from stretto.memory.prediction.fake_copies import FakeCopies
 from stretto.memory.prediction.fake_values import FakeValues
 from stretto.memory.prediction.recording import Recording
 from stretto.memory.prediction.scratch import Cpu
-from stretto.memory.prediction.trace import Around, TracedDevice, trace, trace_from_start
+from stretto.memory.prediction.storage_trace import TracedDevice
+from stretto.memory.prediction.trace import Around, trace, trace_from_start
 from stretto.memory.step import WholeStep
 from stretto.runtime.random_state import RandomState
 

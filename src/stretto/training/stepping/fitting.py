@@ -192,7 +192,7 @@ def _predict_sharded(
     """Return the prediction for a sharded model; the least of all ranks."""
     from stretto.memory import find_batch_size
     from stretto.memory.measuring.limits import free_memory
-    from stretto.memory.prediction.trace import inner, step_tensors
+    from stretto.memory.prediction.tensors import inner, step_tensors
     from stretto.memory.step import WholeStep
 
     is_cuda = ranks.device.type == "cuda"

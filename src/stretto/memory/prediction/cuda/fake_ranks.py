@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import distributed_c10d as c10d
 
 from stretto.errors import FitError
-from stretto.memory.prediction.trace import StorageTrace
+from stretto.memory.prediction.storage_trace import StorageTrace
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

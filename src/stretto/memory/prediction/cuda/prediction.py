@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from stretto.memory.prediction.allocator_settings import AllocatorSettings
-from stretto.memory.prediction.caching_allocator import CachingAllocator
+from stretto.memory.prediction.allocator.caching_allocator import CachingAllocator
+from stretto.memory.prediction.allocator.settings import AllocatorSettings
 from stretto.memory.prediction.certainty import Certainty, judge
 from stretto.memory.prediction.cuda.gpu import Gpu
 from stretto.memory.prediction.cuda.sharding import Sharding

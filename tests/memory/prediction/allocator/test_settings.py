@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import ConfigError
-from stretto.memory.prediction.allocator_settings import AllocatorSettings
+from stretto.memory.prediction.allocator.settings import AllocatorSettings
 
 MIB = 1 << 20
 

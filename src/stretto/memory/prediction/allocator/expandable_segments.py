@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
-from stretto.memory.prediction.allocator_blocks import Block, Pool
+from stretto.memory.prediction.allocator.blocks import Block, Pool
 
 _MIB = 1 << 20
 _SMALL_PAGE = 2 * _MIB

@@ -9,9 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import final
 
-from stretto.memory.prediction.allocator_blocks import Block, Pool
-from stretto.memory.prediction.allocator_settings import AllocatorSettings
-from stretto.memory.prediction.expandable_segments import ExpandableSegments
+from stretto.memory.prediction.allocator.blocks import Block, Pool
+from stretto.memory.prediction.allocator.expandable_segments import ExpandableSegments
+from stretto.memory.prediction.allocator.settings import AllocatorSettings
 
 _MIB = 1 << 20
 _MIN_BLOCK = 512

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.memory.prediction.allocator_settings import AllocatorSettings
-from stretto.memory.prediction.caching_allocator import CachingAllocator
+from stretto.memory.prediction.allocator.caching_allocator import CachingAllocator
+from stretto.memory.prediction.allocator.settings import AllocatorSettings
 
 MIB = 1 << 20
 # Random traces, and the answers of torch 2.13: `python bench/cuda_allocator.py --golden`.

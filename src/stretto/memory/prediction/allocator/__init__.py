@@ -1,0 +1,1 @@
+"""A model of the caching allocator of CUDA."""
