@@ -205,3 +205,20 @@ def test_here_under_a_real_limit(wide: Path, limited: Callable[..., str]) -> Non
         assert found["certainty"] in certainty.split()
         assert "RLIMIT_DATA" in found["limit"]
         assert found["size"] > 2_000
+
+
+def test_ranks_of_gpus_that_are_not_here(wide: Path, stretto: Stretto) -> None:
+    asked = ("find-batch-size", "run.yaml", "--device-memory", "2GiB")
+    table = stretto(*asked, "--world-size", "2,4", "--maximum", "64")
+    assert table.code == 0, table.err
+    assert [line.split()[:3] for line in table.out.splitlines()[1:]] == [
+        ["2", "64", "128"],
+        ["4", "64", "256"],
+    ]
+    one = stretto(*asked, "--world-size", "4", "--maximum", "64", "--gpu", "a100", "--json")
+    assert json.loads(one.out)["size"] == 64
+    fewest = stretto(*asked, "--micro-batch-size", "8", "--context", "100MiB")
+    assert "fewest ranks for micro-batches of 8 samples: 1" in fewest.out
+    for wrong in (("--world-size", "many"), ("--world-size", "4", "--method", "try")):
+        assert stretto(*asked, *wrong).code != 0
+    assert "--device-memory" in stretto("find-batch-size", "run.yaml", "--world-size", "4").err

@@ -22,6 +22,7 @@ from stretto.memory.prediction.cuda.sharding import Shard
 from stretto.memory.search import MAXIMUM, CandidateSizes
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
+from stretto.timing.number import checked_whole
 
 FindMethod = Literal["auto", "predict", "probe", "try", "halve"]
 MARGIN = "1.5%"
@@ -123,11 +124,20 @@ def find_batch_size(
             why="device is 'cpu', and gpu or ranks are given",
             instead="leave device out",
         )
+    if ranks is not None:
+        what, instead = f"find a batch size for {shown(ranks)} ranks", "write a positive number"
+        ranks = checked_whole(ranks, FitError, what, instead)
     start = time.perf_counter()
     whole = WholeStep.of(step, accumulation=accumulation, measures_noise=measures_noise)
     is_here = device_memory is None
     is_cuda = device == "cuda" or gpu is not None or ranks is not None
     kind = gpu_named(gpu) if is_cuda else None
+    if kind is not None and not is_here and method not in {"auto", "predict"}:
+        raise FitError.cannot(
+            f"find a batch size for {kind.name!r} by {method!r}",
+            why="real steps need the GPU",
+            instead="leave method out, or device_memory, on that GPU",
+        )
     limit = memory_limit(whole, device_memory)
     taken = context_bytes(whole, kind, context, limit, is_here=is_here)
     limit = limit._replace(bytes=limit.bytes - taken)

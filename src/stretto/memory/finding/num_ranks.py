@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from stretto.errors import FitError
+from stretto.errors import FitError, shown
 from stretto.memory.amounts import margin_of, show_bytes
 from stretto.memory.examples import resize_batch
 from stretto.memory.finding.finder import MARGIN_OF_CUDA
@@ -17,6 +17,7 @@ from stretto.memory.prediction.cuda.sharding import Shard
 from stretto.memory.prediction.predict import predict
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
+from stretto.timing.number import checked_whole
 
 MOST_RANKS = 4096
 """The default largest number of ranks."""
@@ -103,6 +104,9 @@ def find_num_ranks(
         FitError: it does not fit on any number of ranks, or the step cannot be followed.
         ConfigError: an amount of memory cannot be read.
     """
+    what = f"find how few ranks will do for micro-batches of {shown(micro_batch_size)}"
+    instead = "write a positive number of samples"
+    micro_batch_size = checked_whole(micro_batch_size, FitError, what, instead)
     whole = WholeStep.of(step, accumulation=accumulation, measures_noise=measures_noise)
     kind = gpu_named(gpu)
     limit = memory_limit(whole, device_memory)
@@ -110,9 +114,8 @@ def find_num_ranks(
     limit = limit._replace(bytes=limit.bytes - taken)
     reserve = margin_of(MARGIN_OF_CUDA if margin is None else margin, limit.bytes)
     make: Callable[[int], Any] = batch if callable(batch) else lambda n: resize_batch(batch, n)
-    group = int(shard.partition(":")[2]) if isinstance(shard, str) and "hsdp:" in shard else 1
     rows: list[RanksRow] = []
-    ranks = group
+    ranks = _fewest(shard)
     while ranks <= maximum:
         found = predict(
             whole,
@@ -136,3 +139,9 @@ def find_num_ranks(
         why=f"a step needs {show_bytes(rows[-1].peak)} on each of {rows[-1].ranks:,} ranks",
         instead="make the micro-batch smaller, or checkpoint activations",
     )
+
+
+def _fewest(shard: str | Shard) -> int:
+    """Return the smallest number of ranks that a strategy allows."""
+    group = shard.removeprefix("hsdp:") if isinstance(shard, str) else ""
+    return max(1, int(group)) if group.isdecimal() else 1

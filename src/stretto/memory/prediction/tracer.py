@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, final
+from unittest.mock import patch
 
 import torch
 
@@ -26,6 +28,7 @@ from stretto.memory.prediction.trace import Around, trace, trace_from_start
 from stretto.memory.step import WholeStep
 from stretto.runtime.random_state import RandomState
 
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 STEPS = 3
 """Traced steps of a run on a GPU. The first creates the state of the optimizer between blocks that
 it frees later; the third allocates as all later ones do."""
@@ -133,7 +136,11 @@ class Tracer:
         self.num_steps += 1
         state = RandomState.now()
         try:
-            with self._copies.entered(), torch.compiler.set_stance("force_eager"):
+            with (
+                self._copies.entered(),
+                torch.compiler.set_stance("force_eager"),
+                patch.object(_FAKE_LOG, "disabled", new=True),  # the error is raised as well
+            ):
                 yield
         except StrettoError:
             raise
@@ -141,7 +148,9 @@ class Tracer:
             raise FitError.cannot(
                 f"follow a step of {size} samples on fake tensors",
                 why=first_line(error),
-                instead="probe with real steps",
+                instead="probe with real steps"
+                if self._gpu is None
+                else "leave device_memory out, on a machine with that GPU",
             ) from error
         finally:
             state.restore()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from stretto.errors import ConfigError, FitError
-from stretto.memory import CudaPrediction, find_batch_size, predict
+from stretto.memory import CudaPrediction, find_batch_size, find_num_ranks, predict
 from stretto.runtime import SupervisedStep
 
 # torch 2.13 on an H100, `python bench/cuda_truth.py NAME --size SIZE`: allocated, reserved.
@@ -129,6 +129,10 @@ def test_the_context_is_part_of_the_answer() -> None:
         ({"device": "cuda"}, "pass device_memory"),
         ({"context": "1GiB", "device_memory": "2GiB"}, "pass device='cuda'"),
         ({"device": "cuda", "device_memory": "64MiB"}, "CUDA context"),
+        ({"gpu": "a100", "device_memory": "1GiB", "method": "probe"}, "real steps need the GPU"),
+        ({"ranks": "8", "device_memory": "1GiB"}, "write a positive number"),
+        ({"ranks": 8, "shard": "zero", "device_memory": "2GiB"}, "no such strategy"),
+        ({"ranks": 8, "device": "cpu", "device_memory": "2GiB"}, "leave device out"),
     ],
 )
 def test_questions_that_make_no_sense(wishes: dict[str, Any], word: str) -> None:
@@ -142,3 +146,20 @@ def test_a_step_that_cannot_be_followed_is_not_probed_on_a_cpu() -> None:
     with pytest.raises(FitError) as caught:
         find_batch_size(step, torch.ones(2, 4, 8), device="cuda", device_memory="1GiB")
     assert "workspace" in str(caught.value)
+
+
+def test_how_few_ranks_will_do() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8192, 8192), nn.Linear(8192, 8192))
+    step = SupervisedStep(
+        model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x).square().mean()
+    )
+    samples = torch.zeros(2, 8192)
+    found = find_num_ranks(step, samples, 4, device_memory="2460MiB", context=0)
+    assert [(row.ranks, row.fits) for row in found.rows] == [(1, False), (2, True)]
+    assert found.num_ranks == 2
+    assert "too much" in str(found)
+    with pytest.raises(FitError, match="checkpoint"):
+        find_num_ranks(step, samples, 4, device_memory="300MiB", context=0)
+    with pytest.raises(FitError, match="positive"):
+        find_num_ranks(step, samples, 0, device_memory="1GiB")
