@@ -176,7 +176,7 @@ def test_the_picture(wide: Path, stretto: Stretto) -> None:
         ("--method guess", "find a batch size by 'guess'"),
         ("--device tpu --device-memory 1GiB", "find a batch size for 'tpu'"),
         ("--margin all --device-memory 1GiB", "read 'all' as memory"),
-        ("--device-memory 1GiB --method try", "trials need the device that has this memory"),
+        ("--device-memory 1GiB --method try", "real steps need the GPU"),
         ("--plot memory.doc", "does not say what kind of picture"),
         ("optimizer=null", "there is no 'optimizer'"),
         ("stepping.device=nonsense", "use the device 'nonsense'"),
