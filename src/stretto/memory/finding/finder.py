@@ -30,8 +30,8 @@ MARGIN = "1.5%"
 MARGIN_OF_PREDICTIONS = "5%"
 """The default without a step on the device: buffers of libraries, fragments."""
 MARGIN_OF_CUDA = "1%"
-"""The default for a prediction of CUDA's allocator, whose reserved bytes are within a percent of
-torch's (`bench/results/cuda_memory.txt`)."""
+"""The default for a prediction of CUDA's allocator. All answers of `bench/results/cuda_memory.txt`
+fit with it."""
 MARGIN_OF_PROBES = "25%"
 """The minimum if a probe answers for an absent device, without a step of that size: large batches
 may use other kernels."""

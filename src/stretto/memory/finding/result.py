@@ -103,7 +103,7 @@ class Answer:
     """The `Prediction` or `Probe` used; None if only trials were run."""
     outside: Mapping[str, int] = field(default_factory=dict)
     """What takes memory of the device outside of the allocator, and how many bytes: the CUDA
-    context, the buffers of NCCL. The limit is what is left."""
+    context, the buffers of NCCL. `limit` does not include it."""
     needs: Callable[[int], int] | None = field(default=None, repr=False, compare=False)
     """Returns the peak memory of any size; None if only trials were run."""
 

@@ -108,7 +108,7 @@ class StorageTrace(TorchDispatchMode):
     def _note_sum(self, args: Sequence[Any], result: Any) -> None:
         """Remember where autograd adds two gradients of a tensor.
 
-        It adds in place if nobody else has the first one, but never if tensors are fake.
+        If nothing else uses the first gradient, autograd adds in place, but not if it is fake.
         """
         if torch._C._current_autograd_node() is None and isinstance(args[0], Tensor):
             keys = [tensor.untyped_storage()._cdata for tensor in (args[0], result)]

@@ -7,6 +7,7 @@ memory-efficient attention for the rest that it supports, else the formula itsel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -69,6 +70,33 @@ def attention(gpu: Gpu) -> Callable[..., Tensor]:
         return _by_formula(call)
 
     return run
+
+
+def num_splits(blocks: int, head: int, num_keys: int, gpu: Gpu) -> int:
+    """Return into how many parts flash attention splits the keys (`num_splits_heuristic`).
+
+    Args:
+        blocks: blocks of queries, over all samples and heads.
+        head: the width of a head.
+        num_keys: the number of keys.
+        gpu: the kind of GPU.
+    """
+    columns = 256 if head <= 64 else 128 if head <= 128 else 64
+    key_blocks = -(-num_keys // columns)
+    processors = 2 * gpu.num_processors
+    if blocks >= 0.8 * processors:
+        return 1
+
+    def is_new(splits: int) -> bool:
+        return splits == 1 or -(-key_blocks // splits) != -(-key_blocks // (splits - 1))
+
+    efficiency = {
+        splits: (blocks * splits / processors) / math.ceil(blocks * splits / processors)
+        for splits in range(1, min(128, processors, key_blocks) + 1)
+        if is_new(splits)
+    }
+    best = max(efficiency.values())
+    return next(splits for splits, one in efficiency.items() if one >= 0.85 * best)
 
 
 def _can_flash(call: _Call, gpu: Gpu) -> bool:

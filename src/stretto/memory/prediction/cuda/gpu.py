@@ -36,7 +36,7 @@ class Gpu:
     """The most threads that are resident on a multiprocessor."""
     context_bytes: int
     """What the CUDA context takes: the driver, torch's kernels, cuBLAS. It differs from driver to
-    driver; these are upper ends of what `nvidia-smi` shows for a process of torch."""
+    driver. These are rough figures that were not measured here."""
 
     def workspace_bytes(self, environment: Mapping[str, str] = os.environ) -> int:
         """Return the bytes of a cuBLAS workspace.

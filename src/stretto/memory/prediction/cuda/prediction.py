@@ -69,8 +69,8 @@ class CudaPrediction:
     def peak(self, size: int) -> int:
         """Return the bytes that the caching allocator reserves for a step of that size.
 
-        With less memory, it releases what is free and tries again; so a step may fit into less,
-        and if `fits` has shown that, it is what it returns.
+        If memory is short, the allocator releases unused segments and tries again. So a step may
+        fit into less memory. If `fits` has found that, this returns the smaller number.
         """
         reserved = max(run.reserved(size) for run in self._runs)
         return min(reserved, self._fitting.get(size, reserved))

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from stretto.memory.prediction.cuda.attention import num_splits
 from stretto.memory.prediction.cuda.gpu import Gpu
 from stretto.memory.prediction.cuda.reductions import reduction_scratch
 
@@ -139,31 +140,11 @@ def _flash(args: Sequence[Any], _result: Any, gpu: Gpu) -> Groups:
     if dropout:
         return [[16]]
     batch, heads, length, head = query.shape
-    splits = _num_splits(batch * heads * -(-length // 64), head, key.size(2), gpu)
+    splits = num_splits(batch * heads * -(-length // 64), head, key.size(2), gpu)
     if splits == 1:
         return []
     rows = splits * batch * heads * length
     return [[4 * rows, 4 * rows * _up(head, 32)]]
-
-
-def _num_splits(blocks: int, head: int, num_keys: int, gpu: Gpu) -> int:
-    """`num_splits_heuristic` of flash attention."""
-    columns = 256 if head <= 64 else 128 if head <= 128 else 64
-    key_blocks = -(-num_keys // columns)
-    processors = 2 * gpu.num_processors
-    if blocks >= 0.8 * processors:
-        return 1
-
-    def is_new(splits: int) -> bool:
-        return splits == 1 or -(-key_blocks // splits) != -(-key_blocks // (splits - 1))
-
-    efficiency = {
-        splits: (blocks * splits / processors) / math.ceil(blocks * splits / processors)
-        for splits in range(1, min(128, processors, key_blocks) + 1)
-        if is_new(splits)
-    }
-    best = max(efficiency.values())
-    return next(splits for splits, one in efficiency.items() if one >= 0.85 * best)
 
 
 def _flash_backward(args: Sequence[Any], _result: Any, _gpu: Gpu) -> Groups:
