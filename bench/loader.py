@@ -107,7 +107,7 @@ def ours(data: Dataset[Any], num_workers: int, *, planned: bool) -> Iterable[int
 
     policy = SizeFunction(size, planned=planned)
     for step in StepLoader(data, policy, max_duration="1ep", num_workers=num_workers):
-        yield step.size
+        yield step.num_samples
 
 
 def pair(data: Dataset[Any], num_workers: int, *, planned: bool, rounds: int) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_any_split_gives_the_gradient_of_the_whole_batch(
         for rank in range(world)
     ]  # fmt: skip
     for steps in zip(*loaders, strict=True):
-        start, size = steps[0].timestamp.sample, steps[0].size
+        start, size = steps[0].timestamp.sample, steps[0].num_samples
         net.zero_grad()
         for step in steps:
             for one in step:

@@ -97,7 +97,7 @@ def test_an_iterable_of_known_length_follows_the_plan_as_a_data_set_does(
         (plan.timestamp.sample, plan.size)
         for plan in walk(loader.horizon, policy.bind(loader.horizon))
     ]
-    assert [(step.timestamp.sample, step.size) for step in loader] == planned
+    assert [(step.timestamp.sample, step.num_samples) for step in loader] == planned
 
 
 @given(LENGTHS, SIZES, st.sampled_from(["keep", "carry"]))
@@ -110,7 +110,7 @@ def test_an_unknown_length_gives_the_same_batches_as_a_known_one(
         loader = StepLoader(
             spec, cycled(sizes, planned=False), max_duration="3ep", last_batch=last_batch
         )
-        clocks.append([(*loader.finish(step)[:7], step.size) for step in loader])
+        clocks.append([(*loader.finish(step)[:7], step.num_samples) for step in loader])
     assert clocks[0] == clocks[1]
 
 
@@ -141,7 +141,7 @@ def test_views_are_cut_and_never_joined() -> None:
 
 def test_a_generator_serves_one_epoch() -> None:
     loader = StepLoader((torch.zeros(3) for _ in range(2)), 4, max_duration="1ep")
-    assert [step.size for step in loader] == [4, 2]
+    assert [step.num_samples for step in loader] == [4, 2]
     with pytest.raises(DataError, match="only once"):
         StepLoader((torch.zeros(3) for _ in range(2)), 4, max_duration="2ep")
     loader = StepLoader((torch.zeros(3) for _ in range(2)), 4, max_duration="7sp")
@@ -226,7 +226,7 @@ def test_the_plan_of_an_iterable_of_unknown_length_is_exact_or_a_bound(
     loader = StepLoader(Chunks(lengths), policy, max_duration=run, last_batch=last_batch)
     assert loader.is_planned == (last_batch == "carry")
     planned = plan(loader.horizon, policy)
-    taken = [step.size for step in loader]
+    taken = [step.num_samples for step in loader]
     assert planned.num_batches is not None
     if planned.is_exact:
         assert [batch.size for batch in planned.batches()] == taken
@@ -244,4 +244,4 @@ def test_the_plan_of_an_iterable_of_unknown_length_is_exact_or_a_bound(
 def test_a_plan_of_an_iterable_says_at_least_where_an_epoch_cuts_a_batch() -> None:
     loader = StepLoader(Chunks([9]), 4, max_duration="18sp")
     assert plan(loader.horizon, 4).num_batches == 5
-    assert [step.size for step in loader] == [4, 4, 1, 4, 4, 1]
+    assert [step.num_samples for step in loader] == [4, 4, 1, 4, 4, 1]

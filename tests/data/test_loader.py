@@ -114,8 +114,12 @@ def test_a_run_follows_its_plan(n: int, policy: BatchSizePolicy, last_batch: Las
         clock = step.timestamp._replace(
             run_nanoseconds=0, job_nanoseconds=0, epoch_nanoseconds=0, batch_nanoseconds=0
         )
-        assert (clock, step.size, step.batch_size) == (plan.timestamp, plan.size, plan.decided)
-        assert step.num_samples == plan.size
+        assert (clock, step.num_samples, step.batch_size) == (
+            plan.timestamp,
+            plan.size,
+            plan.decided,
+        )
+        assert step.local_num_samples == plan.size
     assert loader.timer.epoch == 3
     assert loader.timer.sample == 3 * n
 
@@ -129,7 +133,9 @@ def test_micro_batches_are_weighed_to_one_batch(
     settings: dict[str, Any], carried: list[int]
 ) -> None:
     loader = StepLoader(numbers(30), 8, max_duration="2ep", micro_batch_size=3, **settings)
-    steps = [(step.size, [(micro.num_samples, micro.weight) for micro in step]) for step in loader]
+    steps = [
+        (step.num_samples, [(micro.num_samples, micro.weight) for micro in step]) for step in loader
+    ]
     assert [size for size, _ in steps] == carried
     assert steps[0][1] == [(3, 3 / 8), (3, 3 / 8), (2, 2 / 8)]
 
@@ -196,7 +202,7 @@ def test_the_size_follows_what_was_measured_just_before() -> None:
     loader = StepLoader(numbers(100), FollowLoss(), max_duration="30sp")
     sizes, losses = [], iter([5.0, 3.0, 9.0, 7.0, 4.0, 1.0])
     for step in loader:
-        sizes.append(step.size)
+        sizes.append(step.num_samples)
         loader.finish(step, signals=Signals(loss=next(losses)))
     assert sizes == [2, 5, 3, 9, 7, 4]
     assert loader.state_dict()["policy"]["state"] == {"asked": 6}
@@ -357,7 +363,7 @@ def test_packed_batches_are_counted_as_the_data_say() -> None:
 
     spec = DataSpec([1, 2, 3, 4], get_num_samples_in_batch=lambda batch: len(batch["lengths"]))
     loader = StepLoader(spec, 2, max_duration="1ep", collate_fn=pack, shuffle=False)
-    assert [(step.num_samples, step.num_tokens) for step in loader] == [(2, 3), (2, 7)]
+    assert [(step.local_num_samples, step.num_tokens) for step in loader] == [(2, 3), (2, 7)]
 
 
 @pytest.mark.parametrize(
@@ -408,7 +414,7 @@ def test_a_least_size_that_the_ranks_cannot_share_is_refused_before_the_first_st
     few: dict[str, Any] = {"max_duration": "1ep", "rank": 0, "world_size": 4}
     with pytest.raises(PlanError, match="batches of 2 on 4 ranks"):
         next(StepLoader(numbers(100), NoiseScale(2, 64), **few))
-    assert next(StepLoader(numbers(100), AtLeast(NoiseScale(2, 64), 4), **few)).size == 4
+    assert next(StepLoader(numbers(100), AtLeast(NoiseScale(2, 64), 4), **few)).num_samples == 4
 
 
 def test_a_run_that_goes_on_is_refused_where_the_next_batch_cannot_be_shared() -> None:
@@ -422,7 +428,7 @@ def test_a_run_that_goes_on_is_refused_where_the_next_batch_cannot_be_shared() -
     with pytest.raises(PlanError, match="batches of 2 on 4 ranks"):
         next(many)
     many.load_state_dict({**state, "policy": {**state["policy"], "state": grown(state, 8)}})
-    assert next(many).size == 8
+    assert next(many).num_samples == 8
 
 
 def grown(state: dict[str, Any], size: int) -> dict[str, Any]:
@@ -438,7 +444,7 @@ def test_a_stage_that_is_over_may_have_been_smaller_than_the_world() -> None:
     one.finish()
     many = StepLoader(numbers(100), "0sp:2 50%:8", max_duration="1ep", rank=0, world_size=4)
     many.load_state_dict(one.state_dict())
-    assert next(many).size == 8
+    assert next(many).num_samples == 8
 
 
 def test_a_step_is_finished_once() -> None:
@@ -483,7 +489,7 @@ def test_a_cut_batch_counts_by_its_own_samples() -> None:
     counted = []
     for step in loader:
         loader.finish(step, signals=Signals(noise_numerator=1.0, noise_denominator=1.0))
-        counted.append((step.size, loader.state_dict()["signals"]["num_samples"]))
+        counted.append((step.num_samples, loader.state_dict()["signals"]["num_samples"]))
     assert counted == [(8, 8.0), (2, 2.0), (8, 8.0), (2, 2.0)]
 
 

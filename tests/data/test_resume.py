@@ -200,11 +200,11 @@ def test_a_policy_of_ones_own_may_keep_what_it_likes(wrapped: Any) -> None:
     whole, first, second = (
         StepLoader([*range(60)], wrapped(Grows()), max_duration="1ep") for _ in range(3)
     )
-    sizes = [step.size for step in whole]
-    seen = [next(first).size for _ in range(3)]
+    sizes = [step.num_samples for step in whole]
+    seen = [next(first).num_samples for _ in range(3)]
     first.finish()
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert seen + [step.size for step in second] == sizes
+    assert seen + [step.num_samples for step in second] == sizes
 
 
 def test_an_error_of_the_data_is_not_one_of_the_record() -> None:

@@ -42,7 +42,7 @@ class Watch(Callback):
 
     def on_batch_start(self, run: Any, step: Any) -> None:
         self._note("batch", run, step.timestamp)
-        self.sizes.append(step.size)
+        self.sizes.append(step.num_samples)
 
     def on_noise(self, run: Any, step: Any, signals: Any) -> None:
         self._note("noise", run, step.timestamp)

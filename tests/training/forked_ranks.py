@@ -233,7 +233,7 @@ class Exchange(Callback):
 
     def on_batch_end(self, run: Run, step: Any) -> None:
         run.log("mean", torch.tensor(float(run.rank)), weight=1 + run.rank)
-        run.log("samples", step.num_samples, reduce="sum")
+        run.log("samples", step.local_num_samples, reduce="sum")
         if run.rank == 1:
             run.log("alone", run.timer.batch, reduce="last")
 

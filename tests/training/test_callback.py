@@ -168,7 +168,7 @@ class Moments(Callback):
 
     def on_batch_end(self, run: Any, step: Any) -> None:
         self.mean += torch.rand(2, 3)
-        self.seen = (run.timer.batch, math.inf, b"x", torch.tensor(step.size))
+        self.seen = (run.timer.batch, math.inf, b"x", torch.tensor(step.num_samples))
 
     def state_dict(self) -> dict[str, Any]:
         return {"mean": self.mean, "seen": [self.seen]}

@@ -98,9 +98,9 @@ def test_what_is_logged_stands_on_the_next_line_reduced_over_its_batches(
     problem: Make, tmp_path: Path
 ) -> None:
     def log(run: Run, step: Any) -> None:
-        run.log("mean", step.size)
-        run.log("weighted", torch.tensor(float(step.size)), weight=step.size)
-        run.log("sum", step.size, reduce="sum")
+        run.log("mean", step.num_samples)
+        run.log("weighted", torch.tensor(float(step.num_samples)), weight=step.num_samples)
+        run.log("sum", step.num_samples, reduce="sum")
         run.log("last", run.timer.batch, reduce="last")
         if step.timestamp.batch == 5:
             run.log("once", 1)
@@ -121,7 +121,7 @@ def test_what_was_logged_before_a_checkpoint_survives_a_resume(
     problem: Make, tmp_path: Path, stop_at: int
 ) -> None:
     def log(run: Run, step: Any) -> None:
-        run.log("a", torch.tensor(run.loss), weight=step.size)
+        run.log("a", torch.tensor(run.loss), weight=step.num_samples)
         run.log("b", 1, reduce="sum")
         if run.timer.batch % 4 == 1:
             run.log("c", run.timer.batch, reduce="last")

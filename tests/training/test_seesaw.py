@@ -25,7 +25,7 @@ class Record(Callback):
     def on_batch_end(self, run: Run, step: Step) -> None:
         """Note it."""
         rate = run.optimizers[0].param_groups[0]["lr"]
-        self.rows.append((step.timestamp.sample, step.size, rate))
+        self.rows.append((step.timestamp.sample, step.num_samples, rate))
         if step.timestamp.batch == self.stop_at:
             run.stop("for the test")
 

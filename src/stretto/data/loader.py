@@ -33,7 +33,7 @@ class StepLoader(Iterator[Step]):
     run's clock: it counts a step when you call `finish` or ask for the next one.
 
     >>> loader = StepLoader([1, 2, 3, 4, 5, 6], "0sp:1 50%:2", max_duration="1ep", shuffle=False)
-    >>> [(step.timestamp.sample, step.size) for step in loader]
+    >>> [(step.timestamp.sample, step.num_samples) for step in loader]
     [(0, 1), (1, 1), (2, 1), (3, 2), (5, 1)]
 
     Args:

@@ -27,7 +27,7 @@ class MicroBatch:
     num_tokens: int
     """Its tokens; 0 if tokens are not counted."""
     weight: float
-    """The factor of its mean loss: `num_samples * world_size / size of the step`.
+    """The factor of its mean loss: `num_samples * world_size / step.num_samples`.
 
     Gradients summed over micro-batches and averaged over ranks are then those of the mean over the
     whole batch. 0 for a dummy, which keeps the ranks in step.
@@ -61,16 +61,16 @@ class Step:
 
     timestamp: Timestamp
     """The clock before the step, at which schedules are read."""
-    size: int
+    num_samples: int
     """Samples of the batch, over all ranks."""
     batch_size: int
-    """The size that the policy decided; `size` is smaller if the epoch or the run ends inside the
+    """The size that the policy decided; `num_samples` is smaller if the epoch or the run ends inside the
     batch. Learning rate rules use this one."""
     micro_batches: list[MicroBatch]
     """This rank's share."""
 
     @property
-    def num_samples(self) -> int:
+    def local_num_samples(self) -> int:
         """Samples of this rank."""
         return sum(micro.num_samples for micro in self.micro_batches)
 

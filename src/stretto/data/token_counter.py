@@ -130,12 +130,12 @@ class TokenCounter:
 
         Counted if this rank has the whole step; otherwise their share, rounded down.
         """
-        if self.is_counted and step.num_samples == step.size:
+        if self.is_counted and step.local_num_samples == step.num_samples:
             try:
                 return self._counted(step.micro_batches, samples)
             except DataError:  # packed batches cannot be cut
                 pass
-        return tokens * samples // step.size
+        return tokens * samples // step.num_samples
 
     def _counted(self, micros: Sequence[MicroBatch], samples: int) -> int:
         total = 0

@@ -53,7 +53,7 @@ class StepMeter:
 
     def micro_batches(self, step: Step) -> Sequence[MicroBatch]:
         """Begin a step; return the micro-batches to compute."""
-        self._size = step.size
+        self._size = step.num_samples
         return self._meter.begin(step.micro_batches)
 
     def watch(

@@ -70,7 +70,7 @@ def units_of(step: Step, units: Units, *, world_size: int) -> tuple[list[int], f
         TrainingError: the batch has no unit.
     """
     if units == "samples":
-        return [micro.num_samples for micro in step], float(step.size)
+        return [micro.num_samples for micro in step], float(step.num_samples)
     count = count_target_tokens if units == "tokens" else units
     own = [count(micro.batch) if micro.num_samples else 0 for micro in step]
     total = float(sum(own))

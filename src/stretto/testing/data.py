@@ -44,7 +44,7 @@ def record_of(step: Step, values: Callable[[Any], list[Any]]) -> StepRecord:
             samples += values(micro.batch)
     weights = tuple(micro.weight for micro in step)
     at = step.timestamp.sample
-    return StepRecord(at, step.size, tuple(samples), len(step), weights, step.num_tokens)
+    return StepRecord(at, step.num_samples, tuple(samples), len(step), weights, step.num_tokens)
 
 
 def assert_resumes(

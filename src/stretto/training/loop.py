@@ -200,7 +200,7 @@ class Loop:
         losses = () if info is None else gradient.losses
         self.recorder.pending.append(
             Finished(
-                step.timestamp, step.size, step.batch_size, losses, after,
+                step.timestamp, step.num_samples, step.batch_size, losses, after,
                 gradient.num_micro_batches, values,
             )
         )  # fmt: skip

@@ -44,7 +44,7 @@ class Run:
     ...     loss = sum(micro.weight * model(micro.batch[0]).square().mean() for micro in step)
     ...     loss.backward(); optimizer.step(); optimizer.zero_grad()
     ...     run.set_loss(loss)
-    ...     run.log("size", step.size, reduce="sum")
+    ...     run.log("size", step.num_samples, reduce="sum")
     >>> run.take_logged()
     {'size': 64.0}
 
@@ -156,7 +156,7 @@ class Run:
             value: a number, or a tensor with one element, which is read when the line is written.
             reduce: `"mean"`; `"sum"`; or `"last"`: the newest value, of the first rank that has
                 one.
-            weight: the weight in a mean. For example, `step.num_samples` gives a mean over samples
+            weight: the weight in a mean. For example, `step.local_num_samples` gives a mean over samples
                 for any batch sizes.
 
         Raises:

@@ -312,7 +312,7 @@ def test_a_data_loader_that_drops_its_last_batch_is_refused_unless_the_file_says
             build(config(data=data))
     for last_batch, samples in (("drop", 6), ("keep", 8)):
         trainer = build_trainer(config(data=data, batch_size=3, last_batch=last_batch))
-        assert sum(step.size for step in trainer.loader) == 2 * samples
+        assert sum(step.num_samples for step in trainer.loader) == 2 * samples
 
 
 def test_a_run_file_says_that_streams_are_sharded() -> None:

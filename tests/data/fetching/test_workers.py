@@ -108,7 +108,7 @@ def test_the_size_is_decided_at_the_step_however_far_workers_are_ahead(
     )  # fmt: skip
     for size in sizes:
         wanted.append(size)  # known only now
-        assert next(loader).size == size
+        assert next(loader).num_samples == size
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -277,7 +277,7 @@ def packed_steps(loader: StepLoader, most: int | None = None) -> list[Any]:
              micro.batch["names"], micro.num_samples, micro.num_tokens)
             for micro in step
         ]  # fmt: skip
-        seen.append((step.timestamp.sample, step.timestamp.token, step.size, batches))
+        seen.append((step.timestamp.sample, step.timestamp.token, step.num_samples, batches))
         loss = 1.0 if step.timestamp.batch % 3 else None
         loader.finish(step, tokens=step.num_tokens, seconds=0.0, signals=Signals(loss=loss))
     return seen

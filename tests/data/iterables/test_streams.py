@@ -107,7 +107,7 @@ def values(step: Step) -> list[int]:
 def taken(loader: StepLoader) -> list[tuple[Any, ...]]:
     """What a loader gives from here on: the clock, the size, weights and samples of each step."""
     return [
-        (step.timestamp[:7], step.size, [micro.weight for micro in step], values(step))
+        (step.timestamp[:7], step.num_samples, [micro.weight for micro in step], values(step))
         for step in loader
     ]
 
@@ -177,7 +177,7 @@ def test_sharded_streams_are_returned_to_where_each_of_them_was(
         steps = []
         for step in loader:
             records.append(json.dumps(loader.state_dict()))
-            steps.append((step.timestamp[:7], step.size, values(step)))
+            steps.append((step.timestamp[:7], step.num_samples, values(step)))
         for number, record in enumerate(records):
             resumed = make(rank)
             resumed.load_state_dict(json.loads(record))
@@ -285,7 +285,7 @@ def test_a_data_loader_over_a_ranks_own_samples_is_a_stream_of_its_own() -> None
     own = DataSpec(DataLoader(TensorDataset(torch.arange(6)), 4, shuffle=True), sharded=True)
     assert not own.is_map_style
     assert own.known_num_samples is None
-    assert sum(step.size for step in StepLoader(own, 4, max_duration="1ep")) == 6
+    assert sum(step.num_samples for step in StepLoader(own, 4, max_duration="1ep")) == 6
 
 
 def test_ranks_that_cannot_speak_to_each_other_cannot_share_sharded_streams() -> None:

@@ -175,7 +175,7 @@ class Stretto(Callback):
         if "loss" in run.loader.reads:
             signals = replace(signals, loss=state.total_loss_dict["loss/train/total"])
         assert run.step is not None, "begun"
-        size, batch = run.step.size, run.timer.batch + 1
+        size, batch = run.step.num_samples, run.timer.batch + 1
         # As integers: a subtraction of two times takes Composer 5 us.
         samples, tokens = (
             int(now.sample) - int(before.sample),

@@ -51,7 +51,7 @@ class Steps:
             self.is_over = False
             return
         for step in counted_steps(self._run):
-            check_size(step.size, self._run.loader.world_size)
+            check_size(step.num_samples, self._run.loader.world_size)
             own = [micro for micro in step if micro.num_samples]
             yield join_samples([one.batch for one in own], [one.num_samples for one in own])
 

@@ -102,7 +102,7 @@ class MicroBatches:
         step, num_samples = self.run.step, self.run.horizon.dataset_num_samples
         if step is None or num_samples is None:
             return False
-        return step.timestamp.sample_in_epoch + step.size >= num_samples
+        return step.timestamp.sample_in_epoch + step.num_samples >= num_samples
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the callback saves the run. Lightning asks whether this exists."""

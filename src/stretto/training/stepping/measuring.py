@@ -82,12 +82,12 @@ class Measurements:
             return NO_SIGNALS
         total, units, *rest = sums
         noise = NoiseSums(*rest)
-        terms = noise.terms(step.size)
+        terms = noise.terms(step.num_samples)
         return Signals(
             loss=total / units if self._reads_loss and units else None,
             noise_numerator=None if terms is None else terms.numerator,
             noise_denominator=None if terms is None else terms.denominator,
-            num_samples=None if terms is None else step.size,
+            num_samples=None if terms is None else step.num_samples,
         )
 
     def metric(self, named: Mapping[str, float]) -> float | None:

@@ -225,7 +225,7 @@ class SafetyNet:
 
     def _share(self, step: Step) -> int:
         """Return the most samples of a step on one rank."""
-        return -(-step.size // self._ranks.world_size)
+        return -(-step.num_samples // self._ranks.world_size)
 
     def _note_success(self, step: Step) -> None:
         """Count a step that did not run out of memory."""

@@ -166,7 +166,7 @@ class Stepper:
         if self._step.transforms:
             micro_batches = [self._transformed(micro) for micro in micro_batches]
         counts = self._counts(micro_batches)
-        whole = step.size if self.count is None else self._whole(step, counts)
+        whole = step.num_samples if self.count is None else self._whole(step, counts)
         if not whole:
             raise nothing_to_learn(step)
         losses = []
@@ -190,7 +190,7 @@ class Stepper:
 
     def _whole(self, step: Step, counts: Sequence[int]) -> float:
         """Return the units that the losses are divided by."""
-        return step.size if self._divides_late else self._ranks.agree((sum(counts),))[0]
+        return step.num_samples if self._divides_late else self._ranks.agree((sum(counts),))[0]
 
     def _pass(self, micro: MicroBatch, weight: float) -> Tensor:
         """Run the step on one micro-batch, and return its loss."""
@@ -243,7 +243,7 @@ class Stepper:
             return
         if units == 0:
             raise nothing_to_learn(step)
-        self._multiply(step.size / units)
+        self._multiply(step.num_samples / units)
 
     def show(self, look: Callable[[], None]) -> None:
         """Call `look` while the gradient is unscaled.
