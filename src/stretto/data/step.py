@@ -64,8 +64,8 @@ class Step:
     num_samples: int
     """Samples of the batch, over all ranks."""
     batch_size: int
-    """The size that the policy decided; `num_samples` is smaller if the epoch or the run ends inside the
-    batch. Learning rate rules use this one."""
+    """The size that the policy decided; `num_samples` is smaller if the epoch or the run
+    ends inside the batch. Learning rate rules use this one."""
     micro_batches: list[MicroBatch]
     """This rank's share."""
 

@@ -156,8 +156,8 @@ class Run:
             value: a number, or a tensor with one element, which is read when the line is written.
             reduce: `"mean"`; `"sum"`; or `"last"`: the newest value, of the first rank that has
                 one.
-            weight: the weight in a mean. For example, `step.local_num_samples` gives a mean over samples
-                for any batch sizes.
+            weight: the weight in a mean. For example, `step.local_num_samples` gives a mean over
+                samples for any batch sizes.
 
         Raises:
             TrainingError: the value is not a number, or the name was logged with another reduction
