@@ -80,7 +80,6 @@ _MODULES = (
     "checkpoint",
     "data",
     "errors",
-    "experiments",
     "integrations",
     "memory",
     "noise",

@@ -3,7 +3,6 @@ from stretto import batching as batching
 from stretto import checkpoint as checkpoint
 from stretto import data as data
 from stretto import errors as errors
-from stretto import experiments as experiments
 from stretto import integrations as integrations
 from stretto import memory as memory
 from stretto import noise as noise

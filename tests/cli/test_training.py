@@ -189,7 +189,6 @@ def test_the_packaged_run_file_is_written_over_no_other(stretto: Stretto) -> Non
         "plan --against s3://bucket/run",
         "report s3://bucket/run",
         "inspect s3://bucket/run",
-        "critical-batch-size --checkpoint s3://bucket/run",
     ],
 )
 def test_a_url_is_no_folder(arguments: str, stretto: Stretto) -> None:
@@ -340,27 +339,6 @@ def test_an_error_names_keys_where_python_names_arguments(stretto: Stretto) -> N
     assert said.code == 2
     assert "stepping.clip_norm: 1.0, or" in said.err
     assert "stepping.non_finite: skip" in said.err
-
-
-def test_what_multiplies_the_learning_rate_by_measuring_is_not_planned(
-    stretto: Stretto, project: Path
-) -> None:
-    ada = "callbacks=[{target: 'stretto.training.algorithms:AdaScale', reference: 2, window: 2}]"
-    trained = stretto("train", "run.yaml", ada, "micro_batch_size=2", "--folder", "runs/a")
-    assert trained.code == 0, trained.err
-    compared = stretto("plan", "--against", "runs/a")
-    assert compared.code == 0, compared.out
-    assert "not planned: AdaScale multiplies the learning rate" in compared.err
-    assert ", lr" not in compared.out
-    assert "not planned" in stretto("plan", "run.yaml", ada).err
-    assert "not planned" not in stretto("plan", "run.yaml").err
-    for other in ("learning_rate_rule={linear: 8}", "batch_size={seesaw: 8, maximum: 32}"):
-        for verb in ("plan", "train"):
-            refused = stretto(verb, "run.yaml", ada, other)
-            assert refused.code == 2
-            assert "cannot follow the batch size by AdaScale: " in refused.err
-            assert " does so already; leave one of the two out (callbacks" in refused.err
-    assert not Path("runs", "run").exists(), "nothing has begun"
 
 
 GROW = "def grow(epoch, size):\n    return 4\n"

@@ -201,7 +201,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-train-step", trained(step={"target": "fractions:Fraction"})),
     (
         "config-train-step-model",
-        trained(step={"target": "stretto.examples.steps:MuonStep", "lr": 0.1, "model": 1}),
+        trained(step={"target": "examples.steps:MuonStep", "lr": 0.1, "model": 1}),
     ),
     ("config-train-kind", trained(model={"target": "fractions:Fraction"})),
     ("config-train-sizes", trained(data={"target": "stretto.examples.text:PythonDocs",

@@ -20,7 +20,7 @@ from stretto.batching import (
 from stretto.noise import NoiseEstimator, noise_terms
 from stretto.schedules import Cosine
 from stretto.training import Stepping, Trainer
-from stretto.training.algorithms import AdaScale, NoiseReport
+from stretto.training.algorithms import NoiseReport
 
 wrong: Any = None
 """A value that a type checker would refuse."""
@@ -74,18 +74,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("noise-not-a-number", lambda: noise_terms([wrong, 2.0], [1, 3], 1.0)),
     ("noise-confidence-most", lambda: NoiseEstimator(confidence=0.99999)),
     ("noise-gain", lambda: NoiseEstimator().gain(0, 64)),
-    (
-        "ada-scale-rule",
-        lambda: follows(
-            8, callbacks=[AdaScale(8)], stepping=Stepping(learning_rate_rule=LinearRule(8))
-        ).fit(),
-    ),
-    (
-        "ada-scale-seesaw",
-        lambda: follows(
-            PAIR.policy, callbacks=[AdaScale(8)], schedules={"lr": PAIR.schedule}
-        ).fit(),
-    ),
     (
         "seesaw-rule",
         lambda: follows(

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from stretto.examples.steps import GANStep, MuonStep, SAMStep
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from examples.steps import GANStep, MuonStep, SAMStep
+
 from stretto.runtime import TrainStep
 from stretto.training import Stepping, Trainer
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from examples.steps import GANStep, MuonStep, SAMStep
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from stretto.batching import NoiseScale
 from stretto.errors import StrettoError, TrainingError
-from stretto.examples.steps import GANStep, MuonStep, SAMStep
 from stretto.memory import predict
 from stretto.memory.measuring.real import record_step
 from stretto.runtime import SupervisedStep, TrainStep

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from examples.ada_scale import AdaScale
 from torch import Tensor, nn
 
 from stretto import Hyperparameters, StepLoader
 from stretto.errors import TrainingError
 from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run, Stepping
-from stretto.training.algorithms import AdaScale, SequenceLengthWarmup
+from stretto.training.algorithms import SequenceLengthWarmup
 from stretto.training.callback import EVENTS, Events
 
 Make = Callable[..., Any]

@@ -232,67 +232,6 @@ def find_batch_size(
     )
 
 
-@app.command("critical-batch-size")
-def critical_batch_size(
-    run_file: RunFileArguments = None,
-    *,
-    checkpoint: Annotated[
-        Path,
-        typer.Option(
-            metavar="PATH",
-            callback=_local,
-            help="A checkpoint of the run, or its folder, whose newest is meant.",
-        ),
-    ],
-    sizes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,...",
-            help="Batch sizes in ascending order; the first is what the others are held against. "
-            "Left out, half of the size in force and its doublings.",
-            show_default=False,
-        ),
-    ] = None,
-    over: Annotated[
-        str, typer.Option(metavar="TIME", help="How long each short run is, such as 2% or 1Mtok.")
-    ] = "2%",
-    rule: Annotated[
-        str | None,
-        typer.Option(
-            metavar="sqrt|linear|none",
-            help="How the learning rate goes with the size; left out, as the run file says, or "
-            "with the square root.",
-            show_default=False,
-        ),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Short runs of each size.")] = 3,
-    tolerance: Annotated[
-        float, typer.Option(help="By how much the loss may be above that of the first size.")
-    ] = 0.01,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Draw loss against size as PNG, SVG or PDF.", show_default=False
-        ),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
-) -> None:
-    """Measure up to which size a batch trains as well by the sample, from a checkpoint on."""
-    from stretto.cli.critical import critical_batch_size as run
-
-    run(
-        run_file or [],
-        checkpoint=checkpoint,
-        sizes=sizes,
-        over=over,
-        rule=rule,
-        seeds=seeds,
-        tolerance=tolerance,
-        plot=plot,
-        as_json=json,
-    )
-
-
 @app.command()
 def report(
     folder: Annotated[

@@ -10,7 +10,7 @@ import typer
 
 from stretto.batching import BatchSizePolicy
 from stretto.cli.files import PLAN, add_working_folder, read_arguments
-from stretto.config.building.plans import ends_of, plan_of, prepare_run, scales_rate
+from stretto.config.building.plans import ends_of, plan_of, prepare_run
 from stretto.config.building.times_and_sizes import build_run
 from stretto.config.run import RunConfig
 from stretto.errors import ConfigError, PlanError
@@ -39,10 +39,6 @@ def plan(
         config = _as_it_ran(config, against)
     ranks = config.world_size or 1
     run = build_run(config, world_size=ranks)
-    if scales_rate(config):
-        typer.echo(
-            "not planned: AdaScale multiplies the learning rate by what it measures", err=True
-        )
     prepared = prepare_run(config, run)
     bounds = prepared.decided_between
     if bounds is not None:
@@ -68,7 +64,7 @@ def plan(
         draw_plan(planned, plot, unit=unit)
         typer.echo(f"drew {plot}", err=True)
     if against is not None:
-        _compare(planned, against, ignores_rate=scales_rate(config))
+        _compare(planned, against)
     elif batches:
         _print_batches(planned, as_json=as_json)
     else:
@@ -113,10 +109,10 @@ def _kept(folder: Path, name: str) -> int | None:
     return number if type(number) is int and number > 0 else None
 
 
-def _compare(planned: Plan, folder: Path, *, ignores_rate: bool) -> None:
+def _compare(planned: Plan, folder: Path) -> None:
     from stretto.report.ledger import compare
 
-    comparison = compare(planned, folder, ignores_rate=ignores_rate)
+    comparison = compare(planned, folder)
     typer.echo(str(comparison))
     if not comparison.agrees:
         raise SystemExit(1)

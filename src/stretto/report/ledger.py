@@ -10,7 +10,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple, final
 
-from stretto.batching.rules import is_learning_rate
 from stretto.errors import DataError
 from stretto.planning import Plan, PlannedBatch
 
@@ -112,7 +111,7 @@ def decided_sizes(rows: Sequence[LedgerRow]) -> list[int]:
     return sizes
 
 
-def compare(plan: Plan, folder: Path, *, ignores_rate: bool = False) -> Comparison:
+def compare(plan: Plan, folder: Path) -> Comparison:
     """Compare the run in `folder` with `plan`: sizes, clock and hyper-parameters.
 
     Counts must be equal. Hyper-parameters may differ in the last digits, because a plan multiplies
@@ -122,7 +121,6 @@ def compare(plan: Plan, folder: Path, *, ignores_rate: bool = False) -> Comparis
     Args:
         plan: the plan.
         folder: the run folder.
-        ignores_rate: whether to ignore learning rates, if the plan cannot know them.
 
     Raises:
         DataError: there is no ledger in the folder, or it is invalid.
@@ -139,11 +137,7 @@ def compare(plan: Plan, folder: Path, *, ignores_rate: bool = False) -> Comparis
             batches += 1
             continue
         if batches == 0:
-            names += [
-                name
-                for name in row.values
-                if name in planned.values and not (ignores_rate and is_learning_rate(name))
-            ]
+            names += [name for name in row.values if name in planned.values]
         expected = _expected(planned, plan.horizon.tokens_per_sample or 0)
         differences += _differences(row, expected, names, batches)
         batches += 1

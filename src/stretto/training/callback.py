@@ -32,8 +32,6 @@ class Callback:
     changes_tokens: bool = False
     """Whether `transform_batch` changes the number of tokens. Then tokens are counted after it, and
     token counts that the data declare are not used."""
-    sets_learning_rate: bool = False
-    """Whether it scales learning rates with the batch size, as a learning rate rule does."""
 
     result_file: tuple[str, str] | None = None
     """What it leaves in the run folder: a few words for the user, and the name of the file."""

@@ -211,7 +211,7 @@ def test_loggers() -> None:
     assert WandbLogger.__name__ == "WandbLogger"
 
 
-STEPS = "stretto.examples.steps"
+STEPS = "examples.steps"
 
 
 def test_a_step_of_yours_gets_model_optimizer_and_loss(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ import yaml
 from torch import Tensor, nn
 
 from stretto.batching import (
-    LinearRule,
     NoiseScale,
     PowerOfTwo,
     Signals,
@@ -24,11 +22,11 @@ from stretto.batching import (
     as_policy,
 )
 from stretto.config import parse_run_file
-from stretto.errors import BatchSizeError, TrainingError
+from stretto.errors import BatchSizeError
 from stretto.noise import NoiseEstimator, NoiseTerms
 from stretto.timing import Horizon, Timestamp
 from stretto.training import Callback, Checkpointing, Logging, Run, Stepping, Trainer
-from stretto.training.algorithms import AdaScale, NoiseReport
+from stretto.training.algorithms import NoiseReport
 
 Make = Callable[..., Any]
 
@@ -107,10 +105,6 @@ def test_a_rule_is_suggested_where_there_is_none() -> None:
     moving = NoiseReport()
     known(moving, batch_size=Steps("0sp:30 500sp:40")).fit()
     assert "learning_rate_rule" not in moving.suggestion()
-    gaining = NoiseReport()
-    known(gaining, AdaScale(8)).fit()
-    assert "batch_size: " in gaining.suggestion()
-    assert "learning_rate_rule" not in gaining.suggestion()
     restored = NoiseReport()
     restored.load_state_dict(moving.state_dict())
     assert restored.suggestion() == moving.suggestion()
@@ -245,14 +239,9 @@ def test_a_report_leaves_the_run_as_it_is(problem: Make) -> None:
     assert torch.equal(plain.weights(), reported.weights())
 
 
-@pytest.mark.parametrize(
-    "make", [NoiseReport, lambda: AdaScale(4, window=10)], ids=["report", "ada"]
-)
-def test_a_resumed_run_goes_on_to_the_last_bit(
-    make: Callable[[], Callback], problem: Make, tmp_path: Path
-) -> None:
+def test_a_resumed_run_goes_on_to_the_last_bit(problem: Make, tmp_path: Path) -> None:
     whole, cut, states = problem(), problem(), []
-    one = make()
+    one = NoiseReport()
     settings = {"micro_batch_size": 2, "max_duration": "60ba", "log": Logging("7ba")}
     whole.trainer(**settings, callbacks=[one]).fit()
     states.append(one.state_dict())
@@ -263,8 +252,8 @@ def test_a_resumed_run_goes_on_to_the_last_bit(
                 run.stop("cut")
 
     keep = {"checkpoint": Checkpointing("31ba"), "folder": tmp_path}
-    cut.trainer(**settings, **keep, callbacks=[make(), Stop()]).fit()
-    again, other = problem(), make()
+    cut.trainer(**settings, **keep, callbacks=[NoiseReport(), Stop()]).fit()
+    again, other = problem(), NoiseReport()
     trainer = again.trainer(**settings, **keep, callbacks=[other])
     trainer.resume()
     trainer.fit()
@@ -303,40 +292,6 @@ def test_the_gain_is_all_or_nothing_where_there_is_only_noise_or_none() -> None:
     assert still.gain(64, 8) == 1.0
 
 
-def test_ada_scale_multiplies_the_learning_rate_afresh_in_each_step() -> None:
-    rates: list[float] = []
-
-    class Watch(Callback):
-        def on_batch_end(self, run: Run, step: Any) -> None:
-            rates.append(run.optimizers[0].param_groups[0]["lr"])
-
-    ada = AdaScale(10)
-    known(ada, Watch()).fit()
-    # 40 samples instead of 10, at a noise scale of 40: a gain of 2.5.
-    assert rates[:20] == [0.1] * 20
-    assert rates[-1] == pytest.approx(0.25, rel=0.1)
-    assert ada.gained == pytest.approx(sum(rates) / 0.1)
-
-
-def test_the_gain_is_no_part_of_the_base_of_another_run() -> None:
-    trainer = known(AdaScale(10))
-    trainer.fit()
-    other = known(model=trainer.model, optimizer=trainer.optimizer)
-    assert other.hyperparameters.base == {"lr": 0.1}
-
-
-def test_a_step_that_is_left_out_gains_nothing(problem: Make) -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return nn.functional.mse_loss(model(batch[0]), batch[1]) * next(factors)
-
-    factors, ada = iter([1.0, 1.0, 1.0, math.nan, *[1.0] * 9]), AdaScale(4)
-    stepping = Stepping(non_finite="skip", measure_noise=9)
-    settings = {"batch_size": 4, "micro_batch_size": 4, "stepping": stepping}
-    trainer = problem().trainer(**settings, max_duration="8ba", loss=loss, callbacks=[ada])
-    trainer.fit()
-    assert (ada.gained, trainer.skipped_steps) == (7, 1)
-
-
 @pytest.mark.parametrize("bounds", [{"maximum": 4}, {"minimum": 32, "maximum": 64}], ids=repr)
 def test_a_report_may_be_resumed_with_other_bounds(
     bounds: dict[str, int], problem: Make, tmp_path: Path
@@ -350,23 +305,9 @@ def test_a_report_may_be_resumed_with_other_bounds(
     assert report.estimator.steps == 8
 
 
-def test_ada_scale_takes_the_place_of_a_rule() -> None:
-    trainer = known(AdaScale(10), stepping=Stepping(learning_rate_rule=LinearRule(10)))
-    with pytest.raises(TrainingError, match=r"LinearRule\(reference=10\) does so already"):
-        trainer.fit()
-
-
-def test_ada_scale_multiplies_once() -> None:
-    trainer = known(AdaScale(10), AdaScale(10))
-    with pytest.raises(TrainingError, match="does so already; leave one of the two out"):
-        trainer.fit()
-
-
 def test_values_that_cannot_be() -> None:
     with pytest.raises(BatchSizeError, match="the part of the noise scale"):
         NoiseReport(c=-1)
-    with pytest.raises(BatchSizeError, match="the reference of AdaScale"):
-        AdaScale(0)
 
 
 def test_signals_without_noise_are_no_terms() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from stretto.batching import Fixed, couplings_in
+from stretto.batching import Fixed
 from stretto.batching.adaptive.following import check_monitored, followed_metric, metrics_of
 from stretto.config.building.hyperparameters import base_values, check_optimizer, effective
 from stretto.config.building.times_and_sizes import (
@@ -15,8 +15,7 @@ from stretto.config.building.times_and_sizes import (
 )
 from stretto.config.reading.source import as_key
 from stretto.config.run import RunConfig
-from stretto.config.values.fields import Target
-from stretto.errors import ConfigError, PlanError
+from stretto.errors import PlanError
 from stretto.planning import Plan, Prepared, prepare
 from stretto.planning.plan import plan_prepared
 
@@ -92,16 +91,6 @@ def ends_of(
     return smallest, largest
 
 
-def scales_rate(config: RunConfig) -> bool:
-    """Return whether a callback of the file multiplies the learning rate by what it measures."""
-    return any(_is_ada_scale(one) for one in config.callbacks)
-
-
-def _is_ada_scale(target: Target) -> bool:
-    module, _, name = target.target.partition(":")  # a plan imports no callbacks
-    return name == "AdaScale" and module.partition(".")[0] == "stretto"
-
-
 def prepare_run(config: RunConfig, run: TimesAndSizes) -> Prepared:
     """Bind a run, and refuse what cannot be, as far as that is known before anything is built.
 
@@ -123,7 +112,6 @@ def prepare_run(config: RunConfig, run: TimesAndSizes) -> Prepared:
         most_stages=MAX_STAGES,
         at=at,
     )
-    check_rates(config, run)
     check_optimizer(config)
     measured = metrics_of(config.evaluations)
     with config.source.at("batch_size"):
@@ -132,24 +120,3 @@ def prepare_run(config: RunConfig, run: TimesAndSizes) -> Prepared:
         with config.source.at("checkpoint", "monitor"):
             check_monitored(config.checkpoint.monitor, measured)
     return prepared
-
-
-def check_rates(config: RunConfig, run: TimesAndSizes) -> None:
-    """Refuse an AdaScale beside what follows the batch size already, as it does itself.
-
-    Raises:
-        ConfigError: there is a learning rate rule, a pair of sizes and a schedule, or another one.
-    """
-    number = next((n for n, one in enumerate(config.callbacks) if _is_ada_scale(one)), None)
-    if number is None:
-        return
-    pairs = [pair for schedule in run.schedules.values() for pair in couplings_in(schedule)]
-    more = [one.target for one in config.callbacks[number + 1 :] if _is_ada_scale(one)]
-    others = [*map(repr, pairs), *([] if run.rule is None else [repr(run.rule)]), *more]
-    if others:
-        raise ConfigError.cannot(
-            "follow the batch size by AdaScale",
-            why=f"{others[0]} does so already",
-            instead="leave one of the two out",
-            where=config.source.where(("callbacks", number)),
-        )

@@ -1,6 +1,5 @@
 """Callbacks that change how a model is trained, each in units of time; and one that reports."""
 
-from stretto.training.algorithms.ada_scale import AdaScale
 from stretto.training.algorithms.layer_freezing import LayerFreezing
 from stretto.training.algorithms.moving_average import ExponentialMovingAverage
 from stretto.training.algorithms.noise_report import NoiseReport
@@ -9,7 +8,6 @@ from stretto.training.algorithms.sequence_length import SequenceLengthWarmup
 from stretto.training.algorithms.stochastic_depth import StochasticDepth
 
 __all__ = [
-    "AdaScale",
     "ExponentialMovingAverage",
     "LayerFreezing",
     "NoiseReport",

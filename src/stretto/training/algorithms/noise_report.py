@@ -88,9 +88,8 @@ class NoiseReport(Callback):
         """Look whether the learning rate goes by the batch size already, and which way it would."""
         schedules = run.hyperparameters.schedules.values()
         pairs = any(True for schedule in schedules for _ in couplings_in(schedule))
-        gains = any(getattr(one, "sets_learning_rate", False) for one in run.callbacks)
         has_rule = not isinstance(run.hyperparameters.rule, NoRule)
-        self._moves = self._moves or pairs or gains or has_rule
+        self._moves = self._moves or pairs or has_rule
         self._rule = "linear" if all(isinstance(one, SGD) for one in run.optimizers) else "sqrt"
 
     def on_noise(self, run: Run, step: Step, signals: Signals) -> None:

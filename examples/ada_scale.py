@@ -1,4 +1,8 @@
-"""AdaScale: the learning rate follows the batch size by as much as the noise allows."""
+"""AdaScale as a callback: the learning rate follows the batch size as far as the noise allows.
+
+In a run file: `callbacks: [{target: "ada_scale:AdaScale", reference: 256}]`, with this file beside
+the run file. A plan does not know the gains and shows the learning rate without them.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,10 @@ from typing import Any, final
 
 from torch import Tensor
 
+from stretto import Callback, Run, Step
 from stretto.batching import NoRule, Signals, checked_size, couplings_in
-from stretto.data import Step
 from stretto.errors import TrainingError
 from stretto.noise import NoiseEstimator, NoiseTerms
-from stretto.training.callback import Callback
-from stretto.training.run import Run
 
 
 @final
@@ -22,8 +24,8 @@ class AdaScale(Callback):
     With batches s times the reference, the gain is between 1 and s: s where noise is all there is,
     which larger batches average away, and 1 where there is none (Johnson et al. 2020, arXiv
     2007.05105, equation 3; the gain of a single step: see `NoiseEstimator.gain`). Made for SGD. The
-    paper also stretches the schedule by the gain; `gained` is what it would have the schedule read
-    instead of a count of steps. It takes the place of a learning rate rule.
+    paper also stretches the schedule: there it reads `gained` instead of the number of steps. It
+    replaces a learning rate rule.
 
     >>> AdaScale(256)
     AdaScale(256, window=100)
@@ -33,12 +35,10 @@ class AdaScale(Callback):
         window: how many measured steps are averaged.
 
     Raises:
-        BatchSizeError: a value cannot be.
-        TrainingError: when training begins: there is a learning rate rule or another of these as
-            well, or the sizes are those of a `Seesaw`.
+        BatchSizeError: the reference is not a batch size.
+        TrainingError: when training begins: a learning rate rule, a `Seesaw` or a second AdaScale
+            also changes the learning rate.
     """
-
-    sets_learning_rate = True
 
     def __init__(self, reference: int, *, window: int = 100) -> None:
         self._reference = checked_size(reference, "the reference of AdaScale")
@@ -48,21 +48,20 @@ class AdaScale(Callback):
         self.gain = 1.0
         """The present gain."""
         self.gained = 0.0
-        """The sum of the gains of all steps that were taken: as many steps of the reference size
-        they stand for."""
+        """The sum of the gains of all steps that changed the weights."""
 
     def on_fit_start(self, run: Run) -> None:
-        """Refuse what multiplies it already: a rule, or a schedule that goes by the batch size."""
+        """Refuse other things that multiply the learning rate by the batch size."""
         rule = run.hyperparameters.rule
         schedules = run.hyperparameters.schedules.values()
         pairs = [pair for schedule in schedules for pair in couplings_in(schedule)]
         first = next((one for one in run.callbacks if isinstance(one, AdaScale)), self)
         if pairs:
-            raise _done_already(pairs[0], "leave AdaScale out")
+            raise _scaled_already(pairs[0], "leave AdaScale out")
         if not isinstance(rule, NoRule):
-            raise _done_already(rule, "leave learning_rate_rule out")
+            raise _scaled_already(rule, "leave learning_rate_rule out")
         if first is not self:
-            raise _done_already(first, "leave one of the two out")
+            raise _scaled_already(first, "leave one of the two out")
 
     def on_batch_start(self, run: Run, step: Step) -> None:
         """Multiply the learning rates that were just set."""
@@ -80,7 +79,7 @@ class AdaScale(Callback):
         self._estimator.add(NoiseTerms.of(signals), signals.num_samples)
 
     def on_batch_end(self, run: Run, step: Step) -> None:
-        """Count the step by its gain, if it was taken; log the gain and the sum of all."""
+        """Log the gain, and the sum of the gains of all steps that were not skipped."""
         del step
         if run.skipped_steps == self._left_out:
             self.gained += self.gain
@@ -88,7 +87,7 @@ class AdaScale(Callback):
         run.log("gained", self.gained, reduce="last")
 
     def on_fit_end(self, run: Run) -> None:
-        """Take the gain out of the learning rates, so that none is mistaken for a base value."""
+        """Remove the gain from the learning rates, so that it is not mistaken for a base value."""
         run.hyperparameters.apply(run.timer.timestamp)
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class AdaScale(Callback):
         return f"AdaScale({self._reference}, window={self._window})"
 
 
-def _done_already(by: object, instead: str) -> TrainingError:
+def _scaled_already(by: object, instead: str) -> TrainingError:
     return TrainingError.cannot(
-        "follow the batch size by AdaScale", why=f"{by!r} does so already", instead=instead
+        "use AdaScale", why=f"{by!r} already scales the learning rate", instead=instead
     )

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from examples.ada_scale import AdaScale
+from torch import Tensor, nn
+
+from stretto import Callback, Checkpointing, Logging, Run, Seesaw, Stepping, Trainer
+from stretto.batching import LinearRule
+from stretto.errors import BatchSizeError, TrainingError
+from stretto.schedules import Cosine
+
+
+def known(*callbacks: Callback, loss: Any = None, **settings: Any) -> Trainer:
+    """Gradients are drawn with |mu|^2 = 1 and tr(Sigma) = 40, whatever the weights are."""
+    draws = torch.randn(4000, 10, generator=torch.Generator().manual_seed(6)) * 2.0
+    draws[:, 0] += 1.0
+    torch.manual_seed(0)
+    model = nn.Linear(10, 1, bias=False)
+
+    def mean(model: nn.Module, batch: Tensor) -> Tensor:
+        value: Tensor = model(batch).mean()
+        return value
+
+    given = {"max_duration": "4000sp", "batch_size": 40, "micro_batch_size": 5, **settings}
+    model = given.pop("model", model)
+    given.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+    given.setdefault("log", Logging("1000ba", console=False))
+    return Trainer(model, draws, loss=loss or mean, callbacks=callbacks, **given)
+
+
+def test_the_learning_rate_is_multiplied_once_in_each_step() -> None:
+    rates: list[float] = []
+
+    class Watch(Callback):
+        def on_batch_end(self, run: Run, step: Any) -> None:
+            rates.append(run.optimizers[0].param_groups[0]["lr"])
+
+    ada = AdaScale(10)
+    known(ada, Watch()).fit()
+    # 40 samples instead of 10, at a noise scale of 40: a gain of 2.5.
+    assert rates[:20] == [0.1] * 20
+    assert rates[-1] == pytest.approx(0.25, rel=0.1)
+    assert ada.gained == pytest.approx(sum(rates) / 0.1)
+
+
+def test_the_gain_is_not_part_of_the_base_of_another_run() -> None:
+    trainer = known(AdaScale(10))
+    trainer.fit()
+    other = known(model=trainer.model, optimizer=trainer.optimizer)
+    assert other.hyperparameters.base == {"lr": 0.1}
+
+
+def test_a_skipped_step_has_no_gain() -> None:
+    factors, ada = iter([1.0, 1.0, 1.0, math.nan, *[1.0] * 99]), AdaScale(4)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        value: Tensor = model(batch).mean() * next(factors)
+        return value
+
+    stepping = Stepping(non_finite="skip", measure_noise=99)
+    trainer = known(
+        ada, loss=loss, stepping=stepping, batch_size=4, micro_batch_size=4, max_duration="8ba"
+    )
+    trainer.fit()
+    assert (ada.gained, trainer.skipped_steps) == (7, 1)
+
+
+def test_a_resumed_run_ends_equal(tmp_path: Path) -> None:
+    whole = AdaScale(10, window=10)
+    trainer = known(whole)
+    trainer.fit()
+
+    class Stop(Callback):
+        def on_batch_end(self, run: Run, step: Any) -> None:
+            if run.timer.batch == 50:
+                run.stop("cut")
+
+    keep: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing("50ba")}
+    known(AdaScale(10, window=10), Stop(), **keep).fit()
+    rest = AdaScale(10, window=10)
+    again = known(rest, **keep)
+    again.resume()
+    again.fit()
+    assert rest.state_dict() == whole.state_dict()
+    assert again.model.state_dict()["weight"].equal(trainer.model.state_dict()["weight"])
+
+
+@pytest.mark.parametrize("case", ["rule", "seesaw", "twice"])
+def test_other_things_that_scale_the_learning_rate_are_refused(case: str) -> None:
+    pair = Seesaw(Cosine(), 8, maximum=32)
+    cases: dict[str, dict[str, Any]] = {
+        "rule": {"stepping": Stepping(learning_rate_rule=LinearRule(10))},
+        "seesaw": {"batch_size": pair.policy, "schedules": {"lr": pair.schedule}},
+        "twice": {},
+    }
+    callbacks = [AdaScale(10), *([AdaScale(10)] if case == "twice" else [])]
+    with pytest.raises(TrainingError, match="AdaScale"):
+        known(*callbacks, **cases[case]).fit()
+
+
+def test_a_reference_is_a_batch_size() -> None:
+    with pytest.raises(BatchSizeError):
+        AdaScale(0)
