@@ -15,10 +15,7 @@ from sentence_transformers import (
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
 )
-from sentence_transformers.sentence_transformer.losses import (
-    CosineSimilarityLoss,
-    MultipleNegativesRankingLoss,
-)
+from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from tests.integrations import huggingface_toys as toys
 
@@ -30,32 +27,67 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # those of the package's own 
 
 def make(loss: Any, **settings: Any) -> Any:
     torch.manual_seed(0)
-    table = StaticEmbedding(toys.words(), embedding_weights=torch.randn(toys.WORDS, 8))
-    model = SentenceTransformer(modules=[table], device="cpu")
+    weights = torch.randn(toys.WORDS, 8, dtype=torch.float64)
+    table = StaticEmbedding(toys.words(), embedding_weights=weights)
+    model = SentenceTransformer(modules=[table], device="cpu").double()
     texts = [" ".join(f"w{i}" for i in row["input_ids"]) for row in toys.rows()]
-    pairs = {"one": texts, "other": texts[::-1]}
-    if loss is CosineSimilarityLoss:
-        pairs["score"] = [i % 3 / 2 for i in range(toys.N)]  # type: ignore[misc]
+    columns: dict[str, Any] = {"one": texts, "other": texts[::-1]}
+    made = loss(model)
+    if isinstance(made, losses.TripletLoss):
+        columns["third"] = texts[7:] + texts[:7]
+    elif not isinstance(getattr(made, "loss", made), losses.MultipleNegativesRankingLoss):
+        columns["score"] = [float(i % 2) for i in range(toys.N)]
     trainer = SentenceTransformerTrainer(
         model=model,
-        args=toys.arguments(SentenceTransformerTrainingArguments, **settings),
-        train_dataset=datasets.Dataset.from_dict(pairs),
-        loss=loss(model),
+        args=toys.arguments(SentenceTransformerTrainingArguments, max_grad_norm=0.0, **settings),
+        train_dataset=datasets.Dataset.from_dict(columns),
+        loss=made,
     )
     return attach(trainer, toys.SIZES, {"lr": 1.0})
 
 
-def test_pairs_train_as_one_big_batch() -> None:
+MEANS: dict[str, Any] = {
+    "cosine": losses.CosineSimilarityLoss,
+    "contrastive": losses.ContrastiveLoss,
+    "triplet": losses.TripletLoss,
+    "matryoshka": lambda model: losses.MatryoshkaLoss(
+        model, losses.CosineSimilarityLoss(model), matryoshka_dims=[8, 4]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_pairs_train_as_one_big_batch(name: str) -> None:
     weights = []
     for micro_batch_size in (4, 64):
-        trainer = make(CosineSimilarityLoss, per_device_train_batch_size=micro_batch_size)
+        trainer = make(MEANS[name], per_device_train_batch_size=micro_batch_size)
         trainer.train()
         assert trainer.state.global_step == len(list(toys.planned().batches()))
         weights.append(toys.flat(trainer.model))
-    torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-10)
 
 
-def test_negatives_of_the_batch_need_one_micro_batch() -> None:
-    with pytest.raises(TrainingError, match="compares the samples of a batch"):
-        make(MultipleNegativesRankingLoss).train()
-    make(MultipleNegativesRankingLoss, per_device_train_batch_size=64).train()
+class Own(losses.CosineSimilarityLoss):
+    """A loss of the user, of which nothing is known."""
+
+
+OTHERS: dict[str, Any] = {
+    "negatives": losses.MultipleNegativesRankingLoss,
+    "matryoshka": lambda model: losses.MatryoshkaLoss(
+        model, losses.MultipleNegativesRankingLoss(model), matryoshka_dims=[8, 4]
+    ),
+    "cosent": losses.CoSENTLoss,
+    "angle": losses.AnglELoss,
+    "online": losses.OnlineContrastiveLoss,
+    "summed": lambda model: losses.ContrastiveLoss(model, size_average=False),
+    "own": Own,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_losses_need_one_micro_batch(name: str) -> None:
+    trainer = make(OTHERS[name])
+    with pytest.raises(TrainingError, match="micro-batches"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    make(OTHERS[name], per_device_train_batch_size=64).train()

@@ -14,6 +14,7 @@ from tests.integrations import huggingface_toys as toys
 from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+from stretto.errors import TrainingError
 from stretto.integrations.huggingface import attach
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL's own modules
@@ -89,9 +90,12 @@ def test_samples_are_counted_where_several_make_one_row() -> None:
     )
     attach(trainer, toys.SIZES, toys.SCHEDULES)
     rows: list[int] = []
-    trainer.model.register_forward_pre_hook(
-        lambda _, __, inputs: rows.append(len(inputs["input_ids"])), with_kwargs=True
-    )
+
+    def note(model: Any, _: Any, inputs: Any) -> None:
+        if model.training:  # not while the loss is measured
+            rows.append(len(inputs["input_ids"]))
+
+    trainer.model.register_forward_pre_hook(note, with_kwargs=True)
     trainer.train()
     assert set(rows) == {1}
     assert len(rows) == sum(step.accumulation for step in STEPS_OF_FOUR)
@@ -135,3 +139,25 @@ def test_preferences_are_counted_in_pairs() -> None:
         weights.append(toys.flat(trainer.model))
     assert not torch.equal(weights[0], toys.flat(toys.llama()))
     torch.testing.assert_close(*weights, rtol=0, atol=1e-7)
+
+
+def test_a_mean_over_samples_and_tokens_needs_one_micro_batch() -> None:
+    """ORPO adds a mean over tokens to one over samples."""
+    orpo = pytest.importorskip("trl.experimental.orpo")
+    for micro_batch_size in (4, 64):
+        trainer = orpo.ORPOTrainer(
+            model=toys.llama(),
+            args=toys.arguments(
+                orpo.ORPOConfig, max_length=32, num_train_epochs=1, **PRECISE,
+                per_device_train_batch_size=micro_batch_size,
+            ),
+            train_dataset=pairs(),
+            processing_class=tokenizer(),
+        )  # fmt: skip
+        attach(trainer, "0sp:8 20sp:18", {"lr": 1.0})
+        if micro_batch_size == 64:
+            trainer.train()
+            continue
+        with pytest.raises(TrainingError, match="micro-batches"):
+            trainer.train()
+        assert trainer.state.global_step == 0

@@ -13,6 +13,7 @@ from transformers.trainer_callback import ExportableState
 from stretto.batching import NO_SIGNALS
 from stretto.data import DataSpec, Step
 from stretto.integrations.counts import end_of
+from stretto.integrations.huggingface.losses import Kind
 from stretto.integrations.meter import StepMeter
 from stretto.integrations.preparation import prepare
 from stretto.integrations.run import ExternalRun
@@ -42,6 +43,9 @@ class Attached:
         self.is_counted = False
         """Whether the number of steps that are left is known."""
         self.weight: float | None = None
+        self.kind: Kind | None = None
+        """What the loss is a mean over; None: nothing known, so a step is one micro-batch."""
+        self.is_measured = False
         self.signals = NO_SIGNALS
         self._meter: tuple[Any, StepMeter] | None = None
 

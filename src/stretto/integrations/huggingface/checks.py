@@ -14,16 +14,14 @@ from stretto.errors import TrainingError
 from stretto.integrations.huggingface.callback import EVENTS
 from stretto.integrations.run import ExternalRun
 
-_IN_BATCH = (
-    "MultipleNegatives",
-    "GIST",
-    "InBatch",
-    "MegaBatch",
-    "BatchHard",
-    "BatchSemi",
-    "BatchAll",
-)
-"""Parts of the names of losses of sentence-transformers that compare the samples of a batch."""
+_MEANS = frozenset(
+    {
+        "BinaryCrossEntropyLoss", "ContrastiveLoss", "CosineSimilarityLoss", "CrossEntropyLoss",
+        "DistillKLDivLoss", "EmbedDistillLoss", "MSELoss", "MarginMSELoss", "SoftmaxLoss",
+        "TripletLoss",
+    }
+)  # fmt: skip
+"""Losses of sentence-transformers that are means over samples."""
 
 
 def check_trainer(trainer: Trainer) -> None:
@@ -90,21 +88,39 @@ def check_events(every: Mapping[str, Any]) -> None:
         )
 
 
-def check_loss(trainer: Any, run: ExternalRun) -> None:
-    """Refuse a loss that compares the samples of a batch, if a share is several micro-batches.
+def check_loss(trainer: Any, run: ExternalRun, kind: str | None) -> None:
+    """Refuse a loss that cannot be computed in parts, if ranks or micro-batches share a step.
 
     Raises:
         TrainingError: the trainer has such a loss.
     """
-    name, sizes = type(getattr(trainer, "loss", None)).__name__, run.prepared.sizes
-    if any(one in name for one in _IN_BATCH):
-        bounds = run.prepared.bound_policy.bounds
-        planned = [one.batches.size for one in sizes.segments] if sizes else [0]
-        largest = max(planned if sizes or bounds is None else bounds)
-        share = split(largest, run.loader.world_size, run.micro_batch_size) if largest else None
-        if share is None or share.accumulation > 1:
-            raise TrainingError.cannot(
-                f"train with {name} in micro-batches of {run.micro_batch_size}",
-                why="it compares the samples of a batch with each other",
-                instead="set per_device_train_batch_size to the largest share of a rank",
-            )
+    own = getattr(trainer, "loss", None)
+    others = [] if own is None else [one for one in _losses(own) if not _is_mean(one)]
+    if kind is not None and not others:
+        return
+    sizes, bounds = run.prepared.sizes, run.prepared.bound_policy.bounds
+    planned = [one.batches.size for one in sizes.segments] if sizes else [0]
+    largest = max(planned if sizes or bounds is None else bounds)
+    share = split(largest, run.loader.world_size, run.micro_batch_size) if largest else None
+    if share is None or share.accumulation > 1 or run.loader.world_size > 1:
+        name = type(others[0]).__name__ if others else f"the loss of {type(trainer.model).__name__}"
+        raise TrainingError.cannot(
+            f"compute {name} in micro-batches of {run.micro_batch_size} "
+            f"on {run.loader.world_size} ranks",
+            why="the loss of a batch is not known to be a mean over its samples or targets: it "
+            "may compare samples with each other, or add a term such as that of a router",
+            instead="train on one rank and set per_device_train_batch_size to the largest batch, "
+            "or leave the term out (for a router: output_router_logits=False)",
+        )
+
+
+def _losses(loss: Any) -> list[Any]:
+    """Return the losses of a trainer of sentence-transformers, also those inside wrappers."""
+    if isinstance(loss, Mapping):
+        return [inner for one in loss.values() for inner in _losses(one)]
+    return _losses(loss.loss) if type(loss).__name__ == "MatryoshkaLoss" else [loss]
+
+
+def _is_mean(loss: Any) -> bool:
+    kind = type(loss)
+    return kind.__name__ in _MEANS and kind.__module__.startswith("sentence_transformers.")

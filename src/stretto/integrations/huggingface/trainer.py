@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,14 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from stretto.batching import NO_SIGNALS
-from stretto.data import DataSpec, MicroBatch, Step, count_target_tokens
+from stretto.data import DataSpec, Step, count_target_tokens
 from stretto.data.tokens import IGNORED_LABEL
 from stretto.errors import CheckpointError, TrainingError
 from stretto.integrations.huggingface.callback import Attached, Steps, StrettoCallback
 from stretto.integrations.huggingface.checks import check_loss
-from stretto.integrations.meter import StepMeter
+from stretto.integrations.huggingface.losses import measure, units
 from stretto.integrations.stock import StreamBatches, is_shuffled
+from stretto.integrations.weights import units_of
 from stretto.settings import Loading
 
 
@@ -77,7 +78,7 @@ class Follows(Trainer):
             world_size=self.args.world_size,
             micro_batch_size=self._train_batch_size,
         )
-        check_loss(self, own.run)
+        own.is_measured = False
         self.lr_scheduler = own.run.scheduler(optimizer)
         callbacks = self.callback_handler.callbacks  # first, so that others see the right epoch
         callbacks[:] = [own.callback, *(c for c in callbacks if type(c) is not StrettoCallback)]
@@ -124,18 +125,34 @@ class Follows(Trainer):
         own, accelerator, losses = self.stretto, self.accelerator, []
         meter = own.meter(model)
         micros = inputs.micro_batches if meter is None else meter.micro_batches(inputs)
+        if not own.is_measured:
+            own.kind, own.is_measured = measure(self, model, micros[0], num_items_in_batch), True
+            check_loss(self, own.run, own.kind)
+        counts = total = None
+        weights = [float(micro.num_samples > 0) for micro in micros]  # divided by the loss itself
+        world_size = self.args.world_size
+        if own.kind == "divided on its rank":
+            weights = [one * world_size for one in weights]
+        elif own.kind not in ("divided", None):
+            num_items_in_batch, step = None, replace(inputs, micro_batches=list(micros))
+            counts, total = units_of(step, units(own.kind), world_size=world_size)
+            weights = [one * world_size / total for one in counts]
         for number, micro in enumerate(micros):
             is_last = number == len(micros) - 1
             meets = is_last or (meter is not None and meter.averages_each)
             accelerator.gradient_state._set_sync_gradients(is_last)
-            own.weight = micro.weight
-            if num_items_in_batch is not None:  # the loss is divided by it already
-                own.weight = float(micro.num_samples > 0)
+            own.weight = weights[number]
             with ExitStack() as stack:
                 if not meets:
                     stack.enter_context(accelerator.no_sync(model))
                 if meter is not None:
-                    stack.enter_context(_watch(meter, micro, num_items_in_batch, is_last=is_last))
+                    divisor = total or num_items_in_batch
+                    count = None if counts is None else counts[number]
+                    if count is None and divisor is not None:
+                        count = count_target_tokens(micro.batch) if micro.num_samples else 0
+                    stack.enter_context(
+                        meter.watch(micro, is_last=is_last, units=count, divisor=divisor)
+                    )
                 losses.append(super().training_step(model, micro.batch, num_items_in_batch))
             if not is_last:
                 self.control = self.callback_handler.on_substep_end(
@@ -184,15 +201,6 @@ class Follows(Trainer):
     def _track_num_input_tokens(self, inputs: Step) -> None:
         for micro in inputs:
             super()._track_num_input_tokens(micro.batch)
-
-
-def _watch(
-    meter: StepMeter, micro: MicroBatch, num_items: Any, *, is_last: bool
-) -> AbstractContextManager[None]:
-    if num_items is None:
-        return meter.watch(micro, is_last=is_last)
-    units = count_target_tokens(micro.batch) if micro.num_samples else 0
-    return meter.watch(micro, is_last=is_last, units=units, divisor=float(num_items))
 
 
 def _unlabelled(batch: Any) -> Any:

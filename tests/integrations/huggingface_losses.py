@@ -1,0 +1,213 @@
+"""Models and losses whose gradients in parts must be those of one big batch, in float64."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers as hf
+from tests.integrations import huggingface_toys as toys
+from torch import nn
+
+from stretto.errors import StrettoError
+from stretto.integrations.huggingface import attach
+
+N, SIZES, RATE, DOUBLE = 48, "0sp:8 16sp:16 80sp:13", 1e-2, torch.float64
+_G = torch.Generator().manual_seed(0)
+_IDS = torch.randint(3, 60, (N, 8), generator=_G)
+_CLASS = torch.randint(0, 3, (N,), generator=_G)
+_TOKENS = _IDS % 3
+_TOKENS[:, 5:][torch.rand(N, 3, generator=_G) < 0.5] = -100
+_MASKED = _IDS.masked_fill(torch.rand(N, 8, generator=_G) < 0.3, -100)
+_FLOATS = torch.rand(N, generator=_G, dtype=DOUBLE)
+_MULTI = (torch.rand(N, 3, generator=_G) > 0.5).double()
+_PICTURES = torch.rand(N, 3, 16, 16, generator=_G, dtype=DOUBLE)
+
+_SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_BERT = _SIZE | {
+    "vocab_size": 64, "intermediate_size": 32, "max_position_embeddings": 32,
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+_LLAMA = _SIZE | {
+    "vocab_size": 64, "intermediate_size": 32, "max_position_embeddings": 32, "pad_token_id": 0,
+}  # fmt: skip
+_DISTIL = {
+    "vocab_size": 64, "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "dropout": 0.0,
+    "attention_dropout": 0.0, "seq_classif_dropout": 0.0, "max_position_embeddings": 32,
+}  # fmt: skip
+_MODERN = _SIZE | {
+    "vocab_size": 64, "intermediate_size": 32, "max_position_embeddings": 32, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
+}  # fmt: skip
+_GPT = {
+    "vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0,
+}  # fmt: skip
+_T5 = {
+    "vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2,
+    "dropout_rate": 0.0, "decoder_start_token_id": 0,
+}  # fmt: skip
+_BART = {
+    "vocab_size": 64, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32, "max_position_embeddings": 32,
+}  # fmt: skip
+_VIT = _SIZE | {
+    "image_size": 16, "patch_size": 8, "intermediate_size": 32, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+
+
+class Mean(hf.Trainer):
+    """A loss of its own, a mean over samples."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        logits = model(input_ids=inputs["input_ids"]).logits
+        return nn.functional.cross_entropy(logits, inputs["labels"])
+
+
+class NotScaled(Mean):
+    """The same, as transformers wants to be told."""
+
+    loss_is_scaled_for_ga = False
+
+
+class Divided(hf.Trainer):
+    """A loss that is divided by the number of targets, without the factor of the ranks."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        logits = model(input_ids=inputs["input_ids"]).logits.flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, inputs["labels"].flatten(), reduction="sum")
+        known = (inputs["labels"] != -100).sum()
+        return loss / (known if num_items_in_batch is None else num_items_in_batch)
+
+
+def mean_function(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return nn.functional.cross_entropy(outputs.logits, labels)
+
+
+def divided_function(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
+    logits = outputs.logits.flatten(0, 1)
+    return (
+        nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items_in_batch
+    )
+
+
+_RANKS = {"ddp_backend": "gloo", "ddp_find_unused_parameters": True}
+Case = tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]
+
+
+def case(model: str, settings: dict[str, Any], columns: dict[str, Any], **more: Any) -> Case:
+    kind = getattr(hf, model)
+    return lambda: kind(kind.config_class(**settings)), columns, more
+
+
+_TEXT = {"input_ids": _IDS}
+_CLASSES = _TEXT | {"labels": _CLASS}
+_SEQ2SEQ = {"kind": hf.Seq2SeqTrainer, "arguments": hf.Seq2SeqTrainingArguments}
+_THREE = {"num_labels": 3}
+CASES: dict[str, Case] = {
+    "bert": case("BertForSequenceClassification", _BERT | _THREE, _CLASSES),
+    "bert-regression": case(
+        "BertForSequenceClassification", _BERT | {"num_labels": 1}, _TEXT | {"labels": _FLOATS}
+    ),
+    "bert-multi": case(
+        "BertForSequenceClassification",
+        _BERT | _THREE | {"problem_type": "multi_label_classification"},
+        _TEXT | {"labels": _MULTI},
+    ),
+    "bert-tokens": case("BertForTokenClassification", _BERT | _THREE, _TEXT | {"labels": _TOKENS}),
+    "bert-questions": case(
+        "BertForQuestionAnswering",
+        _BERT,
+        _TEXT | {"start_positions": _CLASS, "end_positions": _CLASS + 2},
+    ),
+    "bert-mlm": case("BertForMaskedLM", _BERT, _TEXT | {"labels": _MASKED}),
+    "distilbert": case("DistilBertForSequenceClassification", _DISTIL | _THREE, _CLASSES),
+    "roberta": case("RobertaForSequenceClassification", _BERT | _THREE, _CLASSES),
+    "modernbert": case("ModernBertForSequenceClassification", _MODERN | _THREE, _CLASSES),
+    "gpt2": case("GPT2ForSequenceClassification", _GPT | _THREE, _CLASSES),
+    "llama-classes": case("LlamaForSequenceClassification", _LLAMA | _THREE, _CLASSES),
+    "llama": case("LlamaForCausalLM", _LLAMA, _TEXT | {"labels": _MASKED}),
+    "t5": case("T5ForConditionalGeneration", _T5, _TEXT | {"labels": _MASKED}, **_SEQ2SEQ),
+    "bart": case("BartForConditionalGeneration", _BART, _TEXT | {"labels": _MASKED}, **_SEQ2SEQ),
+    "vit": case(
+        "ViTForImageClassification", _VIT | _THREE, {"pixel_values": _PICTURES, "labels": _CLASS}
+    ),
+    "smoothed": case(
+        "BertForTokenClassification", _BERT | _THREE, _TEXT | {"labels": _TOKENS}, smooth=0.1
+    ),
+    "own": case("BertForSequenceClassification", _BERT | _THREE, _CLASSES, kind=Mean),
+    "own-not-scaled": case(
+        "GPT2ForSequenceClassification", _GPT | _THREE, _CLASSES, kind=NotScaled
+    ),
+    "own-divided": case(
+        "BertForTokenClassification", _BERT | _THREE, _TEXT | {"labels": _TOKENS}, kind=Divided
+    ),
+    "function": case(
+        "BertForSequenceClassification", _BERT | _THREE, _CLASSES, function=mean_function
+    ),
+    "function-divided": case(
+        "BertForTokenClassification",
+        _BERT | _THREE,
+        _TEXT | {"labels": _TOKENS},
+        function=divided_function,
+    ),
+}
+MIXTRAL = case(
+    "MixtralForCausalLM",
+    _LLAMA
+    | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    | {"output_router_logits": True, "router_aux_loss_coef": 0.01},
+    _TEXT | {"labels": _MASKED},
+)
+
+
+def train(name: str | Case, micro_batch_size: int) -> tuple[list[float], list[float]]:
+    """Return weights and logged losses."""
+    make, columns, more = CASES[name] if isinstance(name, str) else name
+    data = [{key: value[i] for key, value in columns.items()} for i in range(N)]
+    torch.manual_seed(0)
+    model = make().to(torch.float32 if name is MIXTRAL else DOUBLE)
+    arguments = toys.arguments(
+        more.get("arguments", hf.TrainingArguments), learning_rate=RATE, max_grad_norm=0.0,
+        per_device_train_batch_size=micro_batch_size, remove_unused_columns=False,
+        label_smoothing_factor=more.get("smooth", 0.0), num_train_epochs=2,
+        **(_RANKS if "RANK" in os.environ else {}),
+    )  # fmt: skip
+    trainer = more.get("kind", hf.Trainer)(
+        model, arguments, train_dataset=data, data_collator=stacked,
+        compute_loss_func=more.get("function"),
+    )  # fmt: skip
+    attach(trainer, SIZES, {"lr": 1.0})
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    flat = torch.cat([p.detach().flatten().double() for p in trainer.model.parameters()])
+    return flat.tolist(), losses
+
+
+def stacked(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+if __name__ == "__main__":
+    folder, found = Path(sys.argv[1]), {}
+    for name in CASES:
+        found[name] = {size: train(name, size) for size in (2, 8)}
+    refused = []
+    for size in (2, 8):
+        try:
+            train(MIXTRAL, size)
+        except StrettoError as error:
+            refused.append(type(error).__name__)
+    rank = dist.get_rank()
+    (folder / f"losses-{rank}.json").write_text(json.dumps({"found": found, "refused": refused}))
+    dist.destroy_process_group()

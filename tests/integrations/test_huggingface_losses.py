@@ -1,0 +1,55 @@
+"""Hugging Face trainers: whatever a loss is a mean over, parts of a batch train as the whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs stretto[huggingface]")
+pytest.importorskip("datasets", reason="needs datasets: make test-adapters")
+
+from tests.integrations import huggingface_losses as losses
+from tests.integrations.huggingface_losses import CASES, MIXTRAL
+
+from stretto.errors import TrainingError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@cache
+def whole(name: str) -> tuple[list[float], list[float]]:
+    return losses.train(name, 16)  # each step is one micro-batch
+
+
+def check(name: str, found: Any) -> None:
+    for values, expected, bound in zip(found, whole(name), (1e-10, 1e-4), strict=True):
+        assert values == pytest.approx(expected, rel=0, abs=bound)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_micro_batches_train_as_one_big_batch(name: str) -> None:
+    check(name, losses.train(name, 4))
+
+
+def test_a_loss_that_is_no_mean_is_refused_in_parts_only() -> None:
+    with pytest.raises(TrainingError, match="router"):
+        losses.train(MIXTRAL, 4)
+    losses.train(MIXTRAL, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_ranks_train_as_one_big_batch(launch_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    launch_ranks(Path(losses.__file__), tmp_path)
+    for rank in (0, 1):
+        seen = json.loads((tmp_path / f"losses-{rank}.json").read_text())
+        for name in CASES:
+            for found in seen["found"][name].values():
+                check(name, found)
+        assert seen["refused"] == ["TrainingError"] * 2
