@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ import torch
 import torch._dynamo  # what a rank would import at its first step
 from torch import nn
 from torch.distributed.fsdp import fully_shard  # noqa: F401  the same
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from stretto.runtime import TrainStep
 from stretto.schedules import Linear
 from stretto.training import (
     Callback,
@@ -259,6 +262,90 @@ def exchanged(rank: int) -> str:
     return json.dumps(exchange.seen)
 
 
+class StopAt(Callback):
+    """Stops the run on the last rank, after batch 3 or after an evaluation."""
+
+    def __init__(self, after: str) -> None:
+        self.after = after
+
+    def on_batch_end(self, run: Run, step: Any) -> None:
+        if self.after == "batch" and run.rank and run.timer.batch == 3:
+            run.stop("enough")
+
+    def on_evaluation_end(self, run: Run, name: str, metrics: Any) -> None:
+        if self.after == "evaluation" and run.rank:
+            run.stop("enough")
+
+
+def stopping(after: str) -> Callable[[int], int]:
+    """Return how many batches are trained if one rank stops; only it has the callback."""
+
+    def work(rank: int) -> int:
+        callbacks = [StopAt(after)] if rank else []
+        trainer = make(callbacks=callbacks, evaluate=Evaluation(DATA, "4ba"))
+        trainer.fit()
+        return trainer.timer.batch
+
+    return work
+
+
+class Skip(TrainStep):
+    """Skips batch 3 on rank 1 alone."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(5, 1)
+        self.optimizers = [torch.optim.SGD(self.model.parameters(), lr=0.1)]
+        self.steps = 0
+
+    def forward_backward(self, batch: Any, weight: float) -> torch.Tensor:
+        loss = square(self.model, batch)
+        (loss * weight).backward()
+        return loss
+
+    def update(self) -> Any:
+        self.steps += 1
+        if self.steps == 3 and os.environ["RANK"] == "1":
+            return self.SKIPPED
+        self.optimizers[0].step()
+        return {}
+
+
+def skipping(last: str) -> Callable[[int], None]:
+    def work(rank: int) -> None:
+        stepping = Stepping(device="cpu")
+        Trainer(Skip(), DATA, max_duration=last, batch_size=8, stepping=stepping).fit()
+
+    return work
+
+
+class HostReads(TorchDispatchMode):
+    """Counts tensors that are read on the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, *rest: Any) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            # Positions of samples are numbers of the host, whatever the device is.
+            files = [frame.filename for frame in traceback.extract_stack()]
+            self.count += not any(name.endswith("/fetching/indices.py") for name in files)
+        _, arguments, options = (*rest, None)[:3]
+        return function(*arguments, **(options or {}))
+
+
+def reading(rank: int) -> list[int]:
+    """Return the reads of a short and of a long run."""
+    found = []
+    for length in ("20ba", "60ba"):
+        trainer = make(
+            max_duration=length, micro_batch_size=1, log=Logging("100ba", console=False),
+            stepping=Stepping(device="cpu", clip_norm=1.0),
+        )  # fmt: skip
+        with HostReads() as reads:  # type: ignore[no-untyped-call]
+            trainer.fit()
+        found.append(reads.count)
+    return found
+
+
 def stopped(model: nn.Module, batch: Any) -> torch.Tensor:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -291,6 +378,9 @@ def main(out: Path) -> None:
         lambda rank: make(loading=Loading(num_workers=rank)).fit()
     ).said()
     said["exchange"] = Forked(exchanged).said()
+    said |= {f"stop {after}": Forked(stopping(after)).said() for after in ("batch", "evaluation")}
+    said |= {f"skip {last}": Forked(skipping(last)).said() for last in ("3ba", "6ba")}
+    said["reads"] = Forked(reading).said()
     said["stream"] = Forked(ending_apart).said()
     said |= {f"resumed {rank}": resumed_alone(out / "alone", rank) for rank in range(2)}
     said |= {f"stuck {name}": run.said() for name, run in waiting.items()}

@@ -51,6 +51,15 @@ def test_no_rank_waits_for_one_that_is_set_up_unlike_or_is_stuck(
         assert first == second
         assert f"rank {rank} has called resume()" in first
         assert f"rank {1 - rank} has called fit()" in first
+    assert said["stop batch"] == ["3", "3"]
+    assert said["stop evaluation"] == ["4", "4"]
+    for last in ("3ba", "6ba"):
+        first, second = said[f"skip {last}"]
+        assert first == second
+        assert "SKIPPED on rank 1 alone" in first
+    for reads in said["reads"]:
+        short, long = json.loads(reads)
+        assert short == long, "a step reads nothing"
     for place in ("callback", "metric", "sharded"):
         first, silent, third = said[f"stuck {place}"]
         assert silent == "no answer"

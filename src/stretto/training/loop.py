@@ -26,7 +26,7 @@ from stretto.training.interrupt import SIGNALS, Interrupts
 from stretto.training.logs.recorder import MOST_PENDING, Finished, Recorder
 from stretto.training.logs.running_loss import mean_loss
 from stretto.training.run import Run
-from stretto.training.stepping.finite import not_finite
+from stretto.training.stepping.finite import not_finite, skipped_alone
 from stretto.training.stepping.gradient import Gradient
 from stretto.training.stepping.measuring import Measurements
 from stretto.training.stepping.stepper import Stepper
@@ -79,6 +79,10 @@ class Loop:
     """Whether there is one process and nothing is measured, so nothing is exchanged."""
     _listens: bool = False
     """Whether a callback listens to single batches."""
+    _may_stop: bool = False
+    """Whether a callback of any rank does, so that it may stop the run after any batch."""
+    _has_skipped: bool = False
+    """Whether the last step has left the weights as they were."""
     _fixed: Sequence[tuple[int, str, float]] | None = None
     """Values for the optimizer until the next event; None: ask the schedules for each batch."""
     _place: tuple[int, str] | None = None
@@ -107,9 +111,12 @@ class Loop:
             after = self._take(step)
             if self._listens:
                 self.events.tell("on_batch_end", step)
+            if self._may_stop:
+                self._agree_to_stop()
             for read, tick in limits:
                 if read(after) >= tick:
                     self._after_batch(before, after)
+                    self._agree_to_stop()
                     before, limits = after, self._limits(after)
                     break
         self._end(before)
@@ -119,7 +126,9 @@ class Loop:
         self._is_saving = self.saver.is_busy
         self._listens = any(map(self.events.listeners, _BATCH_EVENTS))
         self._is_alone = self.ranks.world_size == 1 and self.measurements.is_idle
-        if self.ranks.agree((self.run.stop_reason is not None,))[0]:
+        stops, listens = self.ranks.agree((self.run.stop_reason is not None, self._listens))
+        self._may_stop = listens > 0
+        if stops:
             self._stop_together()
 
     def _limits(self, now: Timestamp) -> list[tuple[Callable[[Timestamp], int], int]]:
@@ -146,6 +155,13 @@ class Loop:
     def _is_stopped(self) -> bool:
         # No rank may leave the loop alone, so only what all agreed on counts.
         return self._all_stop if self.ranks.world_size > 1 else self.run.stop_reason is not None
+
+    def _agree_to_stop(self) -> None:
+        """Stop after this batch if a callback of any rank has asked for it."""
+        if self.ranks.world_size == 1 or self._all_stop:
+            return
+        if self.ranks.agree((self.run.stop_reason is not None,))[0]:
+            self._stop_together()
 
     def _stop_together(self) -> None:
         """Stop on all ranks; every rank must call it."""
@@ -185,6 +201,7 @@ class Loop:
         elif not self.stepper.is_finite(gradient):
             shared = _NOT_FINITE
         info = self._update(step) if shared.is_finite else None
+        self._has_skipped = info is None
         if info is None:
             self._skip(step, is_finite=shared.is_finite)
         after = self.loader.finish(
@@ -251,22 +268,42 @@ class Loop:
                 wants_stop,
                 seconds,
                 not self.stepper.is_finite(gradient),
+                self._has_skipped,
                 *marks(hash(tuple(own.values()))),
                 *saving,
                 *measured,
             )
         )
-        if not all_same(sums[5:7], self.ranks.world_size):
+        self._check_skipped(sums[5])
+        if not all_same(sums[6:8], self.ranks.world_size):
             check_agreement(in_batch(step.timestamp.batch + 1, own), self.ranks, call="fit()")
         self.stepper.finish(step, sums[1])
         if sums[2]:
             self._stop_together()
-        end = 7 + len(saving)
+        end = 8 + len(saving)
         signals = self.measurements.signals(step, sums[end:])
-        return Shared(int(sums[0]), sums[3], not sums[4], Progress(*sums[7:end]), signals)
+        return Shared(int(sums[0]), sums[3], not sums[4], Progress(*sums[8:end]), signals)
+
+    def _settle(self) -> None:
+        """Check, before anything is made of the weights, what is known of the steps only now."""
+        if self.ranks.world_size == 1 and not self.stepper.is_checked_late:
+            return
+        bad, skipped = self.ranks.agree((not self.stepper.settle(), self._has_skipped))
+        if bad:
+            raise not_finite(self.timer.timestamp, is_late=True)
+        self._check_skipped(skipped)
+
+    def _check_skipped(self, count: float) -> None:
+        """Refuse to continue if only some ranks have skipped the last step."""
+        if count in (0, self.ranks.world_size):
+            return
+        flags = enumerate(self.ranks.gather(str(self._has_skipped)))
+        skipping = [rank for rank, flag in flags if flag == "True"]
+        raise skipped_alone(self.timer.timestamp, skipping)
 
     def _after_batch(self, before: Timestamp, after: Timestamp) -> None:
         """Do everything that is due now."""
+        self._settle()
         if len(self.recorder.pending) >= MOST_PENDING:
             self.recorder.record()
         if after.epoch != before.epoch:
@@ -289,6 +326,7 @@ class Loop:
         """Log, evaluate and save after the last batch."""
         if not self._is_stopped:
             self.run.stop_reason = None  # it came too late for the ranks to agree on
+        self._settle()
         self._end_epochs(before, self.timer.timestamp)
         is_cut = self._is_stopped and not self.loader.horizon.is_done(self.timer.timestamp)
         if is_cut:

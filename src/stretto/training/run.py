@@ -224,8 +224,7 @@ class Run:
         """Stop the run after the current batch, as a signal would.
 
         In `on_fit_start`, it stops before the first batch. The first reason counts. On several
-        ranks, one call is enough. The ranks agree during a batch, so a later call takes effect
-        after the next batch.
+        ranks, one call is enough.
         """
         self.stop_reason = self.stop_reason or reason
 

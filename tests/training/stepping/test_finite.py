@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from stretto.errors import TrainingError
@@ -218,3 +220,61 @@ def test_a_default_type_of_float64_trains(problem: Make, precision: Any) -> None
         torch.set_default_dtype(torch.float32)
     assert trainer.timer.batch == 16
     assert run.weights().isfinite().all()
+
+
+def test_what_is_found_late_is_found_before_anything_is_saved(
+    problem: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device that the host does not wait for."""
+    found: list[bool] = []
+
+    def late(check: FiniteCheck, losses: Any, **_: bool) -> bool:
+        check.is_late = True
+        found.append(all(math.isfinite(loss) for loss in losses))
+        return True
+
+    monkeypatch.setattr(FiniteCheck, "passes", late)
+    monkeypatch.setattr(FiniteCheck, "settle", lambda check: all(found))
+    checkpoint = Checkpointing("4ba", keep=9)
+    run = problem()
+    trainer = run.trainer(callbacks=[Spoil(5)], folder=tmp_path, checkpoint=checkpoint)
+    with pytest.raises(TrainingError) as caught:
+        trainer.fit()
+    assert "the weights have changed" in str(caught.value)
+    assert [one.name[-2:] for one in (tmp_path / "checkpoints").glob("checkpoint-*")] == ["32"]
+
+
+class HostReads(TorchDispatchMode):
+    """Counts tensors that are read on the host, for which an accelerator has to be waited for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, *rest: Any) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            # Positions of samples are numbers of the host, whatever the device is.
+            files = [frame.filename for frame in traceback.extract_stack()]
+            self.count += not any(name.endswith("/fetching/indices.py") for name in files)
+        _, arguments, options = (*rest, None)[:3]
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize(
+    ("stepping", "micro_batch_size"),
+    [({}, None), ({}, 2), ({"clip_norm": 1.0}, None), ({"non_finite": "skip"}, 2)],
+    ids=["plain", "micro-batches", "clipped", "skip"],
+)
+def test_a_step_reads_nothing_on_the_host(
+    stepping: Any, micro_batch_size: int | None, problem: Make
+) -> None:
+    counts = []
+    for length in ("20ba", "60ba"):
+        trainer = problem().trainer(
+            max_duration=length,
+            micro_batch_size=micro_batch_size,
+            stepping=Stepping(**stepping),
+            log=Logging("100ba", console=False),
+        )
+        with HostReads() as reads:  # type: ignore[no-untyped-call]
+            trainer.fit()
+        counts.append(reads.count)
+    assert counts[0] == counts[1]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias, cast, final
 
+import torch
 from torch import Tensor
 
 from stretto.errors import TrainingError, shown
@@ -136,7 +137,11 @@ class _Value:
 
     def _fold(self) -> None:
         pending, self._pending = self._pending, []
-        self._take((float(value), weight) for value, weight in pending)
+        if pending:
+            values, weights = zip(*pending, strict=True)
+            device = values[0].device
+            read = torch.stack([one.to(device).double().reshape(()) for one in values]).tolist()
+            self._take(zip(read, weights, strict=True))
 
     def _take(self, values: Iterable[tuple[float, float]]) -> None:
         for value, weight in values:

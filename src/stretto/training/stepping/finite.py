@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import partial
-from math import isfinite
-from typing import final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +16,30 @@ MOST_IN_A_ROW = 20
 """Skipped steps in a row after which the run ends with an error."""
 
 
+class _Flag(NamedTuple):
+    """Whether anything on a device was not finite: 0 or 1, in float32 as the kernel wants it."""
+
+    value: Tensor
+    one: Tensor
+    host: Tensor
+    """Where the host sees it: itself on a CPU, else a copy that nobody waits for."""
+    seen: Any
+    """The same memory as a NumPy array, which is read without an operation of torch."""
+
+    @classmethod
+    def on(cls, device: torch.device) -> _Flag:
+        value = torch.zeros(1, dtype=torch.float32, device=device)
+        pins = device.type == "cuda"
+        host = value if device.type == "cpu" else torch.zeros(1, pin_memory=pins)
+        return cls(value, torch.ones_like(value), host, host.numpy())
+
+
 @final
 class FiniteCheck:
     """Checks the losses and the gradient of a step on this rank.
 
-    One pass over the gradient, and one number read from the device.
+    The host waits for no device if `is_late`: then a step that is not finite is found one or more
+    steps later, at the latest by `settle`. On a CPU it is always found at once.
 
     >>> weight = nn.Parameter(torch.ones(2))
     >>> weight.grad = torch.tensor([1.0, float("inf")])
@@ -31,49 +48,67 @@ class FiniteCheck:
 
     Args:
         parameters: those whose gradients are checked.
+        is_late: whether a step may be found not to be finite after the weights have changed.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, is_late: bool = False) -> None:
         groups: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
         for parameter in parameters:
             groups.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-        # The kernel takes float32 alone, whatever the default type is.
-        scalar = partial(torch.full, (1,), dtype=torch.float32)
-        self._groups = [
-            (group, scalar(fill_value=0.0, device=device), scalar(fill_value=1.0, device=device))
-            for (device, _), group in groups.items()
-        ]
+        self._groups = list(groups.items())
+        self._flags: dict[torch.device, _Flag] = {}
+        self.is_late = is_late
+        self._waits = False
+        """Whether the host has to wait for a device: results are needed in each step."""
         everything = [parameter for group in groups.values() for parameter in group]
         self._is_plain = not any(p.is_complex() or hasattr(p, "to_local") for p in everything)
 
-    def passes(self, losses: Iterable[Tensor], *, is_gradient_known: bool = False) -> bool:
+    def passes(self, losses: list[Tensor], *, is_gradient_known: bool = False) -> bool:
         """Return whether every loss and every element of the gradient is finite.
 
         Args:
             losses: scalars.
             is_gradient_known: whether the gradient is known to be finite.
         """
-        groups = () if is_gradient_known else self._groups
-        for parameters, flag, one in groups:
-            gradients = [grad for p in parameters if (grad := p.grad) is not None]
-            if not gradients:
-                continue
-            if self._is_plain:
-                try:
-                    _mark_infinite(gradients, flag, one)
-                    continue
-                except NotImplementedError:
-                    pass  # one of them is sparse
-            _mark_infinite([_local(gradient) for gradient in gradients], flag, one)
-        # Read only now: reading waits for the device.
+        found = torch.stack(losses) if losses else None  # a copy: the kernel multiplies by one
+        for place, parameters in () if is_gradient_known else self._groups:
+            tensors = [grad for p in parameters if (grad := p.grad) is not None]
+            if found is not None and (found.device, found.dtype) == place:
+                tensors.append(found)
+                found = None
+            if tensors:
+                self._mark(place[0], tensors)
+        if found is not None:
+            self._mark(found.device, [found])
         are_finite = True
-        for loss in losses:
-            are_finite &= isfinite(loss.item())
-        for _, flag, _ in groups:
-            if flag.item():
-                flag.zero_()
+        for flag in self._flags.values():
+            if flag.host is not flag.value:
+                flag.host.copy_(flag.value, non_blocking=True)
+            if flag.seen[0]:
+                are_finite = False
+        return self.settle() if not are_finite or self._waits else True
+
+    def settle(self) -> bool:
+        """Wait for the device; return whether all steps since the last call were finite."""
+        are_finite = True
+        for flag in self._flags.values():
+            if flag.seen[0] if flag.host is flag.value else flag.value.item():
+                flag.value.zero_()
                 are_finite = False
         return are_finite
+
+    def _mark(self, device: torch.device, tensors: list[Tensor]) -> None:
+        flag = self._flags.get(device)
+        if flag is None:
+            flag = self._flags[device] = _Flag.on(device)
+            self._waits |= device.type != "cpu" and not self.is_late
+        if self._is_plain:
+            try:
+                _mark_infinite(tensors, flag.value, flag.one)
+                return
+            except NotImplementedError:
+                pass  # one of them is sparse
+        _mark_infinite([_local(tensor) for tensor in tensors], flag.value, flag.one)
 
 
 @final
@@ -122,17 +157,35 @@ class SkippedSteps:
         self.count, self.in_a_row = count(state, "count"), count(state, "in_a_row")
 
 
-def not_finite(at: Timestamp) -> TrainingError:
-    """Return the error for a step that is not finite."""
+def not_finite(at: Timestamp, *, is_late: bool = False) -> TrainingError:
+    """Return the error for a step that is not finite, or for one before `at`."""
+    what, why = f"take the step at {at.get('sp')}", "its loss or gradient is nan or infinite; "
+    if is_late:
+        what, why = (
+            f"train beyond {at.get('sp')}",
+            "a loss or gradient before was nan or infinite; ",
+        )
     return TrainingError.cannot(
-        f"take the step at {at.get('sp')}",
-        why="its loss or gradient is nan or infinite; the weights are still those before it",
+        what,
+        why=why
+        + ("the weights have changed" if is_late else "the weights are still those before it"),
         instead=(
+            "resume from the last checkpoint, and " if is_late else "",
             "lower the learning rate, clip with ",
             Argument("clip_norm", 1.0),
             ", or skip such steps with ",
             Argument("non_finite", "skip"),
         ),
+    )
+
+
+def skipped_alone(at: Timestamp, ranks: Sequence[int]) -> TrainingError:
+    """Return the error for a step that only some ranks have skipped."""
+    return TrainingError.cannot(
+        f"continue after {at.get('sp')}",
+        why=f"update() returned SKIPPED on rank {', '.join(map(str, ranks))} alone, so the weights "
+        "of the ranks differ",
+        instead="decide on all ranks together, and resume from the last checkpoint",
     )
 
 

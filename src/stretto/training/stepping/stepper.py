@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, final
 
@@ -79,7 +80,9 @@ class Stepper:
         """Measures the gradient noise; None: it is not needed."""
         # With loss scaling, the gradient may overflow; the scaler handles that.
         watched = [] if step.scaler is not None else self._parameters
-        self._check = FiniteCheck(watched) if settings.non_finite != "ignore" else None
+        is_late = settings.non_finite == "stop" and ranks.device.type != "cpu"
+        checks = settings.non_finite != "ignore"
+        self._check = FiniteCheck(watched, is_late=is_late) if checks else None
         self._moves = ranks.device.type != "cpu"
         self._is_spread = is_fully_sharded(self._model)
         self._is_sharded = ranks.world_size > 1 and self._is_spread
@@ -203,14 +206,14 @@ class Stepper:
         return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
 
     def is_finite(self, gradient: Gradient) -> bool:
-        """Return whether losses and gradient are finite on this rank; true if it is not checked.
+        """Return whether losses and gradient are finite on this rank, as far as the host knows.
 
-        Call it after the noise is measured, which reads the gradient anyway.
+        True if it is not checked. Call it after the noise is measured, which reads the gradient.
         """
         if self._check is None:
             return True
         is_known = self.meter is not None and self.meter.has_finite_gradient
-        losses = [micro.loss for micro in gradient.losses]
+        losses = list(map(_LOSS, gradient.losses))
         return self._check.passes(losses, is_gradient_known=is_known)
 
     def measure_noise(self, spec: DataSpec, *, every: int) -> None:
@@ -223,6 +226,15 @@ class Stepper:
             every=every,
             is_sharded=self._is_sharded,
         )
+
+    @property
+    def is_checked_late(self) -> bool:
+        """Whether `settle` may find a step that `is_finite` has let pass."""
+        return self._check is not None and self._check.is_late
+
+    def settle(self) -> bool:
+        """Wait for the device; return whether all steps so far were finite on this rank."""
+        return self._check is None or self._check.settle()
 
     def noise(self) -> NoiseSums:
         """Return this rank's sums for the gradient noise; call it before `finish` and `update`.
@@ -339,4 +351,5 @@ class Stepper:
         return self._model.no_sync()  # type: ignore[operator,no-any-return]
 
 
+_LOSS = attrgetter("loss")
 _NOTHING = contextlib.nullcontext()
