@@ -163,7 +163,7 @@ class Dialect:
                 return _time(value)
             case "bool":
                 return flag(key, value)
-            case "PolicyLike":
+            case "PolicyLike" | "Sizes":
                 return self.policy(value, path)
             case "Sequence[TimeLike]":
                 return [_time(one) for one in _list(key, value, "[50%, 75%]")]

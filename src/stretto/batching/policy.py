@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Self, TypeAlias, cast, final
+from typing import Annotated, Self, TypeAlias, cast, final
 
 from stretto.batching.signals import Signals
 from stretto.errors import BatchSizeError, Text, shown
-from stretto.schedules.fields import Timed, interval
+from stretto.schedules.fields import Check, Timed
 from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
 from stretto.timing.number import whole
 from stretto.timing.time import Number
@@ -135,13 +134,8 @@ class BoundPolicy(ABC):
         return None
 
 
-Size: TypeAlias = int
+Size: TypeAlias = Annotated[int, Check(lambda value, *_: checked_size(value))]
 """A field that is an integer of at least 1."""
-CHECKS: dict[str, Callable[[Any, str], object]] = {
-    "Size": lambda value, _: checked_size(value),
-    "Interval": partial(interval, error=BatchSizeError),
-}
-"""How a field of a policy is checked and converted, by its annotation."""
 
 
 class BatchSizePolicy(Timed):
@@ -155,7 +149,6 @@ class BatchSizePolicy(Timed):
 
     __slots__ = ()
     error = BatchSizeError
-    checks = CHECKS
 
     @abstractmethod
     def bind(self, horizon: Horizon) -> BoundPolicy:

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar, Literal, TypeAlias, final, get_args
+from typing import Annotated, ClassVar, Literal, TypeAlias, final
 
-from stretto.batching import policy as policies
 from stretto.batching.bound_wrappers import BoundMap, BoundMonotone
 from stretto.batching.parse import as_policy
 from stretto.batching.policy import BatchSizePolicy, BoundPolicy, Size, checked_size
 from stretto.batching.written import WRAPPERS, written
 from stretto.errors import Argument, BatchSizeError
-from stretto.schedules.fields import check_fields, fill, one_of
+from stretto.schedules.fields import Check, check_fields, fill, one_of
 from stretto.timing import Horizon
 
-Rounding: TypeAlias = Literal["down", "up"]
+Rounding: TypeAlias = Annotated[
+    Literal["down", "up"],
+    Check(lambda value, name, error: one_of(value, name, ("down", "up"), error)),
+]
 """The direction of rounding."""
 LARGE = 1 << 60
 """Above any batch size."""
 
 
-def checked_policy(policy: object, name: str = "policy") -> BatchSizePolicy:
+def checked_policy(policy: object) -> BatchSizePolicy:
     """Return the policy inside a wrapper, from a policy or its written form.
 
     Raises:
         BatchSizeError: it is neither, or a schedule depends on its sizes.
     """
-    del name
     inner = as_policy(policy)
     if inner.is_coupled:
         raise BatchSizeError.cannot(
@@ -40,19 +40,15 @@ def checked_policy(policy: object, name: str = "policy") -> BatchSizePolicy:
     return inner
 
 
-CHECKS = policies.CHECKS | {
-    "BatchSizePolicy": checked_policy,
-    "Rounding": partial(one_of, choices=get_args(Rounding), error=BatchSizeError),
-}
+Inner: TypeAlias = Annotated[BatchSizePolicy, Check(lambda value, *_: checked_policy(value))]
+"""A field that is the policy inside a wrapper."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Wrapper(BatchSizePolicy):
     """A policy around another one; it has the same times."""
 
-    policy: BatchSizePolicy
-
-    checks = CHECKS
+    policy: Inner
 
     def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
         """Return the warnings of the policy inside."""

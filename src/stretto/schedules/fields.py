@@ -7,9 +7,20 @@ import inspect
 import math
 import operator
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, ClassVar, Self, SupportsFloat, TypeAlias
+from functools import cache
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    NamedTuple,
+    Self,
+    SupportsFloat,
+    TypeAlias,
+    get_args,
+    get_type_hints,
+)
 
 from stretto.errors import Argument, ScheduleError, StrettoError, nearest, shown
 from stretto.timing import Time, TimeLike, TimeUnit
@@ -17,13 +28,21 @@ from stretto.timing.conversion import rounded
 from stretto.timing.number import exact, is_number
 from stretto.timing.time import Number
 
-Factor: TypeAlias = float
+
+class Check(NamedTuple):
+    """How a field with this annotation is checked and converted: `Annotated[float, Check(...)]`."""
+
+    converted: Callable[[Any, str, type[StrettoError]], object]
+    """Returns the value of a field, from what was given, its name, and the error to raise."""
+
+
+Factor: TypeAlias = Annotated[float, Check(lambda value, name, _: factor(value, name))]
 """A field that is a finite number of at least 0."""
-Positive: TypeAlias = float
+Positive: TypeAlias = Annotated[float, Check(lambda value, name, _: positive(value, name))]
 """A field that is a finite number above 0."""
-Length: TypeAlias = TimeLike
+Length: TypeAlias = Annotated[TimeLike, Check(lambda value, name, _: length(value, name))]
 """A field that is a time of at least 0; held as a `Time`."""
-Interval: TypeAlias = TimeLike
+Interval: TypeAlias = Annotated[TimeLike, Check(lambda *given: interval(*given))]  # noqa: PLW0108  defined below
 """A field that is a time above 0; held as a `Time`."""
 
 
@@ -33,8 +52,6 @@ class Timed(ABC):
     __slots__ = ()
     error: ClassVar[type[StrettoError]]
     """What is raised for a ratio that times cannot be stretched by."""
-    checks: ClassVar[Mapping[str, Callable[[Any, str], object]]]
-    """How a field is checked and converted, by its annotation."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -90,12 +107,33 @@ def fill(value: object, /, **fields: object) -> None:
 
 
 def check_fields(value: Timed) -> None:
-    """Check and convert each field of a dataclass whose annotation is one of its `checks`."""
-    for one in fields(value):  # type: ignore[arg-type]
-        annotation, given = str(one.type), getattr(value, one.name)
-        check = value.checks.get(annotation.removesuffix(" | None"))
-        if check and not (given is None and annotation.endswith(" | None")):
-            fill(value, **{one.name: check(given, one.name)})
+    """Check and convert each field of a dataclass whose annotation has a `Check`."""
+    for name, (check, is_optional) in _checks(type(value)).items():
+        given = getattr(value, name)
+        if not (given is None and is_optional):
+            fill(value, **{name: check.converted(given, name, value.error)})
+
+
+@cache
+def _checks(kind: type[Timed]) -> dict[str, tuple[Check, bool]]:
+    """Return the check of each field that has one, and whether the field may be None."""
+    try:
+        hints = get_type_hints(kind, include_extras=True)
+    except NameError as error:
+        raise kind.error.cannot(
+            f"check the fields of {kind.__name__}",
+            why=f"an annotation names {error.name!r}, which its module does not have",
+            instead=f"import or define {error.name} at the top of the module",
+        ) from error
+    found = {}
+    for one in fields(kind):  # type: ignore[arg-type]
+        hint = hints[one.name]
+        kinds = (hint,) if hasattr(hint, "__metadata__") else (hint, *get_args(hint))
+        marks = [mark for hint in kinds for mark in getattr(hint, "__metadata__", ())]
+        check = next((mark for mark in marks if isinstance(mark, Check)), None)
+        if check is not None:
+            found[one.name] = check, type(None) in kinds
+    return found
 
 
 def _values(value: object) -> dict[str, Any]:
@@ -257,12 +295,3 @@ def _as_float(value: object) -> float:
         return float(value) if isinstance(value, SupportsFloat) else math.nan
     except (TypeError, ValueError, OverflowError):
         return math.nan
-
-
-CHECKS: Mapping[str, Callable[[Any, str], object]] = {
-    "Factor": factor,
-    "Positive": positive,
-    "Length": length,
-    "Interval": interval,
-}
-"""How a field is checked and converted, by its annotation."""

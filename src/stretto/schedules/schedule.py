@@ -9,7 +9,6 @@ from typing import TypeAlias, final
 
 from stretto.errors import ScheduleError, shown
 from stretto.schedules.fields import (
-    CHECKS,
     Factor,
     Length,
     Timed,
@@ -48,7 +47,6 @@ class Schedule(Timed):
     """
 
     error = ScheduleError
-    checks = CHECKS
 
     def bind(self, horizon: Horizon) -> BoundSchedule:
         """Return the factor on one run as a function of the timestamp.

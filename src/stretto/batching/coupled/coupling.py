@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import ClassVar, Literal, TypeAlias, final
+from typing import Annotated, ClassVar, Literal, TypeAlias, final
 
 from stretto.batching.coupled.bound_coupling import SLACK, BoundCoupledSizes, BoundCoupling
 from stretto.batching.coupled.decay import Decay, cannot_grow
 from stretto.batching.parse import PolicyLike, as_policy
-from stretto.batching.policy import CHECKS, BatchSizePolicy, BoundPolicy, Size, TimedPolicy
+from stretto.batching.policy import BatchSizePolicy, BoundPolicy, Size, TimedPolicy
 from stretto.batching.wrappers import checked_policy
 from stretto.batching.written import flag
 from stretto.errors import Argument, BatchSizeError, ScheduleError, TimeError, shown
@@ -24,10 +24,12 @@ from stretto.schedules import (
     Scope,
     as_schedule,
 )
-from stretto.schedules.fields import Timed, check_fields, fill
+from stretto.schedules.fields import Check, Timed, check_fields, fill
 from stretto.timing import Horizon, Timestamp, TimeUnit
 from stretto.timing.number import exact
 
+Decaying: TypeAlias = Annotated[ScheduleLike, Check(lambda value, *_: as_schedule(value))]
+Sizes: TypeAlias = Annotated[PolicyLike, Check(lambda value, *_: checked_policy(value))]
 Continuous: TypeAlias = Literal["continuous"]
 """The batch grows whenever another sample fits in, not by a factor at once."""
 
@@ -56,15 +58,11 @@ class Coupling(Timed):
     """
 
     error = BatchSizeError
-    checks = CHECKS | {
-        "ScheduleLike": lambda value, _: as_schedule(value),
-        "PolicyLike": checked_policy,
-    }
     power: ClassVar[float]
     """The power of the batch size that the learning rate is multiplied by."""
-    decay: ScheduleLike
+    decay: Decaying
     """The schedule of a run whose batch does not grow."""
-    size: PolicyLike
+    size: Sizes
     """The sizes as they are without the growth: one, or a warm-up of the batch."""
     factor: float | Continuous = field(default=2.0, kw_only=True)
     """By how much the batch grows at once."""

@@ -8,10 +8,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
-from typing import Literal, TypeAlias, final, get_args
+from typing import Annotated, Literal, TypeAlias, final
 
-from stretto.batching import policy
 from stretto.batching.policy import (
     BatchSizePolicy,
     BoundPolicy,
@@ -24,10 +22,13 @@ from stretto.batching.policy import (
 from stretto.batching.scheduled.fixed import BoundStairs, Fixed, line
 from stretto.batching.written import RAMPS, written
 from stretto.errors import Argument, BatchSizeError, shown
-from stretto.schedules.fields import Interval, check_fields, fill, one_of
+from stretto.schedules.fields import Check, Interval, check_fields, fill, one_of
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
 
-Equal: TypeAlias = Literal["time", "batches"]
+Equal: TypeAlias = Annotated[
+    Literal["time", "batches"],
+    Check(lambda value, name, error: one_of(value, name, ("time", "batches"), error)),
+]
 """What the sizes of a ramp get equally much of."""
 
 
@@ -126,9 +127,6 @@ def _check_epochs(horizon: Horizon, axis: Axis, marks: Iterable[Fraction]) -> No
             horizon.ticks(Time(part, TimeUnit.EPOCH), axis)
 
 
-CHECKS = policy.CHECKS | {"Equal": partial(one_of, choices=get_args(Equal), error=BatchSizeError)}
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class _Ramp(BatchSizePolicy):
     """A ramp from `start` to `end`."""
@@ -137,7 +135,6 @@ class _Ramp(BatchSizePolicy):
     end: Size
     over: Interval
     equal: Equal = field(default="time", kw_only=True)
-    checks = CHECKS
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -279,7 +276,6 @@ class StagedRamp(BatchSizePolicy):
     sizes: Sequence[int]
     over: Interval
     equal: Equal = field(default="time", kw_only=True)
-    checks = CHECKS
 
     def __post_init__(self) -> None:
         check_fields(self)

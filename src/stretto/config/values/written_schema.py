@@ -42,6 +42,7 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
     "Sequence[int]": {"type": "array", "items": _SIZE, "minItems": 2},
     "StepsLike": {"anyOf": [_STEPS, {"$ref": "#/$defs/StepsMapping"}]},
     "PolicyLike": {"$ref": "#/$defs/BatchSize"},
+    "Sizes": {"$ref": "#/$defs/BatchSize"},
     "Periods": {"type": "array", "items": {"$ref": "#/$defs/PeriodOfSizes"}, "minItems": 1},
     "IncreaseCallable": {"$ref": "#/$defs/Target"},
 }
