@@ -12,12 +12,12 @@ import pytest
 pytest.importorskip("accelerate", reason="needs stretto[accelerate]: make test-adapters")
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
 from tests.integrations import accelerate_loop as loop
 from torch.utils.data import DataLoader, TensorDataset
 
 from stretto.batching import BatchSizePolicy, BoundPolicy, NoiseScale, Signals
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, TrainingError
 from stretto.integrations.accelerate import prepare
 from stretto.ordering import SampleOrder
 from stretto.planning import plan
@@ -152,6 +152,42 @@ def refused(**settings: Any) -> None:
 def test_what_cannot_be_followed_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(StrettoError, match=said):
         refused(**settings)
+
+
+def own_loop(every: int, *, micro_batch_size: int = 4, skips: bool = False) -> Any:
+    """Train without `accumulate`, as the quick tour does, or with accumulation by hand."""
+    accelerator, model = Accelerator(cpu=True), loop.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    data = TensorDataset(loop.X, loop.Y)
+    loader, _ = prepare(
+        accelerator, data, optimizer, 16, max_duration="1ep", micro_batch_size=micro_batch_size
+    )
+    for number, (x, y) in enumerate(loader):
+        accelerator.backward((model(x) - y).square().mean())
+        if (number + 1) % every == 0 and not (skips and number == 3):
+            optimizer.step()
+            optimizer.zero_grad()
+    return loader.run.timer.batch
+
+
+@pytest.mark.small
+def test_a_loop_without_accumulate_is_refused_where_it_is_wrong() -> None:
+    for every, size in ((1, 4), (3, 4), (8, 4), (2, 16)):
+        with pytest.raises(TrainingError, match="accumulate"):
+            own_loop(every, micro_batch_size=size)
+    # The passes of each step, then one update: right without it, too.
+    assert own_loop(1, micro_batch_size=16) == 10
+    assert own_loop(1, micro_batch_size=16, skips=True) == 10
+
+
+@pytest.mark.small
+def test_the_first_batches_need_not_be_skipped() -> None:
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    loader, _ = prepare(accelerator, range(20), optimizer, 4, max_duration="2ep")
+    with pytest.raises(TrainingError, match="skip_first_batches"):
+        skip_first_batches(loader, 2)
 
 
 @pytest.mark.slow

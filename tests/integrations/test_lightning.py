@@ -15,6 +15,7 @@ pytest.importorskip("lightning", reason="needs stretto[lightning]: make test-ada
 
 import lightning
 import torch
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
@@ -239,6 +240,59 @@ def test_manual_optimization_with_two_optimizers(big_batches: Tensor) -> None:
     assert ids_of(module) == IDS
     close(module.net, big_batches)
     assert run.timer.batch == len(IDS)
+
+
+@pytest.mark.small
+def test_manual_optimization_as_it_was_is_refused() -> None:
+    class Stock(lightning_toys.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.mean_loss(batch))
+            optimizer.step()
+
+    with pytest.raises(TrainingError, match="is_last"):
+        lightning_toys.train(module=Stock())
+
+
+class Data(LightningDataModule):
+    """Splits its rows anew whenever it is set up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def prepare_data(self) -> None:
+        self.calls.append("prepare")
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(stage)
+        self.rows = toys.rows()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.rows, batch_size=8, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.rows, batch_size=50)
+
+
+@pytest.mark.small
+def test_a_data_module_is_followed(big_batches: Tensor) -> None:
+    for _ in range(2):  # as a notebook cell that is run again
+        module, data = lightning_toys.Module(), Data()
+        trainer = lightning_toys.make_trainer()
+        loading = Loading(seed=toys.SEED)
+        attach(trainer, data, toys.SIZES, toys.SCHEDULES, loading=loading)
+        attach(trainer, data, toys.SIZES, toys.SCHEDULES, loading=loading)
+        trainer.fit(module, datamodule=data)
+        assert data.calls.count("fit") == 2, "Lightning has not set it up again"
+        assert ids_of(module) == IDS
+        close(module.net, big_batches)
+        assert module.validated == [(EPOCH, 0), (len(IDS), 1)]
 
 
 def test_losses_whose_value_is_kept_for_backward_are_weighted() -> None:

@@ -99,9 +99,13 @@ def prepare(
     run.bind(each, rank=accelerator.process_index, world_size=accelerator.num_processes)
     loader = MicroBatches(accelerator, run, units, model)
     inner = getattr(each[-1], "optimizer", each[-1])
-    inner.register_step_post_hook(lambda *_: loader.finish())
+    inner.register_step_post_hook(lambda *_: loader.note_update())
     accelerator.register_for_checkpointing(loader)
     return loader, run.scheduler(each[0])
+
+
+class _NotAdded(float):
+    """`accelerator.step` as the loader sets it; `accelerator.accumulate` adds 1, a plain float."""
 
 
 @final
@@ -119,6 +123,10 @@ class MicroBatches:
         self._losses: list[Tensor] = []
         self._noise = NO_SIGNALS
         self._watch: AbstractContextManager[None] = nullcontext()
+        self._place = (0, 0)
+        """The number of the present micro-batch in its step, from 0, and of the last one."""
+        self._updates = self._without_update = 0
+        """Steps after which the optimizer has stepped, and others outside of `accumulate`."""
         if run.loader.reads:
             accelerator.backward = self._measured
         if self._meter is not None and self._meter.averages_each:
@@ -150,7 +158,8 @@ class MicroBatches:
             for number, (micro, units) in enumerate(zip(step, own, strict=True)):
                 is_last = number == last
                 # accumulate() adds 1 and looks for a multiple of the steps; nan never is one.
-                accelerator.step = -1 if is_last else math.nan
+                accelerator.step = _NotAdded(-1 if is_last else math.nan)
+                self._place = number, last
                 accelerator.gradient_accumulation_steps = (
                     total / (units * world_size) if units else math.inf
                 )
@@ -159,10 +168,45 @@ class MicroBatches:
                         micro, is_last=is_last, units=units, divisor=total
                     )
                 yield move_batch(micro.batch, accelerator.device)
-            self.finish()  # if the optimizer did not step, as after an overflow
+            self._end_without_update()
 
-    def finish(self) -> None:
-        """Count the step; the optimizer calls it."""
+    @property
+    def dataset(self) -> Any:
+        """Refuse `accelerate.skip_first_batches`, which asks for it.
+
+        Raises:
+            TrainingError: always.
+        """
+        raise TrainingError.cannot(
+            "skip the first batches",
+            why="accelerator.load_state() has moved the run to its place already",
+            instead="leave skip_first_batches out, and iterate over the loader",
+        )
+
+    def note_update(self) -> None:
+        """Count the step; the optimizer calls it.
+
+        Raises:
+            TrainingError: the step has more micro-batches.
+        """
+        number, last = self._place
+        if self.run.step is not None and number < last:
+            raise _no_accumulation(f"the optimizer stepped after micro-batch {number + 1}", last)
+        self._updates += 1
+        self._finish()
+
+    def _end_without_update(self) -> None:
+        """Count a step after which the optimizer did not step, as after an overflow."""
+        accelerator = self._accelerator
+        if self.run.step is not None:
+            is_outside = type(accelerator.step) is _NotAdded and accelerator.scaler is None
+            self._without_update += is_outside
+            # A loop may leave out a bad batch now and then, or only look at the data.
+            if self._updates and self._without_update > max(2, self._updates):
+                raise _no_accumulation("the optimizer steps less often", self._place[1])
+        self._finish()
+
+    def _finish(self) -> None:
         if self.run.step is not None:
             self.run.finish(self._signals())
 
@@ -189,6 +233,15 @@ class MicroBatches:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
         self.run.load_state_dict(state)
+
+
+def _no_accumulation(why: str, last: int) -> TrainingError:
+    return TrainingError.cannot(
+        f"train on steps of {last + 1} micro-batch{'es' if last else ''}",
+        why=why,
+        instead="run the passes, optimizer.step() and optimizer.zero_grad() inside "
+        "'with accelerator.accumulate(model):', for each micro-batch",
+    )
 
 
 def _meter(run: ExternalRun, model: nn.Module | None) -> StepMeter | None:

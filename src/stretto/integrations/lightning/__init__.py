@@ -20,10 +20,11 @@ docs/integrations.md.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader
 
 from stretto.batching import PolicyLike, RuleLike
@@ -58,12 +59,14 @@ def attach(
 ) -> MicroBatches:
     """Let a trainer follow a batch size that changes, and schedules on an exact clock.
 
-    Call it before `trainer.fit`, on every rank, and pass what it returns to `trainer.fit`. The
+    Call it before `trainer.fit`, on every rank, and pass what it returns to `trainer.fit`; or pass
+    `datamodule=` the data module that was attached, which is prepared and set up here. The
     `batch_size` of a `DataLoader` is the most samples of a micro-batch from now on.
 
     Args:
         trainer: the trainer.
-        dataloader: a `DataLoader`, a data set, an iterable of batches, or a `DataSpec`.
+        dataloader: a `DataLoader`, a `LightningDataModule`, a data set, an iterable of batches, or
+            a `DataSpec`.
         batch_size: samples of one step over all ranks: a number, a text, a policy.
         schedules: by hyper-parameter; None, without a `rule`: the module's own schedulers stay.
         rule: how learning rates follow the batch size.
@@ -84,6 +87,9 @@ def attach(
     check_events(when)
     check_units(units)
     FollowRun.leave(trainer)  # one that was attached before
+    module = dataloader if isinstance(dataloader, LightningDataModule) else None
+    if module is not None:
+        dataloader = _opened(module)
     evaluate = when["evaluate"] if "evaluate" in when else own_interval(trainer)
     run = prepare(
         DataSpec.of(dataloader),
@@ -99,4 +105,19 @@ def attach(
     batches = MicroBatches(run, units)
     # First, so that other callbacks see the clock behind the step and the rates of the next one.
     trainer.callbacks.insert(0, FollowRun(batches, ends_epochs=evaluate == "1ep"))
+    if module is not None:
+        module.train_dataloader = lambda: batches
     return batches
+
+
+def _opened(module: LightningDataModule) -> Any:
+    """Set a data module up to train and return its own dataloader.
+
+    Lightning does not set it up again, since that might split the data anew.
+    """
+    kind = type(module)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        module.prepare_data()
+    kind.setup(module, "fit")
+    module.setup = lambda stage: None if stage == "fit" else kind.setup(module, stage)
+    return kind.train_dataloader(module)

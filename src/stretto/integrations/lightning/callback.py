@@ -30,6 +30,7 @@ class FollowRun(Callback):
         self._ends_epochs = ends_epochs
         """Whether to evaluate at the end of each epoch, as Lightning does by itself."""
         self._is_open = False
+        self._global_step = 0
         self._is_fit = True
         self._signals = NO_SIGNALS
         self._loss: Tensor | float = 0.0
@@ -150,6 +151,7 @@ class FollowRun(Callback):
                 why="a run is attached to this trainer",
                 instead="pass what attach() returned to trainer.fit",
             )
+        self._global_step = trainer.global_step
         trainer.val_check_batch = UNKNOWN
         run, loop = self._run, trainer.fit_loop.epoch_loop
         num_samples = run.horizon.dataset_num_samples
@@ -211,9 +213,21 @@ class FollowRun(Callback):
             self._signals = self._batches.meter.signals(scale)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Count the step if it is complete, and say what is due."""
+        """Count the step if it is complete, and say what is due.
+
+        Raises:
+            TrainingError: in manual optimization, an optimizer has stepped before.
+        """
         if not self._batches.is_last:
+            if trainer.global_step != self._global_step:
+                raise TrainingError.cannot(
+                    "train in manual optimization",
+                    why="an optimizer stepped after a micro-batch that is not the last of its step",
+                    instead="multiply the loss by dataloader.weight, and step and clear optimizers "
+                    "'if dataloader.is_last:' (dataloader is what attach() returned)",
+                )
             return
+        self._global_step = trainer.global_step
         if "loss" in self._run.loader.reads and isinstance(self._loss, Tensor):
             mean = trainer.strategy.reduce(self._loss, reduce_op="mean")
             self._signals = replace(self._signals, loss=float(mean))
