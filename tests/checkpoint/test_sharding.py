@@ -122,6 +122,12 @@ def test_two_dimensions_come_back_as_they_were(rank: int) -> None:
         assert is_dtensor(back)
         assert back.placements == tensor.placements
         assert torch.equal(back.to_local(), whole.chunk(2)[rank % 2])
+        # Nothing is gathered, and of two equal parts one is written.
+        piece = to_shard(tensor)
+        assert isinstance(piece, Shard)
+        expected = whole.chunk(2)[rank] if rank < 2 else whole[:0]
+        assert torch.equal(piece.local, expected)
+        assert (piece.shape, piece.dim, piece.offset) == ((5, 2), 0, 3 * rank if rank < 2 else 5)
 
 
 def test_another_shape_is_left_for_torch_to_refuse() -> None:

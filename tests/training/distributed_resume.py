@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from stretto.checkpoint import pack_optimizer
@@ -95,7 +98,7 @@ def train(
 
     Args:
         out: where the folder of the run is.
-        parallel: "plain", "ddp" or "fsdp".
+        parallel: "plain", "ddp", "fsdp" or "hsdp".
         stop: the rank that gets SIGTERM, and the batch in which it does.
         kill: the rank that gets SIGKILL, and the batch, if torchrun starts it for the first time.
         checkpoint_every: when a checkpoint is due.
@@ -109,8 +112,14 @@ def train(
     )
     torch.manual_seed(2)
     model = Net().double()
+    if parallel == "hsdp" and not dist.is_initialized():
+        dist.init_process_group("gloo")
     if parallel == "fsdp":
         shard_blocks(model, device="cpu")
+    if parallel == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+        fully_shard(model.body[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
     watch = Watch(stop=stop, kill=kill)
     trainer = Trainer(
         model,

@@ -346,6 +346,22 @@ def reading(rank: int) -> list[int]:
     return found
 
 
+class Apart(Callback):
+    """Changes the weights of the last rank alone."""
+
+    def on_batch_end(self, run: Run, step: Any) -> None:
+        if run.rank and run.timer.batch == 2:
+            next(run.model.parameters()).data.add_(0.1)
+
+
+def apart(folder: Path) -> list[str]:
+    def work(rank: int) -> None:
+        del rank
+        make(folder, callbacks=[Apart()], checkpoint=Checkpointing("3ba")).fit()
+
+    return Forked(work).said()
+
+
 def stopped(model: nn.Module, batch: Any) -> torch.Tensor:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -380,6 +396,7 @@ def main(out: Path) -> None:
     said["exchange"] = Forked(exchanged).said()
     said |= {f"stop {after}": Forked(stopping(after)).said() for after in ("batch", "evaluation")}
     said |= {f"skip {last}": Forked(skipping(last)).said() for last in ("3ba", "6ba")}
+    said["apart"] = apart(out / "apart")
     said["reads"] = Forked(reading).said()
     said["stream"] = Forked(ending_apart).said()
     said |= {f"resumed {rank}": resumed_alone(out / "alone", rank) for rank in range(2)}

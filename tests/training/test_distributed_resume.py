@@ -81,6 +81,7 @@ LEGS: list[tuple[int, str, list[int] | None]] = [
     (1, "plain", [0, 8]),
     (2, "fsdp", [0, 10]),
     (3, "fsdp", [2, 12]),
+    (4, "hsdp", [1, 14]),
     (1, "plain", None),
 ]
 

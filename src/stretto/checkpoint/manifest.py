@@ -49,8 +49,8 @@ class Manifest(NamedTuple):
     """The content of a manifest."""
 
     format: int
-    created: str | None
-    """When it was written, in UTC; None in format 1."""
+    created: str
+    """When it was written, in UTC."""
     files: dict[str, Entry]
 
 
@@ -112,19 +112,15 @@ def read_manifest(path: Path) -> Manifest:
             why=f"it has format {shown(version)} and this version knows up to {FORMAT}",
             instead="install a newer stretto",
         )
-    if type(version) is not int or version < 1 or not isinstance(document.get("files"), dict):
+    if type(version) is not int or version < FORMAT or not isinstance(document.get("files"), dict):
         raise DamagedError("its manifest is not one of ours")
     files = {name: _entry(name, value) for name, value in document["files"].items()}
     created = document.get("created")
-    is_dated = version == 1 or (isinstance(created, str) and bool(_CREATED.fullmatch(created)))
-    if version == 1:
-        expected = _spell({"format": 1, "files": _listed(files)})
-    else:
-        plain = {"format": version, "created": created, "files": _listed(files)}
-        expected = _seal(_spell(plain))
+    expected = _seal(_spell({"format": version, "created": created, "files": _listed(files)}))
+    is_dated = isinstance(created, str) and _CREATED.fullmatch(created) is not None
     if text != expected or not is_dated or RECORDS not in files:
         raise DamagedError("its manifest is not what was written")
-    return Manifest(version, created if version > 1 else None, files)
+    return Manifest(version, str(created), files)
 
 
 def check_member(path: Path, name: str, entry: Entry, *, content: bool = True) -> None:

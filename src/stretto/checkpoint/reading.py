@@ -68,9 +68,9 @@ class CheckpointReader:
         self._files: dict[str, Any] = {}
         self._entries: dict[str, dict[str, TensorEntry]] = {}
         self._aliases: dict[str, dict[str, str]] = {}
-        shards = _mapping(document, "shards") if manifest.format > 1 else {}
+        shards = _mapping(document, "shards")
         for group, aliases in _mapping(document, "aliases").items():
-            places = self._index(group, _mapping(shards, group) if manifest.format > 1 else {})
+            places = self._index(group, _mapping(shards, group))
             self._entries[group] = places
             self._aliases[group] = _checked_aliases(group, aliases, places)
         unknown = {group_of(name) for name in manifest.files} - {None, *self._entries}

@@ -10,9 +10,12 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -82,9 +85,9 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 def to_shard(tensor: Tensor) -> Tensor | Shard:
     """Return what this rank writes of `tensor`, without a copy if possible.
 
-    A tensor sharded over a one-dimensional mesh, as by `fully_shard`, becomes a `Shard`. A
-    replicated tensor becomes a plain tensor. A tensor with any other placement is gathered, so
-    every rank must call this.
+    A tensor sharded over one dimension of a mesh, as by `fully_shard`, becomes a `Shard`; of equal
+    ones (hybrid sharding), one rank has it, and the others' are empty. A replicated tensor becomes
+    a plain tensor. A tensor with any other placement is gathered, so every rank must call this.
 
     >>> import torch
     >>> to_shard(torch.ones(2))
@@ -93,13 +96,14 @@ def to_shard(tensor: Tensor) -> Tensor | Shard:
     tensor = tensor.detach()
     if not is_dtensor(tensor):
         return tensor
-    placement = tensor.placements[0]
-    if len(tensor.placements) > 1 or not (placement.is_replicate() or _is_cut(placement)):
-        return tensor.full_tensor()
-    local = tensor.to_local()
-    if placement.is_replicate() or tensor.device_mesh.size() == 1:
-        return local
-    part = _part(tensor)
+    at, mesh = _cut_dimension(tensor), tensor.device_mesh
+    if at is None:
+        return tensor.full_tensor()  # without communication if all of it is replicated
+    if mesh.size(at) == 1:
+        return tensor.to_local()
+    part, local = _part(tensor, at), tensor.to_local()
+    if any(number for axis, number in enumerate(_coordinate(mesh)) if axis != at):
+        local, part = local.narrow(part.dim, 0, 0), part._replace(offset=tensor.shape[part.dim])
     return Shard(local, tuple(tensor.shape), part.dim, part.offset)
 
 
@@ -127,10 +131,11 @@ def shard_like(reference: Tensor, stored: Tensor | LazyTensor) -> Tensor:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     mesh, placements = reference.device_mesh, reference.placements
-    if len(placements) > 1 or not _is_cut(placements[0]):
+    at = _cut_dimension(reference)
+    if at is None:
         return distribute_tensor(stored.read(None), mesh, placements, src_data_rank=None)
     return DTensor.from_local(
-        stored.read(_part(reference)),
+        stored.read(_part(reference, at)),
         mesh,
         placements,
         run_check=False,
@@ -148,18 +153,54 @@ def replicate_like(reference: DTensor, stored: Tensor | LazyTensor) -> Tensor:
     return distribute_tensor(whole, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
 
 
-def _is_cut(placement: object) -> bool:
+def replicas(model: nn.Module) -> dict[str, int]:
+    """Return sums over this rank's parameters, by the part that it has of sharded ones.
+
+    Ranks that have the same part have equal sums, unless their weights differ.
+
+    >>> replicas(nn.Linear(1, 1, bias=False).requires_grad_(False).to(torch.uint8))["whole"] < 256
+    True
+    """
+    sums: dict[str, list[Tensor]] = {}
+    for parameter in model.parameters():
+        tensor, part = parameter.detach(), "whole"
+        if is_dtensor(tensor):
+            at, place = _cut_dimension(tensor), _coordinate(tensor.device_mesh)
+            part = f"part {place if at is None else place[at]}"
+            tensor = tensor.to_local()
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        whole = tensor.contiguous().view(_INTEGERS[tensor.itemsize])
+        sums.setdefault(part, []).append(whole.sum(dtype=torch.int64))
+    # Read in one transfer, and of different weight, so that exchanged tensors show.
+    totals = {part: torch.stack([one.cpu() for one in found]) for part, found in sums.items()}
+    return {
+        part: int((found * torch.arange(1, len(found) + 1)).sum()) for part, found in totals.items()
+    }
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _cut_dimension(tensor: DTensor) -> int | None:
+    """Return the only dimension of the mesh over which a tensor is sharded; None: no such one."""
     # Not isinstance: a subclass shards in strides (tensor parallelism under FSDP).
     from torch.distributed.tensor import Shard as Cut
 
-    return type(placement) is Cut
+    others = [at for at, one in enumerate(tensor.placements) if not one.is_replicate()]
+    return others[0] if len(others) == 1 and type(tensor.placements[others[0]]) is Cut else None
 
 
-def _part(tensor: DTensor) -> TensorSlice:
+def _coordinate(mesh: DeviceMesh) -> list[int]:
+    """Return where in a mesh this rank is."""
+    place: list[int] = (mesh.mesh == dist.get_rank()).nonzero()[0].tolist()
+    return place
+
+
+def _part(tensor: DTensor, at: int) -> TensorSlice:
     """Return the slice of this rank, as `torch.chunk` splits; the last ranks may have none."""
     mesh = tensor.device_mesh
-    dim = getattr(tensor.placements[0], "dim") % tensor.dim()  # noqa: B009  of a cut alone
+    dim = getattr(tensor.placements[at], "dim") % tensor.dim()  # noqa: B009  of a cut alone
     size = tensor.shape[dim]
-    chunk = -(-size // mesh.size())
-    offset = min(size, chunk * mesh.get_local_rank())
+    chunk = -(-size // mesh.size(at))
+    offset = min(size, chunk * _coordinate(mesh)[at])
     return TensorSlice(dim, offset, min(size, offset + chunk) - offset)

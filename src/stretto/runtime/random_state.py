@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import random
 import struct
 import sys
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, Self
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
+
+from stretto.runtime.packing import pack, unpack
 
 _MT19937_BYTES = 625 * 4
 """The memory of Python's generator and of NumPy's usual one: 624 words and a position."""
@@ -96,6 +101,27 @@ class RandomState(NamedTuple):
         here = {kind: {_current(kind): devices[kind]}} if kind and kind in devices else {}
         return cls(state["torch"], here, state["python"], state["numpy"])
 
+    def to_row(self) -> Tensor:
+        """Return the state as bytes, in a tensor of one dimension that may be padded with zeros.
+
+        >>> RandomState.from_row(RandomState.now().to_row()).restore()
+        """
+        tensors: dict[str, Tensor] = {}
+        text = json.dumps(pack(_with_words(self.state_dict()), tensors)).encode()
+        record = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        content = save({**tensors, "record": record})
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+    @classmethod
+    def from_row(cls, row: Tensor) -> Self:
+        """Return what `to_row` was called on."""
+        content = bytes(row.numpy())
+        size = int.from_bytes(content[:8], "little")
+        ends = [one["data_offsets"][1] for one in json.loads(content[8 : 8 + size]).values()]
+        tensors = load(content[: 8 + size + max(ends)])
+        record = json.loads(bytes(tensors.pop("record").numpy()))
+        return cls.from_state_dict(_without_words(unpack(record, tensors.__getitem__)))
+
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
@@ -158,6 +184,23 @@ def _without_arrays(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _without_arrays(value) for key, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
+
+
+def _with_words(state: Any) -> Any:
+    """Return a state whose long sequences of numbers of 32 bits are tensors of their bytes."""
+    if isinstance(state, dict):
+        return {key: _with_words(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)) and len(state) > 100:
+        return {"words": torch.frombuffer(bytearray(array("I", state)), dtype=torch.uint8)}
+    return tuple(map(_with_words, state)) if isinstance(state, tuple) else state
+
+
+def _without_words(state: Any) -> Any:
+    if isinstance(state, dict):
+        if state.keys() == {"words"}:
+            return tuple(array("I", bytes(state["words"].numpy())))
+        return {key: _without_words(value) for key, value in state.items()}
+    return tuple(map(_without_words, state)) if isinstance(state, tuple) else state
 
 
 def _device_states() -> dict[str, dict[int, Tensor]]:

@@ -45,6 +45,32 @@ def test_a_run_holds_its_folder_and_lets_go(problem: Make, tmp_path: Path) -> No
     again.fit()
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_run_whose_folder_is_moved_writes_to_no_other(
+    is_replaced: bool, problem: Make, tmp_path: Path
+) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+
+    class Move(Callback):
+        def on_batch_end(self, run: Any, step: Any) -> None:
+            if run.timer.batch == 4:
+                folder.rename(tmp_path / "moved")
+                if is_replaced:
+                    other.rename(folder)
+
+    settings: dict[str, Any] = {"checkpoint": Checkpointing("3ba"), "max_duration": "6ba"}
+    problem().trainer(folder=other, **settings | {"max_duration": "2ba"}).fit()
+    kept = {path.name for path in (other / "checkpoints").iterdir()}
+    trainer = problem().trainer(folder=folder, callbacks=[Move()], **settings)
+    with pytest.warns(RuntimeWarning, match="moved"):
+        trainer.fit()
+    assert "moved" in (trainer.unsaved or "")
+    found = folder / "checkpoints"
+    assert found.exists() == is_replaced
+    if is_replaced:
+        assert {path.name for path in found.iterdir()} == kept
+
+
 @pytest.mark.slow
 def test_a_killed_run_lets_go(tmp_path: Path) -> None:
     program = (

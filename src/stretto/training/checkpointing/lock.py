@@ -45,6 +45,19 @@ def locked(folder: Path) -> Iterator[None]:
 _open_locks: set[IO[bytes]] = set()
 
 
+def is_locked_here(folder: Path) -> bool:
+    """Return whether the lock in `folder` is one that this process holds, if it holds any.
+
+    It is not if the folder was moved, or replaced by that of another run.
+    """
+    try:
+        there = (folder / LOCK).stat()
+    except OSError:
+        return not _open_locks
+    held = [os.fstat(file.fileno()) for file in _open_locks]
+    return not held or any(os.path.samestat(there, one) for one in held)
+
+
 @cache
 def _watch_forks() -> None:
     """Release locks in forked children: data workers outlive a killed run for up to 5 s."""

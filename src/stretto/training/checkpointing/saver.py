@@ -28,6 +28,7 @@ from stretto.checkpoint.staging import Staged
 from stretto.errors import CheckpointError, TrainingError
 from stretto.settings import Checkpointing
 from stretto.timing import BoundTrigger, Timestamp
+from stretto.training.checkpointing.lock import is_locked_here
 from stretto.training.checkpointing.resuming import FOLDER
 from stretto.training.checkpointing.state import RunState
 from stretto.training.distributed.ranks import Ranks
@@ -112,7 +113,10 @@ class Saver:
         writers = self._ranks.world_size if self._state.is_sharded else 1
         is_first = self._ranks.is_first
         records, staged, error = "", None, None
+        is_here = not is_first or is_locked_here(self.folder.parent)
         try:
+            if not is_here:
+                raise _moved(path)
             tensors, state = self._state.capture()
             if is_first:
                 begin_checkpoint(path)
@@ -124,7 +128,7 @@ class Saver:
             error = caught
         # All ranks learn that the folder exists, or that something failed.
         if self._ranks.agree((error is not None,))[0]:
-            if is_first:
+            if is_first and is_here:
                 abandon_checkpoint(path)
             self._report(error)
             return earlier
@@ -267,6 +271,7 @@ class _Job:
 
     def _work(self) -> None:
         try:
+            self._check_folder()
             assert self._staged is not None
             write_part(self.path, self._staged, rank=self._rank, world_size=self._writers)
             self._staged = None
@@ -275,10 +280,16 @@ class _Job:
                 self._finish()
         except Exception as error:  # noqa: BLE001  the main thread reports it
             self._error = error
-            if self._rank == 0:
+            if self._rank == 0 and is_locked_here(self.path.parent.parent):
                 abandon_checkpoint(self.path)
+            elif self._rank == 0:
+                self._error = _moved(self.path)
         finally:
             self.written.set()
+
+    def _check_folder(self) -> None:
+        if self._rank == 0 and not is_locked_here(self.path.parent.parent):
+            raise _moved(self.path)
 
     def _finish(self) -> None:
         if self._writers > 1:
@@ -295,7 +306,16 @@ class _Job:
                 raise CheckpointError.cannot(
                     f"write {self.path}", why=why, instead=instead
                 ) from error
+        self._check_folder()
         finish_checkpoint(self.path, self._records, world_size=self._writers)
         newest, others = self._stay
         keep(self.path.parent, newest=newest, also=others)
         self._is_finished = True
+
+
+def _moved(path: Path) -> CheckpointError:
+    return CheckpointError.cannot(
+        f"write {path}",
+        why="the folder of the run was moved or replaced while the run was writing",
+        instead="move it back",
+    )

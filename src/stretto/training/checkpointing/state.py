@@ -8,24 +8,26 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from stretto.checkpoint import (
     CheckpointReader,
     LazyTensor,
+    Shard,
     TensorSlice,
     pack_optimizer,
     shard_like,
     to_shard,
     unpack_optimizer,
 )
-from stretto.checkpoint.sharding import is_sharded
+from stretto.checkpoint.sharding import is_sharded, replicas
 from stretto.checkpoint.staging import Tensors
 from stretto.data import StepLoader
-from stretto.errors import CheckpointError
+from stretto.errors import CheckpointError, TrainingError
 from stretto.runtime import TrainStep
-from stretto.runtime.packing import pack, packed, unpack
+from stretto.runtime.packing import packed, unpack
 from stretto.runtime.random_state import RandomState
 from stretto.training.callback import Callback
 from stretto.training.checkpointing.callback_state import GROUP, pack_states, restore_states
@@ -38,6 +40,7 @@ from stretto.training.setup import BuiltWith, changes, gone
 from stretto.training.stepping.finite import SkippedSteps
 from stretto.training.stepping.stepper import Stepper
 
+_RANDOM = "random"
 _STEP = "step"
 """The name of the state of the step in a checkpoint."""
 
@@ -105,7 +108,8 @@ class RunState:
         """Return tensors by group and name, and the rest as JSON. Every rank must call it."""
         packed = {name: pack_optimizer(one) for name, one in self._optimizers.items()}
         # Communication comes first, because the rest can fail on a single rank.
-        everybody = self._ranks.gather(json.dumps(pack(RandomState.now().state_dict())))
+        self._check_replicas()
+        random = self._random_rows()
         groups = {"model": self._model.state_dict()}
         groups |= {name: state for name, (state, _) in packed.items()}
         step: Any = None
@@ -121,6 +125,7 @@ class RunState:
             group: {name: to_shard(tensor) for name, tensor in named.items()}
             for group, named in groups.items()
         }
+        tensors |= {} if random is None else {_RANDOM: {"state": random}}
         recorder = self._recorder.state_dict()
         if failure is not None:
             raise failure
@@ -131,13 +136,44 @@ class RunState:
             "recorder": recorder,
             "callbacks": callbacks,
             "evaluated": {one.name: one.measured_at for one in self._evaluators},
-            "random": [json.loads(text) for text in everybody],
             "skipped": self._skipped.state_dict(),
             "best": self._best.state_dict(),
             "setup": dict(self._setup),
             **self._stepper.state_dict(),
         }
         return tensors, records
+
+    def _check_replicas(self) -> None:
+        """Refuse to save if ranks that should have the same weights do not; all must call it.
+
+        Raises:
+            TrainingError: they differ, on every rank.
+        """
+        if self._ranks.world_size == 1:
+            return
+        found: dict[str, tuple[int, int]] = {}
+        for rank, text in enumerate(self._ranks.gather(json.dumps(replicas(self._model)))):
+            for part, total in json.loads(text).items():
+                first, expected = found.setdefault(part, (rank, total))
+                if total != expected:
+                    raise TrainingError.cannot(
+                        f"save the run at {self._loader.timer.timestamp.get('sp')}",
+                        why=f"the weights of rank {first} and rank {rank} differ",
+                        instead="resume from an earlier checkpoint with a step that updates all "
+                        "ranks alike: from averaged gradients, and of all parameters",
+                    )
+
+    def _random_rows(self) -> Tensor | Shard | None:
+        """Return what this rank writes of the random state, a row for each rank."""
+        row, ranks = RandomState.now().to_row(), self._ranks
+        if ranks.world_size == 1:
+            return row[None]
+        if self.is_sharded:  # each rank writes its own
+            length = -ranks.least(-row.numel())
+            row = torch.nn.functional.pad(row, (0, length - row.numel()))
+            return Shard(row[None], (ranks.world_size, length), 0, ranks.rank)
+        rows = ranks.collect(row)
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) if rows else None
 
     def restore(self, checkpoint: CheckpointReader, path: Path, *, is_own: bool) -> list[str]:
         """Restore the result of `capture`.
@@ -219,9 +255,11 @@ class RunState:
             evaluated = dict(records["evaluated"])
             for one in self._evaluators:
                 one.measured_at = count({one.name: -1} | evaluated, one.name, least=-1)
-        with section(path, "random"):
-            if self._ranks.rank < len(records["random"]):
-                RandomState.from_state_dict(unpack(records["random"][self._ranks.rank])).restore()
+        with section(path, _RANDOM):
+            rank = self._ranks.rank
+            if rank < checkpoint.shape(_RANDOM, "state")[0]:
+                row = checkpoint.part(_RANDOM, "state", 0, rank, 1)[0]
+                RandomState.from_row(row).restore()
         with section(path, "skipped"):
             self._skipped.load_state_dict(records.get("skipped", {"count": 0, "in_a_row": 0}))
         self._best.start_over()
