@@ -362,6 +362,12 @@ def apart(folder: Path) -> list[str]:
     return Forked(work).said()
 
 
+def evaluating_apart(rank: int) -> None:
+    """Evaluate on streams that begin alike; one ends before the other."""
+    data = DataLoader(Numbers(40 + 20 * rank), batch_size=4)
+    make(evaluate=Evaluation(data, "6ba", batch_size=4)).evaluate()
+
+
 def stopped(model: nn.Module, batch: Any) -> torch.Tensor:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -396,6 +402,7 @@ def main(out: Path) -> None:
     said["exchange"] = Forked(exchanged).said()
     said |= {f"stop {after}": Forked(stopping(after)).said() for after in ("batch", "evaluation")}
     said |= {f"skip {last}": Forked(skipping(last)).said() for last in ("3ba", "6ba")}
+    said["evaluated"] = Forked(evaluating_apart).said()
     said["apart"] = apart(out / "apart")
     said["reads"] = Forked(reading).said()
     said["stream"] = Forked(ending_apart).said()

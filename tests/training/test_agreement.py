@@ -57,6 +57,9 @@ def test_no_rank_waits_for_one_that_is_set_up_unlike_or_is_stuck(
         first, second = said[f"skip {last}"]
         assert first == second
         assert "SKIPPED on rank 1 alone" in first
+    first, second = said["evaluated"]
+    assert first == second
+    assert "end after 40, 60 samples" in first
     first, second = said["apart"]
     assert first == second
     assert "cannot save the run at 24sp: the weights of rank 0 and rank 1 differ" in first

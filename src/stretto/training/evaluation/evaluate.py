@@ -16,6 +16,7 @@ from stretto.data import DataSpec, StepLoader, move_batch
 from stretto.data.spec import Collate
 from stretto.errors import TrainingError
 from stretto.ordering import evenly
+from stretto.runtime.collectives import all_same, marks
 from stretto.runtime.gradients import is_fully_sharded
 from stretto.runtime.out_of_memory import attempt
 from stretto.runtime.random_state import RandomState
@@ -101,7 +102,7 @@ class Evaluator:
         try:
             self._objects.reset()
             with torch.no_grad(), self._autocast():
-                sums = self._sums()
+                sums, seen = self._sums()
             with torch.no_grad():
                 values = self._objects.values()
         finally:
@@ -109,18 +110,26 @@ class Evaluator:
             for module, was_training in modes:
                 module.training = was_training
             reshard(self._model)
-        loss, units, *rest = self._ranks.agree(sums)
-        metrics, samples = rest[:-1], rest[-1]
+        loss, units, *metrics, samples, mark, square = self._ranks.agree([*sums, *marks(seen)])
+        if not all_same((mark, square), self._ranks.world_size):
+            found = ", ".join(self._ranks.gather(str(seen)))
+            raise TrainingError.cannot(
+                f"evaluate on {self.name!r}",
+                why=f"the streams of the ranks end after {found} samples, so samples are missing",
+                instead="pass DataSpec(data, sharded=True) if each rank has its own part of the "
+                "samples; else give all ranks the same stream",
+            )
         means = {"loss": loss / units if units else math.nan}
         for name, total in zip(self._metrics, metrics, strict=True):
             means[name] = total / samples if samples else math.nan
         return means | values
 
-    def _sums(self) -> list[float]:
-        """Return sums of loss, units, each metric, and the number of samples on this rank."""
+    def _sums(self) -> tuple[list[float], int]:
+        """Return this rank's sums of loss, units, metrics and samples; and how many all ranks read."""
         sums = [0.0] * (3 + len(self._metrics))
         is_sharded = is_fully_sharded(self._model)
-        for step in self._loader(self._batch_size):
+        loader = self._loader(self._batch_size)
+        for step in loader:
             for micro in step.micro_batches:
                 # All ranks must run the forward pass of a sharded model, even without samples.
                 if is_sharded:
@@ -131,7 +140,7 @@ class Evaluator:
                     results = self._in_chunks(micro.batch, micro.num_samples)
                 if micro.weight:
                     sums = _added(sums, results)
-        return sums
+        return sums, loader.timer.sample
 
     def _in_chunks(self, batch: Any, num_samples: int) -> list[float]:
         """Return the sums of a batch; split it if memory runs out, and remember the size."""
