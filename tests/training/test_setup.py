@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from stretto.data import DataSpec
 from stretto.errors import CheckpointError
 from stretto.schedules import Cosine, Linear
-from stretto.training import Callback, Checkpointing, Loading, Stepping
-from stretto.training.setup import changes
+from stretto.training import Callback, Checkpointing, Evaluation, Loading, Stepping
+from stretto.training.algorithms import ExponentialMovingAverage
+from stretto.training.setup import changes, samples_mark
 
 Make = Callable[..., Any]
 
@@ -146,3 +149,62 @@ def test_what_the_optimizer_is_built_with_otherwise_holds_from_there_on(
     assert second.optimizer.param_groups[0]["dampening"] == 0.25
     second.fit()
     assert second.optimizer.param_groups[0]["lr"] == 0.05
+
+
+def other_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.l1_loss(model(batch[0]), batch[1])
+
+
+def collate(samples: list[Any]) -> Any:
+    return torch.utils.data.default_collate(samples)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"loss": other_loss}, "loss: "),
+        ({"loading": Loading(collate_fn=collate)}, "collate_fn: None -> "),
+        ({"stepping": Stepping(non_finite="skip")}, "non_finite: stop -> skip"),
+        ({"callbacks": [ExponentialMovingAverage(half_life="10ba")]}, "callbacks: "),
+        ({"evaluate": Evaluation([1.0], name="test", loss=other_loss)}, "evaluate.test.every: "),
+        ({"dtype": torch.float32}, "model.types: torch.float64 -> torch.float32"),
+        ({"frozen": True}, "model.frozen:  -> 0.weight"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_all_that_can_be_seen_is_a_line(
+    problem: Make, tmp_path: Path, change: dict[str, Any], line: str
+) -> None:
+    settings: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing("2ba")}
+    problem().trainer(max_duration="4ba", **settings).fit()
+    run = problem()
+    if change.pop("frozen", False):
+        run.model[0].weight.requires_grad_(False)
+    run.model.to(change.pop("dtype", torch.float64))
+    trainer = run.trainer(max_duration="4ba", **settings | change)
+    trainer.resume()
+    assert any(one.startswith(line) for one in trainer.changes), trainer.changes
+
+
+def test_another_order_of_the_data_is_refused(problem: Make, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing("2ba")}
+    problem().trainer(max_duration="4ba", **settings).fit()
+    data = problem().data
+    turned = torch.utils.data.TensorDataset(*(one.flip(0) for one in data.tensors))
+    with pytest.raises(CheckpointError, match="order"):
+        problem().trainer(max_duration="4ba", train_data=turned, **settings).resume()
+
+
+def test_random_samples_have_no_fingerprint() -> None:
+    class Noisy(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.rand(1) + index
+
+    before = torch.get_rng_state()
+    assert samples_mark(DataSpec.of(Noisy())) is None
+    assert samples_mark(DataSpec.of([1, 2, 3])) == samples_mark(DataSpec.of([1, 2, 3]))
+    assert samples_mark(DataSpec.of(torch.utils.data.ChainDataset([]))) is None
+    assert torch.equal(torch.get_rng_state(), before)

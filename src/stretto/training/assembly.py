@@ -108,6 +108,7 @@ class Assembly:
             loading=self.given.loading,
             stepping=self.given.stepping,
             step=self.given.step,
+            timed=self.given.timed,
             device=self.given.ranks.device.type,
             finds_micro_batch_size=is_found,
             optimizer=built.values,

@@ -12,10 +12,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stretto import __version__
-from stretto.data import StepLoader
+from stretto.data import DataSpec, StepLoader
+from stretto.data.iterables.shards import fingerprint
+from stretto.data.randomness import seed_generators
 from stretto.optim import Hyperparameters
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.runtime.random_state import kept_generators
 from stretto.settings import Loading, Stepping
+from stretto.training.callback import Callback
+from stretto.training.distributed.agreement import as_text
+from stretto.training.scaling import Timed
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _LONGEST = 200
@@ -28,6 +34,7 @@ def describe_setup(
     loading: Loading,
     stepping: Stepping,
     step: TrainStep,
+    timed: Timed,
     device: str,
     finds_micro_batch_size: bool,
     optimizer: Mapping[str, Any],
@@ -40,11 +47,15 @@ def describe_setup(
         loading: how samples are fetched.
         stepping: how a step is computed.
         step: what computes it.
+        timed: evaluations, checkpoints and callbacks.
         device: the type of device.
         finds_micro_batch_size: whether that is whatever fits.
         optimizer: what the optimizer was built with.
     """
     schedules = {name: _text(value) for name, value in hyperparameters.schedules.items()}
+    parameters = dict(step.model.named_parameters())
+    frozen = [name for name, one in parameters.items() if not one.requires_grad]
+    checkpoint = timed.checkpoint
     return {
         "max_duration": str(loader.horizon.max_duration),
         "batch_size": _text(loader.policy),
@@ -65,6 +76,26 @@ def describe_setup(
         # As usual is None: checkpoints from before these settings do not have them.
         "measure_noise": _unusual(stepping.measure_noise, "auto"),
         "step": _unusual(type(step).__qualname__, SupervisedStep.__qualname__),
+        "loss": as_text(step.loss),
+        "collate_fn": as_text(loading.collate_fn),
+        "non_finite": stepping.non_finite,
+        "model": {
+            "types": ", ".join(sorted({str(one.dtype) for one in parameters.values()})),
+            "frozen": ", ".join(frozen)[:_LONGEST],
+        },
+        "evaluate": {
+            one.name: {
+                "every": str(one.trigger),
+                "metrics": ", ".join(f"{name}={as_text(of)}" for name, of in one.metrics.items()),
+                "loss": as_text(one.loss),
+                "predict": as_text(one.predict),
+                "num_samples": DataSpec.of(one.data).known_num_samples,
+            }
+            for one in timed.evaluations
+        },
+        "monitor": checkpoint and checkpoint.monitor,
+        "mode": checkpoint and checkpoint.mode,
+        "callbacks": ", ".join(sorted(map(_callback_text, timed.callbacks))),
         "device": device,
         "torch": str(torch.__version__),
         "stretto": __version__,
@@ -122,6 +153,31 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[st
             )
         elif before != value and (name in saved or value is not None):
             yield f"{name}: {before} -> {value}"
+
+
+def samples_mark(spec: DataSpec) -> str | None:
+    """Return a fingerprint of a few samples of map-style data, to recognise another order.
+
+    None: not known, because they are random, or cannot be read here.
+    """
+    if not spec.is_map_style:
+        return None
+    length = len(spec.dataset)
+    places = sorted({0, length // 2, length - 1})
+    marks = []
+    try:
+        for seed in (1, 2):
+            with kept_generators():
+                seed_generators(seed)
+                marks.append(fingerprint([spec.dataset[place] for place in places]))
+    except Exception:  # noqa: BLE001  the loader reports what it cannot read
+        return None
+    return marks[0] if marks[0] == marks[1] else None
+
+
+def _callback_text(callback: Callback) -> str:
+    is_plain = type(callback).__repr__ is object.__repr__
+    return type(callback).__name__ if is_plain else _text(callback)
 
 
 def _unusual(value: object, usual: str) -> str | None:

@@ -153,7 +153,7 @@ def test_state_finds_its_callback_wherever_that_stands(problem: Make, tmp_path: 
     trainer = problem().trainer(callbacks=[Callback(), first, second], **settings)
     trainer.resume()
     assert (first.value, second.value) == (1, 2)
-    assert trainer.changes == ()
+    assert trainer.changes == ("callbacks: Memory, Memory -> Callback, Memory, Memory",)
 
 
 def test_a_callback_that_is_gone_is_told(problem: Make, tmp_path: Path) -> None:
@@ -165,7 +165,8 @@ def test_a_callback_that_is_gone_is_told(problem: Make, tmp_path: Path) -> None:
     problem().trainer(callbacks=[Callback(), Memory(), Memory()], **settings).fit()
     trainer = problem().trainer(callbacks=[Memory()], **settings)
     trainer.resume()
-    (line,) = trainer.changes  # the plain callback had nothing to remember
+    all_of_them, line = trainer.changes  # the plain callback had nothing to remember
+    assert all_of_them == "callbacks: Callback, Memory, Memory -> Memory"
     assert line.startswith("callbacks: test_a_callback_that_is_gone_is_told")
     assert line.endswith("Memory -> None, and its state is dropped")
 

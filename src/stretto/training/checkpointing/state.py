@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
@@ -36,7 +37,7 @@ from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.best import Best
 from stretto.training.evaluation.evaluate import Evaluator
 from stretto.training.logs.recorder import Recorder
-from stretto.training.setup import BuiltWith, changes, gone
+from stretto.training.setup import BuiltWith, changes, gone, samples_mark
 from stretto.training.stepping.finite import SkippedSteps
 from stretto.training.stepping.stepper import Stepper
 
@@ -93,6 +94,11 @@ class RunState:
         self.is_sharded = ranks.world_size > 1 and is_sharded(step.model)
         """Whether every rank has tensors to write."""
 
+    @cached_property
+    def _samples(self) -> str | None:
+        """A fingerprint of a few samples."""
+        return samples_mark(self._loader.spec)
+
     @property
     def _optimizers(self) -> dict[str, Optimizer]:
         """The optimizers by their names in a checkpoint."""
@@ -139,6 +145,7 @@ class RunState:
             "skipped": self._skipped.state_dict(),
             "best": self._best.state_dict(),
             "setup": dict(self._setup),
+            "samples": self._samples,
             **self._stepper.state_dict(),
         }
         return tensors, records
@@ -199,6 +206,14 @@ class RunState:
             restore_step(self._step, checkpoint)
         self._stepper.resumed_from = path
         left = self._restore_records(checkpoint, path, is_own=is_own)
+        saved = records.get("samples")
+        if None not in (saved, self._samples) and saved != self._samples:
+            raise CheckpointError.cannot(
+                f"resume from {path}",
+                why="the first, middle or last sample of the data is another one, so samples would "
+                "be seen twice or never",
+                instead="pass the same data in the same order, or start a new run from its weights",
+            )
         with section(path, "setup"):
             setup = records.get("setup", {})
             self._built.keep_changed(setup.get("optimizer", {}))

@@ -113,7 +113,7 @@ def describe_settings(
 
 def as_texts(settings: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
     """Return settings and the model as texts, which ranks compare."""
-    texts = {name: _text(value) for name, value in settings.items()}
+    texts = {name: as_text(value) for name, value in settings.items()}
     return texts | dict(_of_model(model, optimizer))
 
 
@@ -129,7 +129,7 @@ def as_config(
         "callbacks": ", ".join(type(one).__name__ for one in callbacks),
     }
     return {
-        name: value if isinstance(value, (bool, int, float, str, type(None))) else _text(value)
+        name: value if isinstance(value, (bool, int, float, str, type(None))) else as_text(value)
         for name, value in shown.items()
     }
 
@@ -175,7 +175,7 @@ def _of_optimizer(optimizer: Optimizer) -> dict[str, Any]:
 def _of_evaluation(evaluation: Evaluation) -> dict[str, Any]:
     at = f"evaluate.{evaluation.name}"
     settings = _fields(at, evaluation) | {f"{at}.every": evaluation.trigger}
-    settings[f"{at}.metrics"] = {name: _text(one) for name, one in evaluation.metrics.items()}
+    settings[f"{at}.metrics"] = {name: as_text(one) for name, one in evaluation.metrics.items()}
     facts = _of_data(DataSpec.of(evaluation.data))
     return settings | {f"{at}.{name}": value for name, value in facts.items()}
 
@@ -205,8 +205,8 @@ def _fields(at: str, settings: Any) -> dict[str, Any]:
     return {f"{at}.{name}": getattr(settings, name) for name in names}
 
 
-def _text(value: Any) -> str:
-    """How a setting is compared and shown: a function by its name, all else by its repr."""
+def as_text(value: Any) -> str:
+    """Return a setting as it is compared and shown: a function by its name, else its repr."""
     while isinstance(value, partial):
         value = value.func
     if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType, type)):

@@ -125,7 +125,7 @@ class Evaluator:
         return means | values
 
     def _sums(self) -> tuple[list[float], int]:
-        """Return this rank's sums of loss, units, metrics and samples; and how many all ranks read."""
+        """Return this rank's sums of loss, units, metrics and samples; and all samples read."""
         sums = [0.0] * (3 + len(self._metrics))
         is_sharded = is_fully_sharded(self._model)
         loader = self._loader(self._batch_size)
