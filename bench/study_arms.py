@@ -173,9 +173,8 @@ class _Curve(Callback):
 
     def on_evaluation_end(self, run: Run, name: str, metrics: Mapping[str, float]) -> None:
         """Note where the run stands."""
-        del name
         now = run.timer.timestamp
-        self.points.append((now.batch, now.token, round(metrics["loss"], 5)))
+        self.points.append((now.batch, now.token, round(metrics[f"{name}/loss"], 5)))
 
 
 def train(

@@ -69,7 +69,7 @@ def train(size: int, samples: int, seed: int, start: dict[str, Any], *, factor: 
 
     class Watch(stretto.Callback):
         def on_evaluation_end(self, run: Any, name: str, metrics: Any) -> None:
-            losses.append(float(next(v for k, v in metrics.items() if k.endswith("loss"))))
+            losses.append(metrics[f"{name}/loss"])
 
     stretto.Trainer(
         model,

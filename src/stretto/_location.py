@@ -23,9 +23,13 @@ def local_path(path: str | Path, what: str, error: type[StrettoError]) -> Path:
     'runs/a'
 
     Raises:
-        StrettoError: it is a URL.
+        StrettoError: it is a URL, empty, or has a NUL character.
     """
     url = _URL.match(str(path))
+    if not str(path) or "\0" in str(path):
+        why = "it has a NUL character" if str(path) else "it names no folder"
+        instead = "write a path such as 'runs/name'"
+        raise error(cannot(f"{what} {shown(str(path))}", why=why, instead=instead))
     if url is None:
         return Path(path)
     instead = "write the path of a local folder such as 'runs/name', and copy or mount the storage"

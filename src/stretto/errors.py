@@ -112,6 +112,15 @@ def _joined(text: Text, word: Callable[[Argument], str]) -> str:
     return "".join(part if isinstance(part, str) else word(part) for part in parts)
 
 
+def samples_text(count: int) -> str:
+    """Return a number of samples in words.
+
+    >>> samples_text(1), samples_text(2048)
+    ('1 sample', '2,048 samples')
+    """
+    return f"{count:,} sample{'' if count == 1 else 's'}"
+
+
 def first_line(error: BaseException) -> str:
     """Return the type of an error and the first line of what it says, at most 200 characters.
 

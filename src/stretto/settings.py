@@ -6,20 +6,23 @@ classes, so this module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from dataclasses import fields as fields_of
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, TypeVar, final
 
+from stretto._foreign import check_foreign
 from stretto.batching import RuleLike, as_rule
-from stretto.errors import TrainingError, shown
+from stretto.errors import ConfigError, TrainingError, nearest, shown
 from stretto.schedules import fields
-from stretto.timing import LastBatch, TimeLike, Trigger, parse_trigger, read_wall_clock
+from stretto.timing import LastBatch, Time, TimeLike, Trigger, parse_trigger, read_wall_clock
 from stretto.timing.number import checked_whole
 
 __all__ = ["Checkpointing", "Loading", "Precision", "Stepping", "one_of"]
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
+Kind = TypeVar("Kind")
 
 
 @final
@@ -60,7 +63,7 @@ class Stepping:
     'mean'
 
     Raises:
-        TrainingError: a value is not one of those that exist, or `clip_norm` is not a positive
+        ConfigError: a value is not one of those that exist, or `clip_norm` is not a positive
             number, or `measure_noise` no number of steps.
         TimeError: `rank_timeout` is not a wall-clock time.
         BatchSizeError: the learning rate rule cannot be read.
@@ -102,30 +105,47 @@ class Stepping:
         if self.learning_rate_rule is not None:
             object.__setattr__(self, "learning_rate_rule", as_rule(self.learning_rate_rule))
         if not callable(self.loss_weight):
-            one_of("loss_weight", self.loss_weight, ("samples", "tokens"))
+            _choice("loss_weight", self.loss_weight, ("samples", "tokens"))
         if self.shifts_labels is not None and self.loss_weight != "tokens":
-            raise TrainingError.cannot(
+            raise ConfigError.cannot(
                 f"use shifts_labels={self.shifts_labels!r}",
                 why="the loss is not weighed by target tokens",
                 instead="write loss_weight='tokens', or leave it out",
             )
-        one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
-        one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
-        one_of("non_finite", self.non_finite, ("stop", "skip", "ignore"))
+        _choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        _choice("precision", self.precision, ("fp32", "bf16", "fp16"))
+        _choice("non_finite", self.non_finite, ("stop", "skip", "ignore"))
         steps: object = self.measure_noise
         if steps not in ("auto", None):
             what = f"measure the noise of the gradient in one of {shown(steps)} steps"
             instead = "write a number of steps such as 10, or leave measure_noise out"
-            checked_whole(steps, TrainingError, what, instead)
+            checked_whole(steps, ConfigError, what, instead)
         norm: object = self.clip_norm
         if norm is not None and (not isinstance(norm, (int, float)) or not norm > 0):
-            raise TrainingError.cannot(
+            raise ConfigError.cannot(
                 f"clip gradients to a norm of {shown(norm)}",
                 why="it is not a positive number",
                 instead="write a number such as 1.0, or leave clip_norm out",
             )
         if self.rank_timeout is not None:
             read_wall_clock(self.rank_timeout)
+
+    def overridden(self, **given: Any) -> Stepping:
+        """Return these settings with those that were given beside them; None: not given.
+
+        Raises:
+            ConfigError: one of them has two values.
+        """
+        given = {name: value for name, value in given.items() if value is not None}
+        for name, value in given.items():
+            own = getattr(self, name)
+            if own not in (value, getattr(Stepping(), name)):
+                raise ConfigError.cannot(
+                    f"use {name}={value!r}",
+                    why=f"stepping has {name}={own!r}",
+                    instead=f"write {name} once",
+                )
+        return replace(self, **given)
 
     @property
     def longest_wait(self) -> timedelta | None:
@@ -147,7 +167,7 @@ class Checkpointing:
     Every('30m')
 
     Raises:
-        TrainingError: `keep` is not at least 1, or there is no such mode.
+        ConfigError: `keep` is not at least 1, or there is no such mode.
     """
 
     every: TimeLike | Trigger = "1ep"
@@ -160,10 +180,10 @@ class Checkpointing:
     """Whether less or more of the metric is better."""
 
     def __post_init__(self) -> None:
-        one_of("mode", self.mode, ("min", "max"))
+        _choice("mode", self.mode, ("min", "max"))
         what = f"keep {self.keep!r} checkpoints"
         instead = "write how many of the newest to keep, such as 3"
-        checked_whole(self.keep, TrainingError, what, instead)
+        checked_whole(self.keep, ConfigError, what, instead)
 
     @property
     def trigger(self) -> Trigger:
@@ -171,8 +191,47 @@ class Checkpointing:
         return parse_trigger(self.every)
 
 
+def read_settings(kind: type[Kind], given: Any, name: str) -> Kind:
+    """Return settings from themselves, a mapping of their fields, or how often they are due.
+
+    >>> read_settings(Checkpointing, "30m", "checkpoint").every, read_settings(
+    ...     Loading, {"seed": 3}, "loading"
+    ... ).seed
+    ('30m', 3)
+
+    Raises:
+        ConfigError: it is none of these, or has another field.
+    """
+    if isinstance(given, kind):
+        return given
+    names = [one.name for one in fields_of(kind)]  # type: ignore[arg-type]
+    if isinstance(given, Mapping):
+        check_foreign(given, names)
+        for key in given:
+            if key not in names:
+                near = nearest(key, names)
+                raise ConfigError.cannot(
+                    f"use {name}={{{key!r}: ...}}",
+                    why=f"{kind.__name__} has no field of that name",
+                    instead=f"did you mean {near!r}?" if near else f"write {' or '.join(names)}",
+                )
+        return kind(**given)
+    if "every" in names and isinstance(given, (str, Time, Trigger, timedelta)):
+        return kind(every=given)  # type: ignore[call-arg]
+    example = f"{name}='1ep'" if "every" in names else f"{name}={{{names[0]!r}: ...}}"
+    raise ConfigError.cannot(
+        f"use {name}={shown(given)}",
+        why=f"it is a {type(given).__name__}",
+        instead=f"write {example}, or {name}={kind.__name__}(...)",
+    )
+
+
+def _choice(name: str, value: object, choices: Sequence[str]) -> None:
+    fields.one_of(value, name, choices, ConfigError)
+
+
 def one_of(name: str, value: object, choices: Sequence[str]) -> None:
-    """Check that a setting is one of those that exist.
+    """Check that a value is one of those that exist.
 
     Raises:
         TrainingError: it is not.

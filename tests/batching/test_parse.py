@@ -81,7 +81,7 @@ def test_policies_as_they_are_written(written: object, policy: BatchSizePolicy) 
         (None, "use None as a batch size"),
         (Fixed, "use <class"),
         ([8, 16], r"use \[8, 16\] as a batch size"),
-        ("auto", "'auto' is not '<time>:<size>'"),
+        ("auto", "micro_batch_size='auto'"),
         ({}, "no key says what the size is"),
         ({"rmap": "double"}, "use the key 'rmap': .* did you mean 'ramp'"),
         ({"at_most": 8}, "no key says what the size is"),

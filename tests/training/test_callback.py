@@ -186,7 +186,9 @@ def test_tensors_of_a_callback_survive_a_resume_to_the_last_bit(
         folder=tmp_path, checkpoint=Checkpointing("1ep"), callbacks=[*saved, Callback()]
     ).fit()
     resumed = [Moments(), Moments()]
-    trainer = problem().trainer(folder=tmp_path, callbacks=resumed)
+    trainer = problem().trainer(
+        folder=tmp_path, checkpoint=Checkpointing("1ep"), callbacks=[*resumed, Callback()]
+    )
     trainer.resume()
     for one, other in zip(saved, resumed, strict=True):
         assert other.mean.dtype == torch.bfloat16

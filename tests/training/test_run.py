@@ -256,6 +256,7 @@ def sequences() -> list[Tensor]:
     return [torch.randint(0, 5, (16,), generator=generator) for _ in range(24)]
 
 
+@pytest.mark.filterwarnings("ignore:SequenceLengthWarmup cuts")
 def test_callbacks_work_in_a_loop_of_your_own() -> None:
     """Two of stretto's own, with everything that a loop must do for them."""
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 1))

@@ -15,7 +15,7 @@ from torch import nn
 
 from stretto.batching import Seesaw
 from stretto.data import DataSpec
-from stretto.errors import CheckpointError, ConversionError, StrettoError, cannot
+from stretto.errors import BatchSizeError, CheckpointError, ConversionError, StrettoError, cannot
 from stretto.ordering import SampleOrder
 from stretto.planning import plan
 from stretto.schedules import Cosine, Linear
@@ -472,9 +472,9 @@ def test_plan_of_the_trainer_is_the_plan(problem: Make) -> None:
     ]
 
 
-def test_sizes_of_a_pair_without_its_schedule_are_told(problem: Callable[..., Any]) -> None:
+def test_sizes_of_a_pair_without_its_schedule_are_refused(problem: Callable[..., Any]) -> None:
     pair = Seesaw(Cosine(), 4, maximum=16)
-    with pytest.warns(UserWarning, match="no learning rate goes with them"):
+    with pytest.raises(BatchSizeError, match="pair itself"):
         problem().trainer(batch_size=pair.policy, schedules={"lr": Cosine()})
     problem().trainer(batch_size=pair.policy, schedules={"lr": pair.schedule})
 

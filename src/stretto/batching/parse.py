@@ -52,6 +52,12 @@ class Dialect:
         with self.at(path):
             if isinstance(value, Mapping):
                 return self._from_mapping(value, path)
+            if value == "auto":
+                raise _refused(
+                    "use 'auto' as the batch size",
+                    "the batch size decides what is trained, and is not found by trying",
+                    "write a number such as 256, and micro_batch_size='auto'",
+                )
             if isinstance(value, str):
                 text = value.strip().replace("_", "")
                 is_number = text.isascii() and text.isdigit() and len(text) <= 18

@@ -6,6 +6,7 @@ from stretto.checkpoint.optimizer import pack_optimizer, unpack_optimizer
 from stretto.checkpoint.reading import (
     Checkpoint,
     CheckpointReader,
+    load_weights,
     open_checkpoint,
     read_checkpoint,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "encode_records",
     "finish_checkpoint",
     "keep",
+    "load_weights",
     "latest_good",
     "open_checkpoint",
     "pack_optimizer",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.checkpoint.manifest import (
     RECORDS,
@@ -256,6 +256,42 @@ def read_checkpoint(path: Path) -> Checkpoint:
             original = reader.original(group, name)
             named[name] = named[original] if original != name else reader.tensor(group, name)
     return Checkpoint(tensors, reader.records)
+
+
+def load_weights(model: nn.Module, path: Path, *, averaged: bool = False) -> None:
+    """Load the weights of a checkpoint into a model, for inference.
+
+    Args:
+        model: the model, as it was built for training.
+        path: the checkpoint, such as `trainer.best.path`.
+        averaged: whether to load the averages of an `ExponentialMovingAverage`.
+
+    Raises:
+        CheckpointError: it is not a checkpoint, is damaged, has no averages, or is of another
+            model.
+    """
+    reader = open_checkpoint(path)
+    weights = {name: reader.tensor("model", name) for name in reader.names("model")}
+    if averaged:
+        names = reader.names("callbacks") if "callbacks" in reader.groups else ()
+        parts = [(name, name.partition(".average.")[2]) for name in names]
+        found = {own: reader.tensor("callbacks", name) for name, own in parts if own in weights}
+        if not found:
+            raise CheckpointError.cannot(
+                f"load averaged weights from {path}",
+                why="no callback of the run has averaged them",
+                instead="train with callbacks=[ExponentialMovingAverage(...)], or leave averaged "
+                "out",
+            )
+        weights |= found
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        why = f"they are another model's ({' '.join(str(error).split())[:300]})"
+        instead = "build the model that it was saved from"
+        raise CheckpointError.cannot(
+            f"load the weights of {path}", why=why, instead=instead
+        ) from None
 
 
 def find(path: Path) -> Path:

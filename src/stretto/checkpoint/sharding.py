@@ -158,8 +158,8 @@ def replicas(model: nn.Module) -> dict[str, int]:
 
     Ranks that have the same part have equal sums, unless their weights differ.
 
-    >>> replicas(nn.Linear(1, 1, bias=False).requires_grad_(False).to(torch.uint8))["whole"] < 256
-    True
+    >>> replicas(nn.ParameterList([torch.zeros(2)]))
+    {'whole': 0}
     """
     sums: dict[str, list[Tensor]] = {}
     for parameter in model.parameters():

@@ -26,6 +26,23 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def _show_version(is_wanted: bool) -> None:  # noqa: FBT001  typer calls it
+    if is_wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train PyTorch models with a batch size that changes, on one exact clock."""
+
+
 RunFileArguments = Annotated[
     list[str] | None,
     typer.Argument(

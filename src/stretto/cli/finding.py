@@ -69,6 +69,13 @@ def find(
     add_working_folder()
     config = read_arguments(arguments)
     if spread.world_sizes or spread.micro_batch_size is not None:
+        if plot is not None:
+            raise ConfigError.cannot(
+                f"draw {plot}",
+                why="a table of ranks has no picture",
+                instead="leave --plot out, or ask without --world-size and --micro-batch-size",
+                where="--plot",
+            )
         said = _for_ranks(config, spread, device_memory, method=method, **wishes)
         typer.echo(json.dumps(said.plain, indent=2) if as_json else said.text)
         return

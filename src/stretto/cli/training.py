@@ -100,7 +100,7 @@ class Results(Callback):
     def on_evaluation_end(self, run: Run, name: str, metrics: Mapping[str, float]) -> None:
         """Keep the metrics."""
         del run
-        self.metrics[name] = dict(metrics)
+        self.metrics[name] = {key.removeprefix(f"{name}/"): value for key, value in metrics.items()}
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """Keep the path."""

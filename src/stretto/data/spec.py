@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias
 
 from torch.utils.data import (
     BatchSampler,
@@ -32,7 +32,6 @@ Collate: TypeAlias = Callable[[list[Any]], Any]
 """Makes a batch of a list of samples."""
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class DataSpec:
     """Data and the facts that a run needs about them; the defaults are usually enough.

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from stretto._foreign import knows_foreign
 from stretto.batching import PolicyLike, RuleLike
+from stretto.batching.coupled.coupling import Coupling
+from stretto.batching.coupled.seesaw import paired
 from stretto.data import DataSpec
 from stretto.errors import DataError, shown
 from stretto.integrations.run import ExternalRun
@@ -15,9 +18,10 @@ from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
 
 
+@knows_foreign
 def prepare(
     data: Any,
-    batch_size: PolicyLike,
+    batch_size: PolicyLike | Coupling,
     *,
     max_duration: TimeLike,
     schedules: Mapping[str, Any] | None = None,
@@ -69,6 +73,7 @@ def prepare(
             instead="write Loading(seed=1), for example",
         )
     spec = DataSpec.of(data)
+    batch_size, schedules = paired(batch_size, schedules, rule)
     wanted = {"evaluate": evaluate, "checkpoint": checkpoint, "log": log}
     prepared = prepare_run(
         spec.horizon(max_duration, loading.last_batch),

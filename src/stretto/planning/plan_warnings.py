@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from stretto.batching import BatchSizePolicy, LearningRateRule, NoRule, couplings_in
 from stretto.batching.rules import is_learning_rate
-from stretto.errors import ConversionError
+from stretto.errors import ConversionError, samples_text
 from stretto.planning.sizes import PlannedSizes
 from stretto.planning.stages import Stage
 from stretto.schedules import Schedule
@@ -125,4 +125,4 @@ def _beyond(horizon: Horizon, sizes: PlannedSizes) -> Iterator[str]:
 
 def _range(sizes: Sequence[int]) -> str:
     least, most = min(sizes), max(sizes)
-    return f"{least:,} samples" if least == most else f"{least:,} to {most:,} samples"
+    return samples_text(least) if least == most else f"{least:,} to {most:,} samples"

@@ -74,6 +74,9 @@ def packed(
     """
     try:
         return pack(state, tensors)
+    except RecursionError:
+        why, instead = "it contains itself, or is nested too deeply", "return a tree of values"
+        raise error(cannot(f"save {what}", why=why, instead=instead)) from None
     except PackingError as unpackable:
         raise error(
             cannot(

@@ -22,6 +22,7 @@ from typing import (
     get_type_hints,
 )
 
+from stretto._foreign import check_foreign
 from stretto.errors import Argument, ScheduleError, StrettoError, nearest, shown
 from stretto.timing import Time, TimeLike, TimeUnit
 from stretto.timing.conversion import rounded
@@ -52,6 +53,11 @@ class Timed(ABC):
     __slots__ = ()
     error: ClassVar[type[StrettoError]]
     """What is raised for a ratio that times cannot be stretched by."""
+
+    def __new__(cls, *_: Any, **named: Any) -> Self:
+        """Make a value; refuse names of other libraries, such as `T_max`."""
+        check_foreign(named, inspect.signature(cls).parameters if named else ())
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_fields(self)

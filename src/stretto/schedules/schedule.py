@@ -289,6 +289,13 @@ def as_schedule(value: object) -> Schedule:
         return value
     if is_number(value):
         return Constant(value)  # type: ignore[arg-type]
+    if hasattr(value, "get_last_lr"):
+        raise ScheduleError.cannot(
+            f"use a {type(value).__name__} of torch as a schedule",
+            why="it counts steps itself and is bound to an optimizer",
+            instead="write from_torch(lambda optimizer: "
+            f"{type(value).__name__}(optimizer, ...), every='1ba')",
+        )
     is_class = isinstance(value, type)  # probably Cosine instead of Cosine()
     if callable(value) and not is_class:
         return Custom(value)

@@ -172,7 +172,7 @@ class Horizon:
                     Argument("dataset_num_samples"),
                     ", write max_duration and the times in 'sp', 'ba' or 'tok', ",
                     "or choose what changes at whole epochs, such as ",
-                    Argument("step", "{every: 1ep}", python="Step('1ep')"),
+                    Argument("step", "{every: 1ep}", python="StepDecay('1ep', 0.5)"),
                 ),
             )
 

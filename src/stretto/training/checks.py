@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from stretto.data import DataSpec
 from stretto.errors import TrainingError, shown
 from stretto.runtime import TrainStep
 from stretto.settings import Stepping
 from stretto.training.callback import Callback
+from stretto.training.criterion import as_loss
 from stretto.training.settings import Evaluation
 
 _TAKEN = ("checkpoint", "log")
@@ -54,6 +58,39 @@ def check_parts(
     _check_names(evaluations)
 
 
+def given_size(batch_size: Any, data: Any) -> Any:
+    """Return the batch size that was given.
+
+    Raises:
+        TrainingError: none was.
+    """
+    if batch_size is None:
+        inner = data.data if isinstance(data, DataSpec) else data
+        own = getattr(inner, "batch_size", None) if isinstance(inner, DataLoader) else None
+        raise TrainingError.cannot(
+            "train without a batch size",
+            why="batch_size is missing"
+            + (", and that of the DataLoader does not count for all ranks" if own else ""),
+            instead=f"write batch_size={own or 32}",
+        )
+    return batch_size
+
+
+def read_evaluations(given: Any, stepping: Stepping) -> list[Any]:
+    """Return evaluations from one, several, or the data of one."""
+    if given is None:
+        return []
+    several = given if isinstance(given, (list, tuple)) else [given]
+    if not any(isinstance(one, Evaluation) for one in several) and given:
+        is_data = not isinstance(given, (str, Mapping)) and hasattr(given, "__iter__")
+        several = [Evaluation(given)] if is_data or hasattr(given, "__getitem__") else several
+    for at, one in enumerate(several):
+        if isinstance(one, Evaluation) and callable(one.loss):
+            several = list(several)
+            several[at] = replace(one, loss=as_loss(one.loss, stepping))
+    return list(several)
+
+
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise _other_kind("train", model, "a torch.nn.Module", "pass the model itself")
@@ -80,7 +117,13 @@ def _check_step(step: TrainStep, optimizer: object, loss: object, stepping: Step
                 instead=f"set self.{attribute} in {name}.__init__",
             )
     _check_model(step.model)
-    for one in list(step.optimizers) or (None,):
+    if not isinstance(step.optimizers, Sequence):
+        raise TrainingError.cannot(
+            f"train with {name}",
+            why=f"its optimizers are a {type(step.optimizers).__name__}, and not a list",
+            instead=f"write self.optimizers = [optimizer] in {name}.__init__",
+        )
+    for one in step.optimizers or (None,):
         _check_optimizer(one)
     parts = {"optimizer": optimizer, "loss": loss}
     given: dict[str, object] = {one: None for one, part in parts.items() if part is not None}

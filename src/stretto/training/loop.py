@@ -352,7 +352,7 @@ class Loop:
         metrics = self.recorder.paused(evaluator.measure)
         named = {f"{evaluator.name}/{name}": value for name, value in metrics.items()}
         self.recorder.write({**self.recorder.clock(self.timer.timestamp), **named})
-        self.events.tell("on_evaluation_end", evaluator.name, metrics)
+        self.events.tell("on_evaluation_end", evaluator.name, named)
         return named
 
     def _measure(self, evaluators: Sequence[Evaluator]) -> bool:

@@ -94,7 +94,7 @@ def describe_setup(
             for one in timed.evaluations
         },
         "monitor": checkpoint and checkpoint.monitor,
-        "mode": checkpoint and checkpoint.mode,
+        "mode": checkpoint.mode if checkpoint and checkpoint.monitor else None,
         "callbacks": ", ".join(sorted(map(_callback_text, timed.callbacks))),
         "device": device,
         "torch": str(torch.__version__),

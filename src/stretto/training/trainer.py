@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -13,29 +12,35 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from stretto._foreign import knows_foreign
 from stretto._location import local_path
-from stretto.batching import PolicyLike, as_policy
+from stretto.batching import PolicyLike
+from stretto.batching.coupled.coupling import Coupling
+from stretto.batching.coupled.seesaw import paired
+from stretto.checkpoint import checkpoint_path
 from stretto.errors import PlanError, TrainingError
 from stretto.optim import Hyperparameters
 from stretto.optim.joined import joined
 from stretto.planning import Plan, Prepared
-from stretto.planning.plan_warnings import growth_alone
 from stretto.runtime import TrainStep
+from stretto.runtime.packing import packed
 from stretto.schedules import ScheduleLike
-from stretto.settings import Checkpointing, Loading, Stepping, one_of
-from stretto.timing import Horizon, TimeLike, Timer
+from stretto.settings import Checkpointing, Loading, Precision, Stepping, one_of, read_settings
+from stretto.timing import Horizon, TimeLike, Timer, Trigger
 from stretto.timing.time import Number
 from stretto.training.assembly import Assembly
 from stretto.training.callback import Callback, Events
 from stretto.training.checkpointing.callback_state import check_states
 from stretto.training.checkpointing.resuming import find_checkpoint, open_run, open_verified
-from stretto.training.checks import check_parts
+from stretto.training.checks import check_parts, given_size, read_evaluations
+from stretto.training.criterion import Criterion, as_loss
 from stretto.training.distributed.ranks import Ranks
+from stretto.training.evaluation.best import BestEvaluation
 from stretto.training.interrupt import raise_for
 from stretto.training.preparation import Given, MicroBatchSize, make_step
 from stretto.training.run import Run
 from stretto.training.scaling import Timed
-from stretto.training.settings import Evaluation, Logging, LossFunction
+from stretto.training.settings import Logging, LossFunction
 
 if TYPE_CHECKING:
     from stretto.memory import Answer
@@ -67,20 +72,27 @@ class Trainer:
             your own, without `optimizer` and `loss`.
         train_data: a data set, a `DataLoader`, an iterable of batches, or a `DataSpec`.
         optimizer: an optimizer of the model's parameters.
-        loss: `loss(model, batch)`, the mean over the batch (see `Stepping.loss_reduction`).
+        loss: `loss(model, batch)`, the mean over the batch (see `Stepping.loss_reduction`); or a
+            criterion `(output, target)` such as `nn.MSELoss()`, for batches `(inputs, targets)`.
         max_duration: how long to train, in any unit but `dur`.
         batch_size: samples of one optimizer step over all ranks: a number, a text such as
-            `"0tok:768 250Btok:1536"`, a function, or a policy.
+            `"0tok:768 250Btok:1536"`, a function, a policy, or a pair such as `Seesaw`, which also
+            sets the schedule of the learning rate.
         micro_batch_size: the most samples of one forward pass on one rank; None: the whole share;
             `"auto"`: as many as fit into memory, found before the run. With each of them, a step
             that runs out of memory is repeated with smaller micro-batches.
         schedules: by hyper-parameter (`"lr"`, `"weight_decay"`, `"lr@group"`), a schedule or
             several that multiply.
-        loading: how samples are ordered and fetched.
-        stepping: how a step is computed.
-        evaluate: one evaluation or several, each with a name of its own.
-        checkpoint: when checkpoints are written; needs `folder`.
-        log: when metrics are logged.
+        precision: what autocast computes in: `"fp32"`, `"bf16"` or `"fp16"`.
+        clip_norm: the largest norm of the whole step's gradient.
+        compile: whether the model runs through `torch.compile`.
+        device: where to compute; None: this rank's CUDA device if there is one, else the CPU.
+        loading: how samples are ordered and fetched: a `Loading`, or a mapping of its fields.
+        stepping: how a step is computed: a `Stepping`, or a mapping of its fields.
+        evaluate: the data of an evaluation; or an `Evaluation`, or several with names of their own.
+        checkpoint: when checkpoints are written, such as `"1ep"`, or a `Checkpointing`; needs
+            `folder`.
+        log: when metrics are logged, such as `"10ba"`, or a `Logging`.
         callbacks: listeners.
         scale_schedule: makes the run this many times as long, with every time in the arguments
             above that is not a fraction of it. Callbacks that have times are copied
@@ -93,39 +105,55 @@ class Trainer:
         StrettoError: something in the settings cannot be; the message says what to write.
     """
 
-    # Seventeen parameters, all but two by keyword: what a run is, one each, the rest in groups.
+    # What a run is, one parameter each, and the rest in groups; all but two by keyword.
+    @knows_foreign
     def __init__(
         self,
         model: nn.Module | TrainStep,
         train_data: Any,
         *,
         optimizer: Optimizer | None = None,
-        loss: LossFunction | None = None,
+        loss: LossFunction | Criterion | None = None,
         max_duration: TimeLike,
-        batch_size: PolicyLike,
+        batch_size: PolicyLike | Coupling | None = None,
         micro_batch_size: MicroBatchSize = None,
         schedules: Mapping[str, ScheduleLike | Sequence[ScheduleLike]] | None = None,
-        loading: Loading = Loading(),  # noqa: B008  a frozen value
-        stepping: Stepping = Stepping(),  # noqa: B008
-        evaluate: Evaluation | Sequence[Evaluation] | None = None,
-        checkpoint: Checkpointing | None = None,
-        log: Logging = Logging(),  # noqa: B008
+        precision: Precision | None = None,
+        clip_norm: float | None = None,
+        compile: bool | None = None,  # noqa: A002  as torch calls it
+        device: str | None = None,
+        loading: Loading | Mapping[str, Any] = Loading(),  # noqa: B008  a frozen value
+        stepping: Stepping | Mapping[str, Any] = Stepping(),  # noqa: B008
+        evaluate: Any = None,
+        checkpoint: Checkpointing | Mapping[str, Any] | TimeLike | Trigger | None = None,
+        log: Logging | Mapping[str, Any] | TimeLike | Trigger = Logging(),  # noqa: B008
         callbacks: Sequence[Callback] = (),
         scale_schedule: Number | None = None,
         folder: str | Path | None = None,
         prepared: Prepared | None = None,
     ) -> None:
-        evaluations = (evaluate,) if isinstance(evaluate, Evaluation) else evaluate or ()
+        loading = read_settings(Loading, loading, "loading")
+        stepping = read_settings(Stepping, stepping, "stepping").overridden(
+            precision=precision, clip_norm=clip_norm, compile=compile, device=device
+        )
+        evaluations = read_evaluations(evaluate, stepping)
         check_parts(
             model, optimizer, loss, stepping=stepping, evaluations=evaluations, callbacks=callbacks
         )
-        sizes = as_policy(batch_size)
+        loss = as_loss(loss, stepping) if callable(loss) else loss
+        sizes, schedules = paired(
+            given_size(batch_size, train_data), schedules or {}, stepping.learning_rate_rule
+        )
+        if checkpoint is not None:
+            checkpoint = read_settings(Checkpointing, checkpoint, "checkpoint")
+        log = read_settings(Logging, log, "log")
         timed = Timed(
-            max_duration, sizes, schedules or {}, evaluations, checkpoint, log, callbacks
+            max_duration, sizes, schedules, evaluations, checkpoint, log, callbacks
         ).scaled(scale_schedule)
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
         self.callbacks = tuple(timed.callbacks)
         """The listeners, in the order in which they are called."""
+        self._is_training = False
         self.changes: tuple[str, ...] = ()
         """What is set up otherwise than in the checkpoint that was resumed, a line each."""
         self._ranks = Ranks.from_environment(stepping.device, stepping.longest_wait)
@@ -157,8 +185,6 @@ class Trainer:
         self.hyperparameters = Hyperparameters(
             self.optimizer, run.schedules, run.horizon, rule=run.rule, bound=run.bound_schedules
         )
-        for line in growth_alone(run.policy, run.schedules, run.rule):
-            warnings.warn(line, UserWarning, stacklevel=4)
 
     def _build(self, *, finds_micro_batch_size: bool) -> None:
         """Make what runs, with its plan."""
@@ -176,6 +202,8 @@ class Trainer:
         events = Events(self.callbacks, self.run)
         events.tell("on_build")  # before a search for what fits: a callback may allocate memory
         check_states(self.callbacks)
+        name = f"the state of {type(self.step).__qualname__}"
+        packed(self.step.state_dict(), name, TrainingError)
         transforms = events.listeners("transform_batch")
         self.step.transforms = [partial(call, self.run) for call in transforms]
         self.run.plan, self._refusal = self._planned()
@@ -251,16 +279,30 @@ class Trainer:
         """End the run after the batch that is being computed (see `Run.stop`)."""
         self.run.stop(reason)
 
-    def fit(self, *, on_signal: Literal["raise", "return"] = "raise") -> None:
+    @property
+    def best(self) -> BestEvaluation | None:
+        """The best evaluation so far, by `Checkpointing(monitor=...)`; None before the first."""
+        best, folder = self._loop.best, self._loop.saver.folder
+        if best.monitor is None or best.sample is None or folder is None:
+            return None
+        return BestEvaluation(checkpoint_path(folder, best.sample), best.monitor, best.value)
+
+    def fit(
+        self,
+        *,
+        resume: str | Path | None = None,
+        on_signal: Literal["raise", "return"] = "raise",
+    ) -> None:
         """Train until `max_duration` is reached, or the run is stopped.
 
         SIGINT and SIGTERM end it after the batch, with a checkpoint where those are kept; all ranks
         end alike. A run that was stopped goes on where it is called again.
 
         Args:
-            on_signal: what happens then. `"raise"`: an exception ends the program, so that nothing
-                after this call takes the model for a trained one; `"return"`: it returns, and
-                `stop_reason` says why.
+            resume: what to continue from first, as `resume` takes it, such as `"auto"`.
+            on_signal: what happens after a signal. `"raise"`: an exception ends the program, so
+                that nothing after this call takes the model for a trained one; `"return"`: it
+                returns, and `stop_reason` says why.
 
         Raises:
             KeyboardInterrupt: SIGINT was received, and the checkpoint is written.
@@ -270,12 +312,22 @@ class Trainer:
             PlanError: a stage that is still to come has fewer samples than there are ranks.
         """
         one_of("on_signal", on_signal, ("raise", "return"))
+        if self._is_training:
+            raise TrainingError.cannot(
+                "train inside of training",
+                why="a callback has called fit()",
+                instead="leave it out: training goes on after the callback returns",
+            )
+        if resume is not None:
+            self.resume(resume)
         if self._refusal is not None:
             raise self._refusal
         loop = self._loop
         self.run.stop_reason = None
         # The folder is let go of last, when nothing is written there any more.
         with ExitStack() as folder, ExitStack() as held:
+            self._is_training = True
+            folder.callback(self._leave)
             if self.loader.spec.is_map_style:  # what is iterated would have to begin anew
                 held.callback(self.loader.close)
             held.callback(loop.recorder.close)
@@ -289,6 +341,9 @@ class Trainer:
                 loop.train()
         if on_signal == "raise":
             raise_for(loop.signal or loop.interrupts.received)
+
+    def _leave(self) -> None:
+        self._is_training = False
 
     def evaluate(self) -> dict[str, float]:
         """Measure the model on every evaluation's data and return it by `name/metric`.

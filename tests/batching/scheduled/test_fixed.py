@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.batching import NO_SIGNALS, Fixed, Steps
+from stretto.batching import NO_SIGNALS, Fixed, Signals, Steps
 from stretto.errors import BatchSizeError, ConversionError, TimeError
 from stretto.timing import Horizon, Time, Timestamp
 
@@ -76,7 +76,7 @@ def test_each_step_is_read_on_its_own_counter() -> None:
         # 20 batches of 8 are 160 samples.
         ("0ep:8 20ba:16 160sp:32", Horizon("4ep", dataset_num_samples=1000)),
         ("0ep:8 160sp:16 20ba:32", Horizon("4ep", dataset_num_samples=1000)),
-        ("0ep:8 2ep:16 50%:32", Horizon("4ep")),
+        ("0ep:8 3ep:16 50%:32", Horizon("4ep")),
         # Of each epoch of 20 samples, batches of 8 leave out 4.
         ("0ep:8 4ba:16 2ep:20", Horizon("9ep", dataset_num_samples=20, last_batch="drop")),
         ("0sp:8 30tok:16 1ep:32", Horizon("9ep", dataset_num_samples=5, dataset_num_tokens=20)),
@@ -185,3 +185,17 @@ def test_any_text_is_steps_or_our_error(text: str) -> None:
     else:
         message = "cannot "
     assert message.startswith("cannot ")
+
+
+@pytest.mark.parametrize(
+    ("steps", "horizon"),
+    [
+        ("0ep:8 2ep:16 50%:32", Horizon("4ep", dataset_num_samples=10)),
+        ("0ep:8 20sp:16 2ep:32", Horizon("4ep", dataset_num_samples=10)),
+    ],
+)
+def test_a_step_of_no_length_is_left_out(steps: str, horizon: Horizon) -> None:
+    """As a ramp leaves out sizes for which there is no room."""
+    bound = Steps(steps).bind(horizon)
+    sizes = [bound.decide(Timestamp(sample=at), bound.start(), Signals())[0] for at in (19, 20)]
+    assert sizes == [8, 32]

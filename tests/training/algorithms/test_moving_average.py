@@ -134,7 +134,7 @@ def test_evaluations_measure_the_averages_and_training_goes_on_as_without(
             batch = averaged.data.tensors
             with average.averaged():
                 loss = nn.functional.mse_loss(run.model(batch[0]), batch[1]).item()
-            measured.append((metrics["loss"], loss))
+            measured.append((metrics["validation/loss"], loss))
             live = nn.functional.mse_loss(run.model(batch[0]), batch[1]).item()
             assert live != pytest.approx(loss, rel=1e-6)
 

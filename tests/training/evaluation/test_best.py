@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.errors import TrainingError
+from stretto.errors import ConfigError, TrainingError
 from stretto.training import Callback, Checkpointing, Evaluation
 from stretto.training.evaluation.best import Best
 
@@ -86,7 +86,7 @@ def test_a_metric_that_nobody_measures_is_refused(problem: Make, tmp_path: Path)
         )
     with pytest.raises(TrainingError, match="set evaluate="):
         problem().trainer(folder=tmp_path, checkpoint=Checkpointing(monitor="loss"))
-    with pytest.raises(TrainingError, match="write 'min' or 'max'"):
+    with pytest.raises(ConfigError, match="write 'min' or 'max'"):
         Checkpointing(mode="least")  # type: ignore[arg-type]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
-from stretto.errors import TrainingError
+from stretto.errors import ConfigError, TrainingError
 from stretto.timing import Timestamp
 from stretto.training import Callback, Checkpointing, Loading, Logging, Stepping, Trainer
 from stretto.training.stepping.finite import MOST_IN_A_ROW, FiniteCheck, SkippedSteps
@@ -196,7 +196,7 @@ def test_overflow_under_loss_scaling_is_skipped_and_counted(problem: Make) -> No
 
 
 def test_a_choice_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(TrainingError, match="write 'stop' or 'skip' or 'ignore'"):
+    with pytest.raises(ConfigError, match="write 'stop' or 'skip' or 'ignore'"):
         Stepping(non_finite="raise")  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stretto.batching import BatchSizePolicy, BoundPolicy, NoiseScale, PolicyState, Signals
 from stretto.data import DataSpec
-from stretto.errors import TrainingError
+from stretto.errors import ConfigError, TrainingError
 from stretto.noise import NoiseTerms, noise_terms
 from stretto.timing import Horizon, Timestamp
 from stretto.training import Callback, Checkpointing, Evaluation, Stepping
@@ -312,7 +312,7 @@ def test_what_cannot_be_measured_is_refused(
 
 @pytest.mark.parametrize("steps", [0, 1.5, True, "often"])
 def test_steps_that_cannot_be(steps: Any) -> None:
-    with pytest.raises(TrainingError, match="cannot measure the noise of the gradient in one of"):
+    with pytest.raises(ConfigError, match="cannot measure the noise of the gradient in one of"):
         Stepping(measure_noise=steps)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from stretto.data import DataSpec
-from stretto.errors import TrainingError
+from stretto.errors import ConfigError, TrainingError
 from stretto.training import Callback, Stepping, Trainer
 from stretto.training.algorithms import LayerFreezing
 
@@ -187,5 +187,5 @@ def test_labels_that_contradict_what_is_stated_are_warned_of(kind: str, shifts: 
 
 
 def test_a_shift_is_refused_where_no_targets_are_counted() -> None:
-    with pytest.raises(TrainingError, match="not weighed by target tokens"):
+    with pytest.raises(ConfigError, match="not weighed by target tokens"):
         Stepping(shifts_labels=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from stretto.batching.coupled.coupling import CoupledSchedule, Coupling
+from stretto.batching.parse import PolicyLike, as_policy
 from stretto.batching.policy import BatchSizePolicy
 from stretto.batching.rules import LearningRateRule, NoRule, is_learning_rate
 from stretto.batching.written import COUPLED, written
@@ -155,3 +156,48 @@ def check_pairs(
                 instead="pass batch_size=pair.policy and schedules={'lr': pair.schedule} of "
                 "one pair, or pair.base for constant batches",
             )
+
+
+def paired(
+    sizes: PolicyLike | Coupling, schedules: Mapping[str, Any], rule: object = None
+) -> tuple[BatchSizePolicy, dict[str, Any]]:
+    """Return batch sizes and schedules, of which a pair such as `Seesaw` is both.
+
+    Args:
+        sizes: batch sizes, or a pair.
+        schedules: by hyper-parameter, a schedule or several that multiply.
+        rule: the learning rate rule; with one, the sizes of a pair need no schedule.
+
+    >>> from stretto.schedules import Cosine
+    >>> policy, schedules = paired(Seesaw(Cosine(), 16, maximum=64), {})
+    >>> list(schedules)
+    ['lr']
+
+    Raises:
+        BatchSizeError: there is another schedule of the learning rate beside a pair, or only the
+            sizes of one.
+    """
+    rates = [name for name in schedules if is_learning_rate(name)]
+    if isinstance(sizes, Coupling):
+        if rates:
+            raise BatchSizeError.cannot(
+                f"use the schedule of {rates[0]!r} with {sizes!r}",
+                why="the pair has the schedule of the learning rate",
+                instead=f"leave schedules={{{rates[0]!r}: ...}} out",
+            )
+        return sizes.policy, {**schedules, "lr": sizes.schedule}
+    policy = as_policy(sizes)
+    found = [
+        coupling
+        for each in schedules.values()
+        for one in (each if isinstance(each, (list, tuple)) else [each])
+        if isinstance(one, Schedule)
+        for coupling in couplings_in(one)
+    ]
+    if policy.is_coupled and not found and rule is None:
+        raise BatchSizeError.cannot(
+            f"use {policy!r} without its schedule",
+            why="the learning rate would not follow these sizes",
+            instead="pass the pair itself: batch_size=Seesaw(schedule, 16, maximum=256)",
+        )
+    return policy, dict(schedules)

@@ -44,8 +44,14 @@ class BoundStairs(TimedPolicy):
     def on(
         cls, horizon: Horizon, times: Sequence[Time], sizes: tuple[int, ...], *, what: str
     ) -> BoundPolicy:
-        """Return the steps that begin at `times`, checked to be in order on this run."""
+        """Return the steps that begin at `times`, checked to be in order on this run.
+
+        Of steps that begin at the same sample or batch, the last one stays.
+        """
         marks = [place(horizon, time) for time in times]
+        stay = [at for at, mark in enumerate(marks) if mark not in marks[at + 1 : at + 2]]
+        times, sizes = [times[at] for at in stay], (sizes[0], *(sizes[at + 1] for at in stay))
+        marks = [marks[at] for at in stay]
         for number in range(1, len(marks)):
             if not _in_order(horizon, times, marks, sizes, number):
                 before, after = times[number - 1], times[number]

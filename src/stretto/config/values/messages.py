@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from stretto._foreign import FOREIGN
 from stretto.config.reading.source import Path, Source, as_key, show_path
 from stretto.config.values.fields import Section, shown
 from stretto.errors import ConfigError, Message, StrettoError, cannot, nearest
@@ -56,7 +57,7 @@ def _message(details: ErrorDetails, root: type[BaseModel], source: Source) -> Me
         return cannot(
             f"use the key {path[-1]!r}",
             why=f"there is no such key{inside}",
-            instead=f"did you mean '{meant}'?" if meant else f"the keys here are {known}",
+            instead=_instead(str(path[-1]), meant, known),
             where=where,
         )
     if kind == "shape":
@@ -181,3 +182,9 @@ def _first_section(annotation: Any) -> type[BaseModel] | None:
         if found is not None:
             return found
     return None
+
+
+def _instead(key: str, meant: str | None, known: str) -> str:
+    if key in FOREIGN:
+        return f"write {FOREIGN[key]}"
+    return f"did you mean '{meant}'?" if meant else f"the keys here are {known}"

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from transformers import Trainer
 
 from stretto.batching import PolicyLike, RuleLike
+from stretto.batching.coupled.coupling import Coupling
 from stretto.integrations.huggingface.callback import EVENTS, Attached, StrettoCallback
 from stretto.integrations.huggingface.checks import check_events, check_trainer
 from stretto.integrations.huggingface.trainer import Follows
@@ -33,7 +34,7 @@ AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 def attach(
     trainer: AnyTrainer,
-    batch_size: PolicyLike,
+    batch_size: PolicyLike | Coupling,
     schedules: Mapping[str, Any] | None = None,
     *,
     rule: RuleLike | None = None,
@@ -71,7 +72,7 @@ def attach(
     length = f"{args.max_steps}ba" if args.max_steps > 0 else f"{args.num_train_epochs}ep"
     settings = {
         "batch_size": batch_size,
-        "schedules": schedules,
+        "schedules": {} if isinstance(batch_size, Coupling) and not schedules else schedules,
         "rule": rule,
         "max_duration": max_duration or length,
         **{EVENTS[name]: trigger for name, trigger in when.items()},

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from stretto.errors import FitError, shown
+from stretto.errors import FitError, samples_text, shown
 from stretto.memory.amounts import margin_of, show_bytes
 from stretto.memory.examples import resize_batch
 from stretto.memory.finding.finder import MARGIN_OF_CUDA
@@ -47,7 +47,7 @@ class RanksAnswer:
     """Each number of ranks that was asked about."""
 
     def __str__(self) -> str:
-        samples = f"{self.micro_batch_size:,} sample{'s' * (self.micro_batch_size > 1)}"
+        samples = samples_text(self.micro_batch_size)
         lines = [f"{'ranks':>6}  {'peak of a rank':>14}"]
         lines += [
             f"{row.ranks:>6,}  {show_bytes(row.peak):>14}{'' if row.fits else '  too much'}"

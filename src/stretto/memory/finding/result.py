@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, final
 
+from stretto.errors import samples_text
 from stretto.memory.amounts import show_bytes
 from stretto.memory.measuring.limits import MemoryLimit
 from stretto.memory.measuring.probe import Probe
@@ -33,7 +34,7 @@ class Cost(NamedTuple):
     def __str__(self) -> str:
         return (
             f"{self.fake_steps} steps without memory, {self.real_steps} real ones with "
-            f"{self.num_samples:,} samples, {self.num_out_of_memory} out of memory, "
+            f"{samples_text(self.num_samples)}, {self.num_out_of_memory} out of memory, "
             f"{self.seconds:.2g} s"
         )
 
@@ -122,7 +123,7 @@ class Answer:
         """
         size = self.size if size is None else size
         need = "" if self.peak is None else f"a step needs {show_bytes(self.peak)} of "
-        return f"{size:,} samples, {self.bound} ({self.certainty}: {need}{self._space})"
+        return f"{samples_text(size)}, {self.bound} ({self.certainty}: {need}{self._space})"
 
     @property
     def _space(self) -> str:
@@ -131,7 +132,7 @@ class Answer:
     @property
     def headline(self) -> str:
         """The size, its certainty, and whether it is the largest that fits."""
-        found = f"{self.size:,} samples ({self.certainty})"
+        found = f"{samples_text(self.size)} ({self.certainty})"
         if self.too_large is None:
             return f"micro-batch: {found}, {self.bound}"
         return f"largest micro-batch that fits: {found}"
@@ -154,7 +155,7 @@ class Answer:
             taken = " and ".join(f"{what} {show_bytes(n)}" for what, n in self.outside.items())
             lines.append(f"outside of the allocator, of {total}: {taken}")
         if self.too_large is not None:
-            lines.append(f"{self.too_large:,} samples would not fit")
+            lines.append(f"{samples_text(self.too_large)} would not fit")
         lines += self.notes
         lines.append(f"cost: {self.cost}")
         return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, final
 
 from torch import Tensor
@@ -49,10 +50,23 @@ class SequenceLengthWarmup(Callback):
         self._start, self._stop, self._multiple = start, end, multiple_of
         self._over = Time(over)
         self.length = start
+        self._has_warned = False
 
     def on_fit_start(self, run: Run) -> None:
         """Resolve the time."""
         self._progress = progress(run.horizon, self._over * 0, self._over)
+
+    def on_batch_end(self, run: Run, step: Step) -> None:
+        """Warn after the first batch if its tokens cannot be counted."""
+        del step
+        if not self._has_warned and not run.timer.token:
+            warnings.warn(
+                "SequenceLengthWarmup cuts batches whose tokens are not counted: no 'input_ids' "
+                "name them; pass DataSpec(data, get_num_tokens_in_batch=...) to count them",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._has_warned = True
 
     def on_batch_start(self, run: Run, step: Step) -> None:
         """Set the length of this batch."""

@@ -5,13 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from stretto.batching.adaptive.following import check_monitored, measured_value, metrics_of
 from stretto.checkpoint import checkpoint_path
 from stretto.settings import Checkpointing
 from stretto.training.checkpointing.records import count, number
 from stretto.training.settings import Evaluation
+
+
+class BestEvaluation(NamedTuple):
+    """The best evaluation of a run so far."""
+
+    path: Path
+    """Its checkpoint."""
+    metric: str
+    value: float
 
 
 @final
@@ -27,19 +36,19 @@ class Best:
     """
 
     def __init__(self, settings: Checkpointing | None, evaluations: Sequence[Evaluation]) -> None:
-        self._monitor = settings.monitor if settings is not None else None
+        self.monitor = settings.monitor if settings is not None else None
         self._sign = -1 if settings is not None and settings.mode == "max" else 1
         self.value = math.inf * self._sign
         self.sample: int | None = None
         """The position at which it was measured; None before the first."""
         # The position of the best one whose checkpoint is complete.
         self._kept: int | None = None
-        if self._monitor is not None:
-            check_monitored(self._monitor, metrics_of(evaluations))
+        if self.monitor is not None:
+            check_monitored(self.monitor, metrics_of(evaluations))
 
     def is_beaten(self, metrics: Mapping[str, float], sample: int) -> bool:
         """Update with the metrics of an evaluation at `sample`; return whether it is the best."""
-        value = measured_value(self._monitor, metrics)
+        value = measured_value(self.monitor, metrics)
         if value is None or not value * self._sign < self.value * self._sign:  # nan is never better
             return False
         self.value, self.sample = value, sample
@@ -59,7 +68,7 @@ class Best:
         """Return the best value so far."""
         value = None if math.isinf(self.value) else self.value
         return {
-            "monitor": self._monitor,
+            "monitor": self.monitor,
             "value": value,
             "sample": self.sample,
             "kept": self._kept,
@@ -68,7 +77,7 @@ class Best:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the best value, if the metric is the same."""
         self.start_over()
-        if state["monitor"] == self._monitor and state["value"] is not None:
+        if state["monitor"] == self.monitor and state["value"] is not None:
             self.value, self.sample = number(state, "value"), count(state, "sample")
             if state.get("kept", self.sample) is not None:
                 self._kept = count({"kept": self.sample, **state}, "kept")

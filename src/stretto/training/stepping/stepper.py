@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
+from stretto.errors import TrainingError
 from stretto.noise import NoiseSums
 from stretto.runtime import TrainStep
 from stretto.runtime.gradients import is_fully_sharded, scalar, sparse_tables
@@ -95,6 +96,9 @@ class Stepper:
         self._is_plain = self._is_alone and self.count is None and not self._is_sum
         """Whether the weights of the loader are final, and there is no other rank."""
         self._is_warm = False
+        self._is_new = True
+        """Whether no step was taken yet."""
+        self._has_gradient = False
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -285,8 +289,10 @@ class Stepper:
             TrainingError: memory ran out. Some weights may have changed, so it is not repeated.
             CheckpointError: an optimizer cannot use the state that was loaded into it.
         """
+        if self._is_new:
+            self._has_gradient = self._has_gradients()
         try:
-            info = self._step.update()
+            info: Info | None = self._step.update()
         except Exception as error:
             optimizers = " and ".join(type(one).__name__ for one in self._step.optimizers)
             if not is_out_of_memory(error):
@@ -301,12 +307,38 @@ class Stepper:
                 "optimizer that keeps less state, or a smaller micro_batch_size",
             ) from error
         self.resumed_from = None
+        if self._is_new:
+            self._is_new = False
+            self._check_gradients()
         self._step.clear()
         if self.meter is not None:
             self.meter.forget()
         if info is not TrainStep.SKIPPED:
-            return info
+            return {} if info is None else info
         return None if self._check is not None else {}
+
+    def _check_gradients(self) -> None:
+        """Refuse a first step that no parameter has a gradient from, before or after its update.
+
+        Raises:
+            TrainingError: there is none.
+        """
+        if (
+            self._has_gradient
+            or self._has_gradients()
+            or not (self._is_alone or self._averages_itself)
+        ):
+            return
+        raise TrainingError.cannot(
+            f"train with {type(self._step).__qualname__}",
+            why="after the first step, no parameter of its optimizers has a gradient",
+            instead="call (loss * weight).backward() in forward_backward, and build the optimizers "
+            "of the parameters that the loss depends on",
+        )
+
+    def _has_gradients(self) -> bool:
+        trained = [one for one in self._parameters if one.requires_grad]
+        return not trained or any(one.grad is not None for one in trained)
 
     def clear(self) -> None:
         """Clear the gradients."""

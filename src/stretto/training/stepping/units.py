@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
-from typing import Any, final
+from functools import partial
+from typing import Any, cast, final
 
 from stretto.data import Step, count_target_tokens
 from stretto.data.tokens import needs_label_shift
-from stretto.errors import TrainingError
+from stretto.errors import TrainingError, shown
 from stretto.settings import Stepping
 
 
 def unit_counter(settings: Stepping) -> Callable[[Any], int] | None:
     """Return a function that counts the units of a batch; None: they are its samples."""
     if callable(settings.loss_weight):
-        return settings.loss_weight
+        return partial(_counted, settings.loss_weight)
     return (
         TargetTokens(shifts_labels=settings.shifts_labels)
         if settings.loss_weight == "tokens"
         else None
     )
+
+
+def _counted(count: Callable[[Any], int], batch: Any) -> int:
+    """Return what a user's function counts, if it is a count."""
+    found: object = count(batch)
+    if not isinstance(found, (int, float)) and hasattr(found, "item"):
+        found = found.item()
+    if not isinstance(found, (int, float)) or not 0 <= found < math.inf:
+        raise TrainingError.cannot(
+            f"weigh a loss by {shown(found)}",
+            why="loss_weight returned it, and it is not a number of at least 0",
+            instead="return how many units, such as targets, the batch has",
+        )
+    return cast(int, found)  # a sum of weights need not be whole
 
 
 @final

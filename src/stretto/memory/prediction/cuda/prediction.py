@@ -58,7 +58,9 @@ class CudaPrediction:
     def reason(self) -> str:
         """Why it has this certainty."""
         best, why = self._judged()
-        done = f"the kernels of an {self.gpu.name.upper()} and its caching allocator were simulated"
+        done = (
+            f"the kernels of the {self.gpu.name.upper()} and its caching allocator were simulated"
+        )
         return done if best == "exact" else f"{done}; {why}"
 
     @property

@@ -1,0 +1,94 @@
+"""Stop a run whose metric no longer improves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, final
+
+from stretto.errors import TrainingError
+from stretto.settings import one_of
+from stretto.timing import Time, TimeLike
+from stretto.training.callback import Callback
+from stretto.training.run import Run
+
+
+@final
+class EarlyStopping(Callback):
+    """Stops the run when a metric has not improved for a time.
+
+    >>> EarlyStopping("validation/loss", patience="1ep")
+    EarlyStopping('validation/loss', patience='1ep')
+
+    Args:
+        monitor: the metric, as it is logged: `"validation/loss"`.
+        patience: for how long, in any unit, the best value may stay as it is.
+        mode: whether less or more of the metric is better.
+        min_delta: by how much a value must be better to count.
+
+    Raises:
+        TimeError: the patience is not a time.
+        TrainingError: there is no such mode; or, when an evaluation ends, it has no such metric.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "validation/loss",
+        *,
+        patience: TimeLike,
+        mode: Literal["min", "max"] = "min",
+        min_delta: float = 0.0,
+    ) -> None:
+        one_of("mode", mode, ("min", "max"))
+        self._monitor, self._patience = monitor, Time(patience)
+        self._sign, self._min_delta = (1 if mode == "min" else -1), min_delta
+        self._best = math.inf
+        self._since: float | None = None
+
+    def scaled(self, ratio: Any) -> EarlyStopping:
+        """Return the same for a run that is `ratio` times as long."""
+        mode: Literal["min", "max"] = "min" if self._sign == 1 else "max"
+        patience = self._patience * ratio
+        return EarlyStopping(self._monitor, patience=patience, mode=mode, min_delta=self._min_delta)
+
+    def on_fit_start(self, run: Run) -> None:
+        """Place the patience on the clock of the run.
+
+        Raises:
+            ConversionError: a fact is missing.
+        """
+        self._axis = run.horizon.common_axis((self._patience,))
+        self._ticks = float(run.horizon.ticks(self._patience, self._axis))
+
+    def on_evaluation_end(self, run: Run, name: str, metrics: Mapping[str, float]) -> None:
+        """Compare the metric with the best one so far."""
+        if self._monitor.partition("/")[0] != name:
+            return
+        if self._monitor not in metrics:
+            raise TrainingError.cannot(
+                f"stop by {self._monitor!r}",
+                why=f"{name!r} measures {', '.join(metrics)}",
+                instead="write one of these",
+            )
+        now, value = float(self._axis.read(run.timer.timestamp)), metrics[self._monitor]
+        if value * self._sign < self._best - self._min_delta:
+            self._best, self._since = value * self._sign, now
+        elif self._since is None:  # nan from the beginning
+            self._since = now
+        elif now - self._since >= self._ticks:
+            best = self._best * self._sign
+            run.stop(f"{self._monitor} was not better than {best:g} for {self._patience}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and its time."""
+        return {"best": self._best if math.isfinite(self._best) else None, "since": self._since}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        self._best = math.inf if state["best"] is None else float(state["best"])
+        self._since = state["since"]
+
+    def __repr__(self) -> str:
+        mode = "" if self._sign == 1 else ", mode='max'"
+        delta = f", min_delta={self._min_delta}" if self._min_delta else ""
+        return f"EarlyStopping({self._monitor!r}, patience='{self._patience}'{mode}{delta})"
