@@ -147,6 +147,10 @@ class Stepping:
                 )
         return replace(self, **given)
 
+    def counted(self, count: Callable[[Any], Any]) -> Stepping:
+        """Return these settings with a function that counts what the loss is a mean over."""
+        return self if callable(self.loss_weight) else replace(self, loss_weight=count)
+
     @property
     def longest_wait(self) -> timedelta | None:
         """How long a rank waits for the others; None: as long as the process group does."""

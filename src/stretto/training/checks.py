@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from stretto.data import DataSpec
 from stretto.errors import TrainingError, shown
 from stretto.runtime import TrainStep
-from stretto.settings import Stepping
+from stretto.settings import Stepping, read_settings
 from stretto.training.callback import Callback
 from stretto.training.criterion import as_loss
 from stretto.training.settings import Evaluation
@@ -76,19 +76,25 @@ def given_size(batch_size: Any, data: Any) -> Any:
     return batch_size
 
 
-def read_evaluations(given: Any, stepping: Stepping) -> list[Any]:
-    """Return evaluations from one, several, or the data of one."""
+def read_evaluations(given: Any) -> list[Any]:
+    """Return evaluations from one, several, or the data of one; each may be a mapping."""
     if given is None:
         return []
     several = given if isinstance(given, (list, tuple)) else [given]
-    if not any(isinstance(one, Evaluation) for one in several) and given:
-        is_data = not isinstance(given, (str, Mapping)) and hasattr(given, "__iter__")
-        several = [Evaluation(given)] if is_data or hasattr(given, "__getitem__") else several
-    for at, one in enumerate(several):
-        if isinstance(one, Evaluation) and callable(one.loss):
-            several = list(several)
-            several[at] = replace(one, loss=as_loss(one.loss, stepping))
-    return list(several)
+    if not any(map(_is_evaluation, several)):
+        is_data = hasattr(given, "__getitem__") or hasattr(given, "__iter__")
+        is_data = is_data and bool(given) and not isinstance(given, (str, Mapping))
+        several = [Evaluation(given)] if is_data else several
+    return [_with_loss(one) if _is_evaluation(one) else one for one in several]
+
+
+def _is_evaluation(one: object) -> bool:
+    return isinstance(one, Evaluation) or (isinstance(one, Mapping) and "data" in one)
+
+
+def _with_loss(given: Any) -> Evaluation:
+    one = read_settings(Evaluation, given, "evaluate")
+    return replace(one, loss=as_loss(one.loss, "mean")) if callable(one.loss) else one
 
 
 def _check_model(model: object) -> None:

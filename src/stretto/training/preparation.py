@@ -20,6 +20,7 @@ from stretto.planning.plan import plan_prepared
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.settings import Loading, Stepping
 from stretto.timing import Timestamp
+from stretto.training.criterion import CriterionLoss
 from stretto.training.distributed.agreement import (
     as_config,
     as_texts,
@@ -215,6 +216,8 @@ def make_step(
         return model
     assert optimizer is not None, "checked"
     assert loss is not None, "checked"
+    if isinstance(loss, CriterionLoss):
+        loss.to(ranks.device)
     return SupervisedStep(
         ranks.place(model),
         optimizer,

@@ -33,7 +33,7 @@ from stretto.training.callback import Callback, Events
 from stretto.training.checkpointing.callback_state import check_states
 from stretto.training.checkpointing.resuming import find_checkpoint, open_run, open_verified
 from stretto.training.checks import check_parts, given_size, read_evaluations
-from stretto.training.criterion import Criterion, as_loss
+from stretto.training.criterion import Criterion, CriterionLoss, as_loss
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.best import BestEvaluation
 from stretto.training.interrupt import raise_for
@@ -136,11 +136,14 @@ class Trainer:
         stepping = read_settings(Stepping, stepping, "stepping").overridden(
             precision=precision, clip_norm=clip_norm, compile=compile, device=device
         )
-        evaluations = read_evaluations(evaluate, stepping)
+        evaluations = read_evaluations(evaluate)
         check_parts(
             model, optimizer, loss, stepping=stepping, evaluations=evaluations, callbacks=callbacks
         )
-        loss = as_loss(loss, stepping) if callable(loss) else loss
+        if callable(loss):
+            loss = as_loss(loss, stepping.loss_reduction)
+        if isinstance(loss, CriterionLoss) and loss.is_over_targets:
+            stepping = stepping.counted(loss.count)
         sizes, schedules = paired(
             given_size(batch_size, train_data), schedules or {}, stepping.learning_rate_rule
         )

@@ -23,6 +23,7 @@ from stretto.data import DataSpec, StepLoader
 from stretto.errors import ConfigError, StrettoError
 from stretto.memory.examples import example_batches, resizable
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.training.criterion import as_loss
 from stretto.training.stepping.measuring import keeps_gradients_apart
 
 MICRO_BATCHES = 2
@@ -65,7 +66,7 @@ def build_finding(config: RunConfig, *, on_meta: bool = False) -> Finding:
     step = make_step(config, model) or SupervisedStep(
         model,
         make_optimizer(config, model),
-        make_loss(config, model),
+        as_loss(make_loss(config, model), stepping.loss_reduction),
         precision=stepping.precision,
         clip_norm=stepping.clip_norm,
         loss_reduction=stepping.loss_reduction,
