@@ -411,3 +411,10 @@ def test_a_stock_curve_over_an_unknown_number_of_steps(kind: str) -> None:
     rates = recorder.rates
     assert rates[0] < rates[1] < rates[2]
     assert rates[-1] < 0.3 * max(rates) < max(rates) <= toys.RATE
+
+
+def test_a_version_without_the_hooks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = stock()
+    monkeypatch.delattr(Trainer, "get_tp_size")
+    with pytest.raises(TrainingError, match="get_tp_size"):
+        attach(trainer, 8)
