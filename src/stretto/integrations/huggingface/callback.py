@@ -49,7 +49,7 @@ class Attached:
         self.signals = NO_SIGNALS
         self._meter: tuple[Any, StepMeter] | None = None
 
-    def prepare(self, spec: DataSpec, loading: Loading) -> ExternalRun:
+    def begin(self, spec: DataSpec, loading: Loading) -> ExternalRun:
         """Prepare the run for a call of `trainer.train()`."""
         settings = dict(self.settings)
         if settings["schedules"] is None:

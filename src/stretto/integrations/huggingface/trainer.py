@@ -53,7 +53,7 @@ class Follows(Trainer):
                 prefetch_factor=args.dataloader_prefetch_factor,
                 pin_memory=args.dataloader_pin_memory,
             )
-        return Steps(own.prepare(spec, loading), stock.dataset)
+        return Steps(own.begin(spec, loading), stock.dataset)
 
     def _stream(self, stock: Any) -> Any:
         """Return batches of the stream that the stock dataloader reads on all ranks."""
