@@ -79,7 +79,7 @@ def predicted(case: Case) -> dict[str, Any]:
         step,
         lambda size: torch.zeros(size, case.length, dtype=torch.long),
         device="cuda",
-        ranks=case.ranks,
+        world_size=case.ranks,
         shard=MODES.get(case.mode) or _data_parallel(case),
     )
     return {

@@ -6,7 +6,7 @@ import pytest
 
 from stretto import Horizon, StepLoader
 from stretto.errors import DataError
-from stretto.planning import prepare
+from stretto.planning import bind_run
 
 DATA = range(64)
 HORIZON = Horizon("2ep", dataset_num_samples=64)
@@ -15,9 +15,9 @@ HORIZON = Horizon("2ep", dataset_num_samples=64)
 @pytest.mark.parametrize(
     ("run", "options", "match"),
     [
-        (prepare(HORIZON, 8), {"max_duration": "3ep"}, "the run has its own max_duration"),
-        (prepare(HORIZON, 8), {"last_batch": "drop"}, "the run has its own last_batch"),
-        (prepare(Horizon("9ba", dataset_num_samples=9), 8), {}, "prepared for 9"),
+        (bind_run(HORIZON, 8), {"max_duration": "3ep"}, "the run has its own max_duration"),
+        (bind_run(HORIZON, 8), {"last_batch": "drop"}, "the run has its own last_batch"),
+        (bind_run(Horizon("9ba", dataset_num_samples=9), 8), {}, "prepared for 9"),
         (8, {}, "the length of the run is not known"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stretto.batching import DoublingRamp, SizeFunction, Steps
-from stretto.planning import PlannedSizes, plan, prepare
+from stretto.planning import PlannedSizes, bind_run, plan
 from stretto.schedules import Linear, StepDecay
 from stretto.timing import Horizon
 
@@ -54,6 +54,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ),
     (
         "planning-mixed-units",
-        lambda: Linear(warmup="10ba").bind(prepare(RUN, MEASURED).horizon),
+        lambda: Linear(warmup="10ba").bind(bind_run(RUN, MEASURED).horizon),
     ),
 ]

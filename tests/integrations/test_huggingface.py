@@ -16,10 +16,11 @@ pytest.importorskip("datasets", reason="needs stretto[huggingface]: make test-ad
 import datasets
 import torch
 from tests.integrations import huggingface_toys as toys
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, get_cosine_schedule_with_warmup
 
 from stretto.batching import NoiseScale
-from stretto.errors import CheckpointError, StrettoError
+from stretto.errors import CheckpointError, StrettoError, TrainingError
 from stretto.integrations.huggingface import attach
 from stretto.schedules import Cosine
 
@@ -334,3 +335,86 @@ def test_two_ranks_train_as_one_and_resume_what_one_has_begun(
     alone.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-6"))
     assert seen.ids == recorder.ids[6:]
     torch.testing.assert_close(toys.flat(alone.model), weights, rtol=0, atol=1e-7)
+
+
+def stock(**settings: Any) -> Any:
+    data = settings.pop("data", None) or toys.dataset()
+    return Trainer(
+        model=toys.llama(),
+        args=toys.arguments(**settings),
+        train_dataset=data,
+        eval_dataset=toys.dataset(10),
+        data_collator=toys.collate,
+    )
+
+
+def test_a_notebook_cell_may_be_run_again(whole: Any) -> None:
+    trainer = stock()
+    for _ in range(2):
+        attach(trainer, toys.SIZES, toys.SCHEDULES)
+        assert trainer.evaluate()["eval_loss"] > 0
+    recorder = toys.Recorder(trainer)
+    trainer.train()
+    assert recorder.ids == whole[1].ids
+    assert torch.equal(toys.flat(trainer.model), toys.flat(whole[0].model))
+
+
+def test_the_best_model_is_noted_or_refused(tmp_path: Path) -> None:
+    every = {"evaluate": "20%"}
+    steps = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    trainer = stock(load_best_model_at_end=True, **steps)
+    with pytest.raises(TrainingError, match="save_strategy='best'"):
+        attach(trainer, 8, every=every)
+    best = {"save_strategy": "best", "metric_for_best_model": "loss", "out": str(tmp_path)}
+    trainer = stock(load_best_model_at_end=True, **best)
+    attach(trainer, 16, {"lr": 1.0}, every=every)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint is not None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataloader_of_your_own_over_a_stream_is_read(workers: int) -> None:
+    rows = toys.rows()[::-1]
+
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            stream = datasets.IterableDataset.from_generator(rows.__iter__)
+            return self.accelerator.prepare(DataLoader(stream, 4, collate_fn=toys.collate))
+
+    trainer = Own(
+        model=toys.llama(),
+        args=toys.arguments(max_steps=999, dataloader_num_workers=workers),
+        train_dataset=streamed(),
+        data_collator=toys.collate,
+    )
+    attach(trainer, 10, {"lr": 1.0}, max_duration="40sp")
+    recorder = toys.Recorder(trainer)
+    trainer.train()
+    assert [i for step in recorder.ids for i in sorted(step, reverse=True)] == list(
+        range(toys.N - 1, toys.N - 41, -1)
+    )
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "inverse_sqrt"])
+def test_a_stock_curve_over_an_unknown_number_of_steps(kind: str) -> None:
+    def follow(**settings: Any) -> tuple[Any, toys.Recorder]:
+        trainer = stock(lr_scheduler_type=kind, max_steps=999, data=streamed(), **settings)
+        attach(trainer, 8, max_duration="1500tok")
+        return trainer, toys.Recorder(trainer)
+
+    with pytest.raises(TrainingError, match="number of steps"):
+        follow(warmup_steps=4)[0].train()
+    if kind == "inverse_sqrt":
+        return
+    trainer, recorder = follow(warmup_steps=0.2)
+    trainer.train()
+    rates = recorder.rates
+    assert rates[0] < rates[1] < rates[2]
+    assert rates[-1] < 0.3 * max(rates) < max(rates) <= toys.RATE
+
+
+def test_a_version_without_the_hooks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = stock()
+    monkeypatch.delattr(Trainer, "get_tp_size")
+    with pytest.raises(TrainingError, match="get_tp_size"):
+        attach(trainer, 8)

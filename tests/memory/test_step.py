@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.data import StepLoader
+from stretto.errors import FitError
+from stretto.memory import find_batch_size
 from stretto.memory.step import WholeStep
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.settings import Stepping
@@ -106,3 +108,8 @@ def test_steps_of_several_threads_leave_torch_as_it_was() -> None:
     run(second)
     other.join()
     assert torch.autograd._engine_run_backward is backward  # type: ignore[attr-defined]
+
+
+def test_a_model_alone_is_no_step() -> None:
+    with pytest.raises(FitError, match="SupervisedStep"):
+        find_batch_size(nn.Linear(2, 2), torch.zeros(3, 2))  # type: ignore[arg-type]

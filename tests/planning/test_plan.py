@@ -35,7 +35,7 @@ from stretto.errors import (
     ScheduleError,
     TimeError,
 )
-from stretto.planning import check_least, plan, prepare, walk
+from stretto.planning import bind_run, check_least, plan, walk
 from stretto.schedules import Constant, Cosine, Custom, Linear, Periods, StepDecay
 from stretto.timing import (
     At,
@@ -168,7 +168,7 @@ def test_a_plan_is_the_batch_sizes_of_a_horizon() -> None:
     horizon = HORIZON.with_batch_sizes(planned)
     assert horizon.convert("63ba", "sp") == Time("504sp")
     assert horizon.convert("1ep", "ba") == Time("94ba")
-    assert prepare(HORIZON, DoublingRamp(8, 32, "50%")).horizon == planned.horizon
+    assert bind_run(HORIZON, DoublingRamp(8, 32, "50%")).horizon == planned.horizon
 
 
 @given(

@@ -32,7 +32,7 @@ from stretto.batching import (
     TimedPolicy,
 )
 from stretto.errors import BatchSizeError, ConversionError, PlanError
-from stretto.planning import PlannedSizes, prepare, walk
+from stretto.planning import PlannedSizes, bind_run, walk
 from stretto.timing import Horizon, LastBatch, Time, Timestamp, TimeUnit
 
 LIMIT = 400
@@ -243,7 +243,7 @@ def test_it_is_a_value() -> None:
 
 def test_a_resolved_horizon_converts_through_the_ramp() -> None:
     horizon = Horizon("100sp", batch_sizes=1000, last_batch="carry")
-    resolved = prepare(horizon, DoublingRamp(4, 16, "50%")).horizon
+    resolved = bind_run(horizon, DoublingRamp(4, 16, "50%")).horizon
     assert resolved.convert("7ba", "sp") == Time("28sp")
     assert resolved.convert("8ba", "sp") == Time("36sp")
     assert resolved.convert("0.5dur", "ba") == Time("10ba")
@@ -253,7 +253,7 @@ def test_a_resolved_horizon_converts_through_the_ramp() -> None:
 def test_where_an_epoch_of_unknown_length_may_end_inside_a_batch_no_batch_is_known(
     last_batch: LastBatch,
 ) -> None:
-    resolved = prepare(Horizon("100sp", last_batch=last_batch), 8).horizon
+    resolved = bind_run(Horizon("100sp", last_batch=last_batch), 8).horizon
     assert resolved.convert("50%", "sp") == Time("50sp")
     with pytest.raises(ConversionError, match=r"an epoch of unknown length .* or write last_b"):
         resolved.convert("7ba", "sp")
@@ -263,7 +263,7 @@ def test_where_an_epoch_of_unknown_length_may_end_inside_a_batch_no_batch_is_kno
 
 def test_an_unresolvable_one_refuses_only_what_mixes() -> None:
     policy = SizeFunction(lambda timestamp, current: 8, planned=False)
-    resolved = prepare(Horizon("2ep", dataset_num_samples=100), policy).horizon
+    resolved = bind_run(Horizon("2ep", dataset_num_samples=100), policy).horizon
     assert resolved.convert("1ep", "sp") == Time("100sp")
     with pytest.raises(ConversionError, match="they follow what the run measures"):
         resolved.convert("1ba", "sp")
@@ -305,7 +305,7 @@ def test_sizes_that_change_for_ever_have_no_plan_where_the_end_is_unknown(durati
     policy = SizeFunction(lambda timestamp, _: 3 + timestamp.batch % 4)
     with pytest.raises(PlanError, match="only the run itself can tell when it ends"):
         PlannedSizes(Horizon(duration), policy)
-    resolved = prepare(Horizon(duration), policy).horizon
+    resolved = bind_run(Horizon(duration), policy).horizon
     with pytest.raises(ConversionError, match="they may change for ever"):
         resolved.convert("100sp", "ba")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stretto.errors import DataError
+from stretto.report.ledger import read_ledger
 from stretto.report.run import read_metrics
 from stretto.report.run_table import MAX_ROWS, run_table
 
@@ -118,3 +120,19 @@ def test_a_run_without_evaluations_shows_its_logs(tmp_path: Path) -> None:
     assert len(lines) == MAX_ROWS + 3
     assert "tokens" in lines[2]
     assert lines[-1].split()[1] == "99"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "device", "line"])
+def test_only_plain_files_of_bounded_lines_are_read(kind: str, tmp_path: Path) -> None:
+    """A pipe would never answer, and a device never end."""
+    for name, read in (("metrics.jsonl", read_metrics), ("ledger.csv", read_ledger)):
+        path = tmp_path / name
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "device":
+            path.symlink_to("/dev/zero")
+        else:
+            path.write_text("x" * (2 << 20))
+        with pytest.raises(DataError):
+            list(read(tmp_path))  # type: ignore[arg-type]

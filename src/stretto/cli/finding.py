@@ -166,7 +166,7 @@ def _for_ranks(
         if wishes[name] is not None:
             about[name] = wishes[name]
     answers = {
-        ranks: find_batch_size(found.step, found.batch, ranks=ranks, **about)
+        ranks: find_batch_size(found.step, found.batch, world_size=ranks, **about)
         for ranks in spread.world_sizes
     }
     rows = [{"ranks": ranks, **_plain(answer)} for ranks, answer in answers.items()]

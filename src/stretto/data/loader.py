@@ -40,7 +40,7 @@ class StepLoader(Iterator[Step]):
         data: a map-style data set, a `DataLoader`, an iterable of collated batches, or a
             `DataSpec` of one of them.
         batch_size: samples of one step over all ranks: a number, a text such as
-            `"0tok:768 250Btok:1536"`, a function, or a policy. Or a run that `prepare` has bound,
+            `"0tok:768 250Btok:1536"`, a function, or a policy. Or a run that `bind_run` has bound,
             without `max_duration` and `last_batch`.
         max_duration: how long the run is, in any unit but `dur`.
         micro_batch_size: the most samples of one micro-batch; None: a rank's whole share.

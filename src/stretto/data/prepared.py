@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from stretto.batching import PolicyLike
 from stretto.data.spec import DataSpec
 from stretto.errors import DataError, shown
-from stretto.planning import Prepared, prepare
+from stretto.planning import Prepared, bind_run
 from stretto.timing import LastBatch, TimeLike
 
 
@@ -29,9 +29,9 @@ def prepared_for(
         raise DataError.cannot(
             "load data",
             why="the length of the run is not known",
-            instead="pass max_duration='90ep', or a run that prepare() has bound",
+            instead="pass max_duration='90ep', or a run that bind_run() has bound",
         )
-    return prepare(spec.horizon(max_duration, last_batch), batch_size)
+    return bind_run(spec.horizon(max_duration, last_batch), batch_size)
 
 
 def _check_run(run: Prepared, spec: DataSpec, given: Mapping[str, object]) -> None:
@@ -39,7 +39,7 @@ def _check_run(run: Prepared, spec: DataSpec, given: Mapping[str, object]) -> No
     for name, value in given.items():
         if value is not None:
             raise DataError.cannot(
-                f"load data with {name}={shown(value)} and a run that prepare() has bound",
+                f"load data with {name}={shown(value)} and a run that bind_run() has bound",
                 why=f"the run has its own {name}",
                 instead=f"leave {name} out, or write it in the Horizon",
             )
@@ -47,5 +47,5 @@ def _check_run(run: Prepared, spec: DataSpec, given: Mapping[str, object]) -> No
         raise DataError.cannot(
             f"load data with {spec.known_num_samples} samples",
             why=f"the run was prepared for {run.facts.dataset_num_samples}",
-            instead="pass Horizon(..., dataset_num_samples=...) of these data to prepare()",
+            instead="pass Horizon(..., dataset_num_samples=...) of these data to bind_run()",
         )

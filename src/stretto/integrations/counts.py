@@ -43,9 +43,9 @@ def end_of(run: Prepared) -> int | None:
 def steps_left(run: Prepared, now: Timestamp) -> Count:
     """Return how many steps come after a timestamp.
 
-    >>> from stretto.planning import prepare
+    >>> from stretto.planning import bind_run
     >>> from stretto.timing import Horizon
-    >>> steps_left(prepare(Horizon("2ep", dataset_num_samples=100), "0ep:8 1ep:20"), Timestamp())
+    >>> steps_left(bind_run(Horizon("2ep", dataset_num_samples=100), "0ep:8 1ep:20"), Timestamp())
     Count(least=18, most=18)
     """
     length = run.facts.max_duration

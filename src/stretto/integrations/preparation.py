@@ -13,7 +13,7 @@ from stretto.data import DataSpec
 from stretto.errors import DataError, shown
 from stretto.integrations.run import ExternalRun
 from stretto.optim.reading import as_one_schedule, check_names
-from stretto.planning import prepare as prepare_run
+from stretto.planning import bind_run
 from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
 
@@ -75,7 +75,7 @@ def prepare(
     spec = DataSpec.of(data)
     batch_size, schedules = paired(batch_size, schedules, rule)
     wanted = {"evaluate": evaluate, "checkpoint": checkpoint, "log": log}
-    prepared = prepare_run(
+    prepared = bind_run(
         spec.horizon(max_duration, loading.last_batch),
         batch_size,
         schedules={name: as_one_schedule(one) for name, one in schedules.items()},

@@ -15,6 +15,7 @@ from torch import nn
 from torch._guards import TracingContext
 from torch.optim import Optimizer
 
+from stretto.errors import FitError
 from stretto.noise import MicroGradients
 from stretto.runtime import TrainStep
 from stretto.runtime.gradients import detached
@@ -53,6 +54,13 @@ class WholeStep:
         >>> model.weight.grad is None
         True
         """
+        given: object = step
+        if not isinstance(given, (TrainStep, WholeStep)):
+            raise FitError.cannot(
+                f"follow a step of a {type(given).__name__}",
+                why="memory is that of a whole training step: forward, backward and update",
+                instead="pass SupervisedStep(model, optimizer, loss), of stretto",
+            )
         if isinstance(step, WholeStep):
             return step
         if step.averaging is not None:

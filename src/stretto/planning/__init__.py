@@ -1,10 +1,10 @@
 """Plans of runs: where every batch begins, its size, and the events."""
 
+from stretto.planning.bind import Prepared, bind_run
 from stretto.planning.clock import StepPlan, next_step, walk
 from stretto.planning.events import Event
 from stretto.planning.plan import Plan, PlannedBatch, plan
 from stretto.planning.plan_warnings import bound_of
-from stretto.planning.prepare import Prepared, prepare
 from stretto.planning.sizes import PlannedSizes, UnknownSizes
 from stretto.planning.stages import FirstLast, Stage, check_least
 
@@ -22,6 +22,6 @@ __all__ = [
     "check_least",
     "next_step",
     "plan",
-    "prepare",
+    "bind_run",
     "walk",
 ]

@@ -14,10 +14,10 @@ from stretto.batching.rules import is_learning_rate
 from stretto.batching.signals import as_float
 from stretto.batching.split import split
 from stretto.errors import PlanError, shown
+from stretto.planning.bind import Prepared, bind_run, check_tokens
 from stretto.planning.clock import walk
 from stretto.planning.events import Event, make_event
 from stretto.planning.plan_warnings import growth_alone, warnings_of
-from stretto.planning.prepare import Prepared, check_tokens, prepare
 from stretto.planning.sizes import PlannedSizes
 from stretto.planning.stages import (
     Stage,
@@ -231,7 +231,7 @@ def plan(
         ScheduleError: a schedule does not fit into the run.
     """
     return plan_prepared(
-        prepare(horizon, policy, schedules=schedules, triggers=triggers, rule=rule),
+        bind_run(horizon, policy, schedules=schedules, triggers=triggers, rule=rule),
         world_size=world_size,
         micro_batch_size=micro_batch_size,
         even=even,
@@ -252,7 +252,7 @@ def plan_prepared(
     tracks_tokens: bool = True,
     resume_at: Timestamp | None = None,
 ) -> Plan:
-    """Return the plan of a run that `prepare` has bound.
+    """Return the plan of a run that `bind_run` has bound.
 
     Args:
         run: the run.

@@ -12,6 +12,7 @@ from typing import NamedTuple, final
 
 from stretto.errors import DataError
 from stretto.planning import Plan, PlannedBatch
+from stretto.report.run import plain_lines
 
 LEDGER = "ledger.csv"
 """File name of the ledger in a run folder."""
@@ -82,17 +83,16 @@ def read_ledger(folder: Path) -> Iterator[LedgerRow]:
     """
     path = folder / LEDGER
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = csv.DictReader(file)
-            names = [name for name in rows.fieldnames or () if name not in _COUNTS]
-            if not set(_COUNTS) <= set(rows.fieldnames or ()):
-                raise _unreadable(path, "its first line does not name the columns of a ledger")
-            for number, row in enumerate(rows, 2):
-                try:
-                    counts = {name: int(row[name]) for name in _COUNTS}
-                    yield LedgerRow(counts, {name: float(row[name]) for name in names})
-                except (TypeError, ValueError):
-                    raise _unreadable(path, f"line {number} is not a batch") from None
+        rows = csv.DictReader(plain_lines(path))
+        names = [name for name in rows.fieldnames or () if name not in _COUNTS]
+        if not set(_COUNTS) <= set(rows.fieldnames or ()):
+            raise _unreadable(path, "its first line does not name the columns of a ledger")
+        for number, row in enumerate(rows, 2):
+            try:
+                counts = {name: int(row[name]) for name in _COUNTS}
+                yield LedgerRow(counts, {name: float(row[name]) for name in names})
+            except (TypeError, ValueError):
+                raise _unreadable(path, f"line {number} is not a batch") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         why = getattr(error, "strerror", None) or "it is not a text of rows"
         raise _unreadable(path, why.lower()) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from stretto.batching.signals import as_float
 from stretto.errors import DataError
 
 METRICS = "metrics.jsonl"
+_LONGEST_LINE = 1 << 20
 """The name of the metrics file in a run folder."""
 CLOCK = ("ep", "ba", "sp", "tok", "dur", "sec")
 """The units of time on each line."""
@@ -73,16 +75,31 @@ def read_metrics(folder: Path) -> RunMetrics:
 
 def _lines(path: Path) -> Iterator[dict[str, float]]:
     try:
-        with path.open(encoding="utf-8") as file:
-            for number, text in enumerate(file, 1):
-                line = _parsed(text)
-                if line is not None:
-                    yield line
-                elif text.endswith("\n"):
-                    raise _unreadable(path, f"line {number} is not a line of metrics")
+        for number, text in enumerate(plain_lines(path), 1):
+            line = _parsed(text)
+            if line is not None:
+                yield line
+            elif text.endswith("\n"):
+                raise _unreadable(path, f"line {number} is not a line of metrics")
     except (OSError, UnicodeDecodeError) as error:
         said = getattr(error, "strerror", None)
         raise _unreadable(path, said.lower() if said else "it is not UTF-8 text") from None
+
+
+def plain_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a plain file.
+
+    Raises:
+        OSError: it is another kind of file, such as a pipe, which may never end; or a line is
+            longer than a run writes.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(0, "It is not a plain file")
+    with path.open(encoding="utf-8", newline="") as file:
+        while text := file.readline(_LONGEST_LINE):
+            if len(text) == _LONGEST_LINE:
+                raise OSError(0, f"A line has more than {_LONGEST_LINE - 1:,} characters")
+            yield text
 
 
 def _parsed(text: str) -> dict[str, float] | None:

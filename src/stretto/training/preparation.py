@@ -15,7 +15,7 @@ from stretto.batching import BatchSizePolicy
 from stretto.data import DataSpec, StepLoader
 from stretto.optim import Hyperparameters
 from stretto.optim.reading import read_schedules
-from stretto.planning import Plan, Prepared, prepare
+from stretto.planning import Plan, Prepared, bind_run
 from stretto.planning.plan import plan_prepared
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.settings import Loading, Stepping
@@ -101,11 +101,9 @@ class Given:
             collate_fn=self.loading.collate_fn,
         )
 
-    def prepare(
-        self, spec: DataSpec, policy: BatchSizePolicy, *, known: Prepared | None
-    ) -> Prepared:
+    def bound(self, spec: DataSpec, policy: BatchSizePolicy, *, known: Prepared | None) -> Prepared:
         """Return the run with all that has times bound to it."""
-        return prepare(
+        return bind_run(
             spec.horizon(self.timed.max_duration, self.loading.last_batch),
             policy,
             schedules=read_schedules(self.optimizer, self.timed.schedules),

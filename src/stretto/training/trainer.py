@@ -98,7 +98,7 @@ class Trainer:
             above that is not a fraction of it. Callbacks that have times are copied
             (`trainer.callbacks`). The number of samples in the data stays.
         folder: where metrics, the ledger and checkpoints go; one for each run.
-        prepared: the same run as `prepare` has bound it before; its parts are used, not bound
+        prepared: the same run as `bind_run` has bound it before; its parts are used, not bound
             again, where they are equal to what is asked for here.
 
     Raises:
@@ -183,7 +183,7 @@ class Trainer:
         given.compare_ranks(spec, size)
         policy, self.found_maximum = given.find_maximum(spec)
         """What was found for `max_batch_size="auto"`, and how; None where it was given."""
-        run = given.prepare(spec, policy, known=prepared)
+        run = given.bound(spec, policy, known=prepared)
         self.loader = given.loader(spec, run, size)
         self.hyperparameters = Hyperparameters(
             self.optimizer, run.schedules, run.horizon, rule=run.rule, bound=run.bound_schedules

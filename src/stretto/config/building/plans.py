@@ -16,7 +16,7 @@ from stretto.config.building.times_and_sizes import (
 from stretto.config.reading.source import as_key
 from stretto.config.run import RunConfig
 from stretto.errors import PlanError
-from stretto.planning import Plan, Prepared, prepare
+from stretto.planning import Plan, Prepared, bind_run
 from stretto.planning.plan import plan_prepared
 
 MAX_STAGES = 100_000
@@ -103,7 +103,7 @@ def prepare_run(config: RunConfig, run: TimesAndSizes) -> Prepared:
             return config.source.at(*run.places[name])
         return config.source.at(kind, name) if name else config.source.at(kind)
 
-    prepared = prepare(
+    prepared = bind_run(
         run.horizon,
         run.policy,
         schedules=effective(run.schedules, config),

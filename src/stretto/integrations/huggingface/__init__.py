@@ -23,7 +23,7 @@ from transformers import Trainer
 from stretto.batching import PolicyLike, RuleLike
 from stretto.batching.coupled.coupling import Coupling
 from stretto.integrations.huggingface.callback import EVENTS, Attached, StrettoCallback
-from stretto.integrations.huggingface.checks import check_events, check_trainer
+from stretto.integrations.huggingface.checks import check_best, check_events, check_trainer
 from stretto.integrations.huggingface.trainer import Follows
 from stretto.timing import LastBatch, TimeLike, Trigger
 
@@ -68,7 +68,11 @@ def attach(
     when = every or {}
     check_events(when)
     check_trainer(trainer)
+    check_best(trainer, when)
     args, kind = trainer.args, type(trainer)
+    if issubclass(kind, Follows):  # attached before, as in a notebook
+        kind = next(one for one in kind.__mro__ if not issubclass(one, Follows))  # type: ignore[assignment]
+        trainer.pop_callback(StrettoCallback)
     length = f"{args.max_steps}ba" if args.max_steps > 0 else f"{args.num_train_epochs}ep"
     settings = {
         "batch_size": batch_size,

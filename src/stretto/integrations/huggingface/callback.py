@@ -49,7 +49,7 @@ class Attached:
         self.signals = NO_SIGNALS
         self._meter: tuple[Any, StepMeter] | None = None
 
-    def prepare(self, spec: DataSpec, loading: Loading) -> ExternalRun:
+    def begin(self, spec: DataSpec, loading: Loading) -> ExternalRun:
         """Prepare the run for a call of `trainer.train()`."""
         settings = dict(self.settings)
         if settings["schedules"] is None:
@@ -124,6 +124,8 @@ class StrettoCallback(TrainerCallback, ExportableState):
         self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
     ) -> None:
         """Give the policy the metric that it follows."""
+        if not self.trainer.stretto.run.is_bound:
+            return  # an evaluation before the training
         loader = self.trainer.stretto.run.loader
         for name in loader.reads & set(metrics or {}):
             loader.note_metric(metrics[name])

@@ -24,20 +24,31 @@ _MEANS = frozenset(
 """Losses of sentence-transformers that are means over samples."""
 
 
+_HOOKS = (
+    "get_train_dataloader", "set_initial_training_values", "create_scheduler", "get_batch_samples",
+    "training_step", "compute_loss", "floating_point_ops", "get_tp_size", "get_cp_size",
+    "get_sp_size",
+)  # fmt: skip
+"""The methods of a trainer that are used or extended."""
+
+
 def check_trainer(trainer: Trainer) -> None:
     """Refuse a trainer with settings that cannot be followed.
 
     Raises:
         TrainingError: it has one.
     """
+    missing = [name for name in _HOOKS if not hasattr(Trainer, name)]
+    hook = getattr(Trainer, "set_initial_training_values", None)
+    if missing or list(inspect.signature(hook or len).parameters) != ["self", "args", "dataloader"]:
+        raise TrainingError.cannot(
+            f"use transformers {transformers_version}",
+            why=f"its trainer has no {missing[0]}" if missing else "its trainer has other hooks",
+            instead="install transformers 5.23, or a version with the same hooks",
+        )
     args = trainer.args
     parallel = [one for one in ("tp", "cp", "sp") if getattr(trainer, f"get_{one}_size")() > 1]
     refusals = {
-        f"use transformers {transformers_version}": (
-            len(inspect.signature(Trainer.set_initial_training_values).parameters) != 3,
-            "its trainer has other hooks",
-            "install transformers 5.23, or a version with the same hooks",
-        ),
         f"use gradient_accumulation_steps={args.gradient_accumulation_steps}": (
             args.gradient_accumulation_steps != 1,
             "micro-batches follow from the batch size",
@@ -72,6 +83,21 @@ def check_trainer(trainer: Trainer) -> None:
     for what, (is_wrong, why, instead) in refusals.items():
         if is_wrong:
             raise TrainingError.cannot(what, why=why, instead=instead)
+
+
+def check_best(trainer: Trainer, every: Mapping[str, Any]) -> None:
+    """Refuse to load the best model where the trainer would not note which one it is.
+
+    Raises:
+        TrainingError: it would not.
+    """
+    if trainer.args.load_best_model_at_end and every and trainer.args.save_strategy != "best":
+        raise TrainingError.cannot(
+            f"use load_best_model_at_end with every={dict(every)!r}",
+            why="the trainer notes the best model only where its own strategies evaluate and save",
+            instead="write save_strategy='best', or leave every out and set eval_strategy and "
+            "save_strategy",
+        )
 
 
 def check_events(every: Mapping[str, Any]) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.data_loader import IterableDatasetShard
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
 from stretto.batching import NO_SIGNALS
@@ -37,8 +39,7 @@ class Follows(Trainer):
         seed = args.seed if args.data_seed is None else args.data_seed
         loading = Loading(seed=seed, last_batch=own.last_batch)
         if isinstance(stock.dataset, IterableDataset):
-            size = self._train_batch_size * args.world_size
-            data: Any = StreamBatches(self.train_dataset, size, stock.collate_fn)
+            data = self._stream(stock)
             spec = DataSpec.of(data, **own.facts)
         else:
             # A row need not be a sample: packing makes one of several, DPO two of each.
@@ -52,7 +53,23 @@ class Follows(Trainer):
                 prefetch_factor=args.dataloader_prefetch_factor,
                 pin_memory=args.dataloader_pin_memory,
             )
-        return Steps(own.prepare(spec, loading), stock.dataset)
+        return Steps(own.begin(spec, loading), stock.dataset)
+
+    def _stream(self, stock: Any) -> Any:
+        """Return batches of the stream that the stock dataloader reads on all ranks."""
+        args, stream = self.args, stock.dataset
+        while isinstance(stream, IterableDatasetShard):
+            stream = stream.dataset
+        size = self._train_batch_size * args.world_size
+        if not args.dataloader_num_workers:
+            return StreamBatches(stream, size, stock.collate_fn)
+        return DataLoader(
+            stream,
+            size,
+            collate_fn=stock.collate_fn,
+            num_workers=args.dataloader_num_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
 
     def set_initial_training_values(self, args: Any, dataloader: Steps) -> tuple[Any, ...]:
         """Return the numbers of a run; see `Trainer`."""
@@ -98,6 +115,21 @@ class Follows(Trainer):
 
     def _stock_curve(self, num_steps: int) -> Callable[[float], float]:
         """Return what `lr_scheduler_type` says, as a function of the part of the run."""
+        if num_steps < sys.maxsize:
+            return self._curve_of(num_steps)
+        # The number of steps is not known, so the curve must be the same for any.
+        curves = [self._curve_of(number) for number in (1000, 4000)]
+        if any(abs(curves[0](at / 50) - curves[1](at / 50)) > 2e-3 for at in range(1, 50)):
+            raise TrainingError.cannot(
+                f"follow lr_scheduler_type={str(self.args.lr_scheduler_type)!r}",
+                why="its curve or its warm-up depends on the number of steps, which is not known "
+                "before the run",
+                instead="pass schedules={'lr': Cosine(warmup='5%')}, or write warmup_steps as a "
+                "fraction such as 0.05",
+            )
+        return curves[1]
+
+    def _curve_of(self, num_steps: int) -> Callable[[float], float]:
         self.lr_scheduler = None
         unused = torch.optim.SGD([torch.zeros(1)], lr=self.args.learning_rate)
         found = super().create_scheduler(num_steps, unused)

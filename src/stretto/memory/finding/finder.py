@@ -48,7 +48,7 @@ def find_batch_size(
     device: Literal["cpu", "cuda"] | None = None,
     gpu: str | None = None,
     context: str | int | None = None,
-    ranks: int | None = None,
+    world_size: int | None = None,
     shard: str | Shard = "fsdp",
     margin: str | int | None = None,
     minimum: int = 1,
@@ -87,7 +87,7 @@ def find_batch_size(
         gpu: the kind of GPU, such as `"a100"`; implies `device="cuda"`. Default: `"h100"`.
         context: what the CUDA context takes of `device_memory`. Default: about as much as
             `nvidia-smi` shows for that kind.
-        ranks: the number of ranks that the model is spread over; implies `device="cuda"`. The
+        world_size: the number of ranks that the model is spread over; implies `device="cuda"`. The
             answer is for one rank. Default: the model is on one device.
         shard: how the model is spread over the ranks: `"fsdp"`, `"hsdp:8"`, `"ddp"` or a function;
             see `predict`.
@@ -118,19 +118,22 @@ def find_batch_size(
     """
     _one_of("by", method, get_args(FindMethod))
     _one_of("for", device, ("cpu", "cuda", None))
-    if device == "cpu" and (gpu is not None or ranks is not None):
+    if device == "cpu" and (gpu is not None or world_size is not None):
         raise FitError.cannot(
             "find a batch size for a CPU and a GPU",
-            why="device is 'cpu', and gpu or ranks are given",
+            why="device is 'cpu', and gpu or world_size are given",
             instead="leave device out",
         )
-    if ranks is not None:
-        what, instead = f"find a batch size for {shown(ranks)} ranks", "write a positive number"
-        ranks = checked_whole(ranks, FitError, what, instead)
+    if world_size is not None:
+        what, instead = (
+            f"find a batch size for {shown(world_size)} ranks",
+            "write a positive number",
+        )
+        world_size = checked_whole(world_size, FitError, what, instead)
     start = time.perf_counter()
     whole = WholeStep.of(step, accumulation=accumulation, measures_noise=measures_noise)
     is_here = device_memory is None
-    is_cuda = device == "cuda" or gpu is not None or ranks is not None
+    is_cuda = device == "cuda" or gpu is not None or world_size is not None
     kind = gpu_named(gpu) if is_cuda else None
     if kind is not None and not is_here and method not in {"auto", "predict"}:
         raise FitError.cannot(
@@ -154,7 +157,7 @@ def find_batch_size(
         reserve_of_probes=margin_of(MARGIN_OF_PROBES, limit.bytes),
         is_here=is_here,
         gpu=kind,
-        spread=Spread(ranks, shard),
+        spread=Spread(world_size, shard),
         outside={"the CUDA context": taken} if taken else {},
         is_checked=check,
         agreement=Agreement(agree_minimum),

@@ -127,7 +127,7 @@ class Finder:
             self.make_fake,
             device="cuda",
             gpu=self.gpu.name,
-            ranks=self.spread.ranks,
+            world_size=self.spread.ranks,
             shard=self.spread.shard,
         )
 

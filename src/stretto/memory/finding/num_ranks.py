@@ -122,7 +122,7 @@ def find_num_ranks(
             make,
             device="cuda",
             gpu=kind.name,
-            ranks=None if ranks == 1 else ranks,
+            world_size=None if ranks == 1 else ranks,
             shard=shard,
         )
         left = limit.bytes - found.communication_bytes

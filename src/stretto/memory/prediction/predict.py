@@ -182,7 +182,7 @@ def predict(
     *,
     device: Literal["cpu"] | None = None,
     gpu: str | None = None,
-    ranks: None = None,
+    world_size: None = None,
     shard: str | Shard = "fsdp",
     accumulation: int = 1,
     measures_noise: bool = False,
@@ -196,7 +196,7 @@ def predict(
     *,
     device: Literal["cuda"],
     gpu: str | None = None,
-    ranks: int | None = None,
+    world_size: int | None = None,
     shard: str | Shard = "fsdp",
     accumulation: int = 1,
     measures_noise: bool = False,
@@ -209,7 +209,7 @@ def predict(
     *,
     device: Literal["cpu", "cuda"] | None = None,
     gpu: str | None = None,
-    ranks: int | None = None,
+    world_size: int | None = None,
     shard: str | Shard = "fsdp",
     accumulation: int = 1,
     measures_noise: bool = False,
@@ -239,8 +239,8 @@ def predict(
         device: the device type to predict for. Default: only the bytes of tensors. `cuda` needs no
             GPU: its kernels and its caching allocator are simulated, for each size anew.
         gpu: the kind of GPU, such as `"a100"`. Default: `"h100"`.
-        ranks: the number of ranks that the model is spread over; only for `cuda`. The memory is
-            that of rank 0. It takes no other process: collectives move nothing. Default: a model
+        world_size: the number of ranks that the model is spread over; only for `cuda`. The memory
+            is that of rank 0. It takes no other process: collectives move nothing. Default: a model
             that `fully_shard` has sharded is predicted for its ranks, any other for one rank.
         shard: how it is spread: `"fsdp"` (FSDP2, each block of a `ModuleList`, then the rest),
             `"hsdp:8"` (so over 8 ranks, with replicas), `"ddp"`, `"ddp:views"` (with
@@ -262,20 +262,20 @@ def predict(
     if device == "cuda":
         kind = gpu_named(gpu)
         given = sharding_of(whole.step.model)
-        sharding = given if ranks is None else Sharding(ranks, shard)
-        if given is not None and ranks is not None:
+        sharding = given if world_size is None else Sharding(world_size, shard)
+        if given is not None and world_size is not None:
             raise FitError.cannot(
-                f"predict for {ranks} ranks",
+                f"predict for {world_size} ranks",
                 why="the model is sharded already",
-                instead="leave ranks and shard out, or pass the model before it is sharded",
+                instead="leave world_size and shard out, or pass the model before it is sharded",
             )
         runs = _with_each_value(lambda value: CudaRun(whole, make_batch, value, kind, sharding))
         return CudaPrediction(runs, is_compiled=is_compiled(whole), gpu=kind)
-    if ranks is not None:
+    if world_size is not None:
         raise FitError.cannot(
-            f"predict for {ranks} ranks on {device or 'this device'}",
+            f"predict for {world_size} ranks on {device or 'this device'}",
             why="ranks are simulated on CUDA only",
-            instead="write device='cuda', or leave ranks out",
+            instead="write device='cuda', or leave world_size out",
         )
     own = _with_each_value(lambda value: _Run(whole, make_batch, value))
     return Prediction(own, is_compiled=is_compiled(whole))

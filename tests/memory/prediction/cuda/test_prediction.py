@@ -130,9 +130,9 @@ def test_the_context_is_part_of_the_answer() -> None:
         ({"context": "1GiB", "device_memory": "2GiB"}, "pass device='cuda'"),
         ({"device": "cuda", "device_memory": "64MiB"}, "CUDA context"),
         ({"gpu": "a100", "device_memory": "1GiB", "method": "probe"}, "real steps need the GPU"),
-        ({"ranks": "8", "device_memory": "1GiB"}, "write a positive number"),
-        ({"ranks": 8, "shard": "zero", "device_memory": "2GiB"}, "no such strategy"),
-        ({"ranks": 8, "device": "cpu", "device_memory": "2GiB"}, "leave device out"),
+        ({"world_size": "8", "device_memory": "1GiB"}, "write a positive number"),
+        ({"world_size": 8, "shard": "zero", "device_memory": "2GiB"}, "no such strategy"),
+        ({"world_size": 8, "device": "cpu", "device_memory": "2GiB"}, "leave device out"),
     ],
 )
 def test_questions_that_make_no_sense(wishes: dict[str, Any], word: str) -> None:

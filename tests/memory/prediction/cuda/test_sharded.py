@@ -83,7 +83,7 @@ def test_as_torch_allocates(case: Case) -> None:
         step_of(case, model_of(case)),
         lambda size: torch.zeros(size, case.length, dtype=torch.long),
         device="cuda",
-        ranks=case.ranks,
+        world_size=case.ranks,
         shard=MODES.get(case.mode) or _data_parallel(case),
     )
     allocated, reserved = TRUE[case]
@@ -102,7 +102,7 @@ def test_names_of_strategies() -> None:
             step,
             lambda size: torch.zeros(size, case.length, dtype=torch.long),
             device="cuda",
-            ranks=16,
+            world_size=16,
             shard=shard,
         )
         return made.at(1).by_category["parameters"]
@@ -118,7 +118,7 @@ def test_buckets_of_ddp_are_one_copy_of_the_gradients() -> None:
     alone = predict(mlp_step(sgd), make_batch, device="cuda")
     step = mlp_step(sgd)
     both = [
-        predict(step, make_batch, device="cuda", ranks=4, shard=shard).allocated(4)
+        predict(step, make_batch, device="cuda", world_size=4, shard=shard).allocated(4)
         for shard in ("ddp", "ddp:views")
     ]
     count = sum(4 * one.numel() for one in step.model.parameters())
@@ -141,7 +141,7 @@ def test_a_function_shards_as_it_likes() -> None:
         return model
 
     step = mlp_step(sgd)
-    prediction = predict(step, make_batch, device="cuda", ranks=8, shard=shard)
+    prediction = predict(step, make_batch, device="cuda", world_size=8, shard=shard)
     assert seen[0] == (8, 4, 0)
     count = sum(4 * one.numel() for one in step.model.parameters())
     assert of_category(prediction, "parameters") == pytest.approx(count / 4, rel=0.05)
@@ -168,7 +168,7 @@ def test_a_function_shards_as_it_likes() -> None:
     ids=["SGD", "momentum", "fused AdamW", "groups", "Adagrad"],
 )
 def test_the_optimizer_gets_the_shards(make: Any, copies: int) -> None:
-    prediction = predict(mlp_step(make, clip_norm=1.0), make_batch, device="cuda", ranks=8)
+    prediction = predict(mlp_step(make, clip_norm=1.0), make_batch, device="cuda", world_size=8)
     count = of_category(prediction, "parameters")
     assert of_category(prediction, "optimizer") == pytest.approx(copies * count, rel=0.02)
 
@@ -176,15 +176,15 @@ def test_the_optimizer_gets_the_shards(make: Any, copies: int) -> None:
 def test_what_dtensor_does_not_support_is_refused_as_in_a_real_run() -> None:
     step = mlp_step(lambda m: torch.optim.Adafactor(m.parameters()))
     with pytest.raises(FitError, match="placement"):
-        predict(step, make_batch, device="cuda", ranks=8)
-    assert predict(step, make_batch, device="cuda", ranks=8, shard="ddp").peak(4) > 0
+        predict(step, make_batch, device="cuda", world_size=8)
+    assert predict(step, make_batch, device="cuda", world_size=8, shard="ddp").peak(4) > 0
 
 
 def test_the_step_stays_as_it_is() -> None:
     model = Mlp()
     step = SupervisedStep(model, torch.optim.AdamW(model.parameters()), mean)
     before = [(name, id(one), one.clone()) for name, one in model.named_parameters()]
-    predict(step, make_batch, device="cuda", ranks=8)
+    predict(step, make_batch, device="cuda", world_size=8)
     after = [(name, id(one), one) for name, one in model.named_parameters()]
     assert [a[:2] for a in after] == [b[:2] for b in before]
     assert all(torch.equal(a[2], b[2]) for a, b in zip(after, before, strict=True))
@@ -216,22 +216,22 @@ def test_the_process_stays_as_it_is_after_errors_too() -> None:
 
     before = state_of_process()
     with pytest.raises(FitError, match="a mistake"):
-        predict(mlp_step(sgd), make_batch, device="cuda", ranks=8, shard=fail)
+        predict(mlp_step(sgd), make_batch, device="cuda", world_size=8, shard=fail)
     assert state_of_process() == before
     with torch.device("meta"):
         model = Mlp()
     with pytest.raises(FitError, match="in the loss"):
-        predict(SupervisedStep(model, sgd(model), refuse), make_batch, device="cuda", ranks=8)
+        predict(SupervisedStep(model, sgd(model), refuse), make_batch, device="cuda", world_size=8)
     assert state_of_process() == before
 
 
 @pytest.mark.parametrize(
     ("kwargs", "word"),
     [
-        ({"device": "cuda", "ranks": 0}, "ranks=1"),
-        ({"device": "cuda", "ranks": 8, "shard": "zero3"}, "hsdp:8"),
-        ({"device": "cuda", "ranks": 8, "shard": "hsdp:3"}, "divisor"),
-        ({"ranks": 8}, "device='cuda'"),
+        ({"device": "cuda", "world_size": 0}, "world_size=1"),
+        ({"device": "cuda", "world_size": 8, "shard": "zero3"}, "hsdp:8"),
+        ({"device": "cuda", "world_size": 8, "shard": "hsdp:3"}, "divisor"),
+        ({"world_size": 8}, "device='cuda'"),
     ],
 )
 def test_refused(kwargs: Any, word: str) -> None:
@@ -245,7 +245,7 @@ def test_parameters_must_keep_their_names() -> None:
         del model.head
 
     with pytest.raises(FitError, match=r"head\.weight"):
-        predict(mlp_step(sgd), make_batch, device="cuda", ranks=8, shard=rename)
+        predict(mlp_step(sgd), make_batch, device="cuda", world_size=8, shard=rename)
 
 
 def test_groups_of_a_real_run_are_not_seen() -> None:
@@ -274,5 +274,5 @@ def test_a_model_of_a_real_run(launch_ranks: Callable[..., Any], tmp_path: Path)
     assert seen[0]["before"] == seen[0]["after a step"]
     assert seen[0]["sum"] == 2.0
     step = mlp_step(lambda m: torch.optim.AdamW(m.parameters()), clip_norm=1.0)
-    prediction = predict(step, make_batch, device="cuda", ranks=2)
+    prediction = predict(step, make_batch, device="cuda", world_size=2)
     assert seen[0]["before"] == [prediction.peak(4), prediction.allocated(4)]

@@ -37,7 +37,9 @@ class Sharding:
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise FitError.cannot(
-                f"predict for {self.ranks} ranks", why="there is no rank", instead="write ranks=1"
+                f"predict for {self.ranks} ranks",
+                why="there is no rank",
+                instead="write world_size=1",
             )
         if isinstance(self.shard, str):
             _named(self.shard, self.ranks)

@@ -1,4 +1,4 @@
-"""`prepare`: a run with its batch sizes, schedules and triggers, each bound once."""
+"""`bind_run`: a run with its batch sizes, schedules and triggers, each bound once."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Prepared:
         None if every size is known before the run, or not even the bounds are.
 
         >>> from stretto.batching import NoiseScale
-        >>> prepare(Horizon("1ep"), NoiseScale(8, 64)).decided_between
+        >>> bind_run(Horizon("1ep"), NoiseScale(8, 64)).decided_between
         (8, 64)
         """
         is_known = self.refusal is None or self.bound_policy.is_coupled
@@ -88,7 +88,7 @@ class Prepared:
         return self.sizes
 
 
-def prepare(
+def bind_run(
     horizon: Horizon,
     policy: PolicyLike,
     *,
@@ -103,7 +103,7 @@ def prepare(
 
     A plan, a loader and a training loop that use the result agree on every batch.
 
-    >>> run = prepare(Horizon("2ep", dataset_num_samples=100), "0ep:8 1ep:20")
+    >>> run = bind_run(Horizon("2ep", dataset_num_samples=100), "0ep:8 1ep:20")
     >>> run.sizes.num_batches, run.horizon.convert("1ep", "ba")
     (18, Time('13ba'))
 

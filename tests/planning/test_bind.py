@@ -1,4 +1,4 @@
-"""`prepare`: each part of a run is bound once."""
+"""`bind_run`: each part of a run is bound once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from stretto import (
     plan,
 )
 from stretto.errors import BatchSizeError, ConversionError, PlanError
-from stretto.planning import PlannedSizes, prepare
+from stretto.planning import PlannedSizes, bind_run
 
 DATA = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
 SIZES = "0ep:8 1ep:16"
@@ -105,16 +105,16 @@ def test_a_loader_binds_its_sizes_once(counts: Counter[str]) -> None:
 
 
 def test_a_loader_takes_a_run_that_is_bound() -> None:
-    run = prepare(HORIZON, SIZES)
+    run = bind_run(HORIZON, SIZES)
     loader = StepLoader(DATA, run)
     assert loader.horizon is run.horizon
     assert len(loader) == 12
 
 
 def test_what_was_bound_before_is_used_where_it_is_equal(counts: Counter[str]) -> None:
-    first = prepare(HORIZON, SIZES, schedules={"lr": Cosine()}, triggers={"log": "1ep"})
+    first = bind_run(HORIZON, SIZES, schedules={"lr": Cosine()}, triggers={"log": "1ep"})
     counts.clear()
-    again = prepare(
+    again = bind_run(
         Horizon("2ep", dataset_num_samples=64),
         SIZES,
         schedules={"lr": Cosine(), "weight_decay": Cosine(1, 0.5)},
@@ -129,14 +129,14 @@ def test_what_was_bound_before_is_used_where_it_is_equal(counts: Counter[str]) -
     ("horizon", "sizes"), [(Horizon("3ep", dataset_num_samples=64), SIZES), (HORIZON, "0ep:8")]
 )
 def test_another_run_is_bound_anew(horizon: Horizon, sizes: str) -> None:
-    first = prepare(HORIZON, SIZES, schedules={"lr": Cosine()})
-    again = prepare(horizon, sizes, schedules={"lr": Cosine()}, known=first)
+    first = bind_run(HORIZON, SIZES, schedules={"lr": Cosine()})
+    again = bind_run(horizon, sizes, schedules={"lr": Cosine()}, known=first)
     assert again.bound_schedules["lr"] is not first.bound_schedules["lr"]
-    assert again.horizon == prepare(horizon, sizes).horizon
+    assert again.horizon == bind_run(horizon, sizes).horizon
 
 
 def test_sizes_that_only_the_run_knows() -> None:
-    run = prepare(HORIZON, NoiseScale(8, 64))
+    run = bind_run(HORIZON, NoiseScale(8, 64))
     assert run.sizes is None
     assert run.decided_between == (8, 64)
     with pytest.raises(PlanError, match="what the run measures"):
@@ -147,7 +147,7 @@ def test_sizes_that_only_the_run_knows() -> None:
 
 def test_too_many_stages_are_refused_before_they_are_planned() -> None:
     with pytest.raises(BatchSizeError, match="more than 1 times"):
-        prepare(HORIZON, "0ep:8 1ep:16 100sp:32", most_stages=1)
+        bind_run(HORIZON, "0ep:8 1ep:16 100sp:32", most_stages=1)
 
 
 @pytest.mark.parametrize(
@@ -171,5 +171,5 @@ def test_an_error_can_say_where_it_comes_from(
 
     given: dict[str, object] = {"horizon": HORIZON, "policy": 8, **arguments}
     with pytest.raises(ValueError):  # noqa: PT011  which one it is, the parts' own tests say
-        prepare(at=at, **given)  # type: ignore[arg-type]
+        bind_run(at=at, **given)  # type: ignore[arg-type]
     assert open_places == [place]
