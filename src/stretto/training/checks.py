@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from stretto.batching.adaptive.following import check_monitored, metrics_of
 from stretto.data import DataSpec
 from stretto.errors import TrainingError, shown
 from stretto.runtime import TrainStep
@@ -56,6 +57,9 @@ def check_parts(
     else:
         _check_owner(model, [optimizer])
     _check_names(evaluations)
+    for one in callbacks:
+        if one.monitor is not None:
+            check_monitored(one.monitor, metrics_of(evaluations))
 
 
 def given_size(batch_size: Any, data: Any) -> Any:
