@@ -97,7 +97,7 @@ def test_a_mean_over_targets_is_that_of_the_batch(criterion: Any, problem: Make)
     inputs = problem().data.tensors[0].float()
     data = TensorDataset(inputs, torch.arange(len(inputs)) ** 2 % 7 % 3)
 
-    def run(**settings: Any) -> tuple[torch.Tensor, float]:
+    def run(**settings: Any) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Linear(5, 3)
         trainer = Trainer(
@@ -105,12 +105,11 @@ def test_a_mean_over_targets_is_that_of_the_batch(criterion: Any, problem: Make)
             max_duration="9ba", batch_size=12, evaluate=data, **settings,
         )  # fmt: skip
         trainer.fit()
-        loss = trainer.evaluate()["validation/loss"]
-        assert loss == pytest.approx(criterion(model(inputs), data.tensors[1]).item())
-        return model.weight.detach(), loss
+        found = trainer.evaluate()["validation/loss"]
+        assert found == pytest.approx(criterion(model(inputs), data.tensors[1]).item())
+        return model.weight.detach()
 
-    (whole, _), (parts, _) = run(), run(micro_batch_size=5)
-    assert torch.allclose(whole, parts, rtol=0, atol=1e-6)
+    assert torch.allclose(run(), run(micro_batch_size=5), rtol=0, atol=1e-6)
 
 
 def test_an_evaluation_has_the_mean_of_its_own_criterion(problem: Make) -> None:
@@ -165,9 +164,9 @@ def test_settings_may_be_texts_and_mappings(problem: Make, tmp_path: Path) -> No
 
 def test_precision_and_clipping_are_arguments(problem: Make) -> None:
     top = trained(problem, clip_norm=0.1, device="cpu")
-    assert torch.equal(top, trained(problem, stepping=Stepping(clip_norm=0.1, device="cpu")))
-    with pytest.raises(ConfigError, match="clip_norm"):
-        problem().trainer(clip_norm=0.1, stepping=Stepping(clip_norm=0.2))
+    assert not torch.equal(top, trained(problem, device="cpu"))
+    with pytest.raises(ConfigError, match="no field"):
+        problem().trainer(stepping={"clip_norm": 0.2})
     with pytest.raises(ValueError, match="clip_norm"):
         problem().trainer(clip_norm=-1)
 
@@ -249,7 +248,7 @@ class OwnStep(TrainStep):
             if self.updates == 1 and self.fault == "skips":
                 return self.SKIPPED
             with torch.no_grad():
-                self.model.weight.mul_(0.9)
+                next(self.model.parameters()).mul_(0.9)
             return self.SKIPPED if self.updates == 2 and self.fault == "in place" else {}
         self.optimizers[0].step()
         return None if self.fault == "none" else {}

@@ -15,15 +15,15 @@ from stretto.batching.adaptive.following import check_monitored, metrics_of
 from stretto.data import DataSpec
 from stretto.errors import TrainingError, shown
 from stretto.runtime import TrainStep
-from stretto.settings import Stepping, read_settings
+from stretto.settings import Computing, Stepping, read_settings
 from stretto.training.callback import Callback
 from stretto.training.criterion import as_loss
 from stretto.training.settings import Evaluation
 
 _TAKEN = ("checkpoint", "log")
 """Names that events of the plan have already."""
-OF_SUPERVISED_STEP = ("precision", "clip_norm", "compile", "loss_reduction")
-"""The settings of `Stepping` that only the step of one model and one loss reads."""
+OF_SUPERVISED_STEP = ("precision", "clip_norm", "compile")
+"""The settings that only the step of one model and one loss reads, besides `loss_reduction`."""
 
 
 def check_parts(
@@ -31,6 +31,7 @@ def check_parts(
     optimizer: Any,
     loss: Any,
     *,
+    computing: Computing,
     stepping: Stepping,
     evaluations: Any,
     callbacks: Any,
@@ -41,7 +42,7 @@ def check_parts(
         TrainingError: something is of another kind, or two evaluations have one name.
     """
     if isinstance(model, TrainStep):
-        _check_step(model, optimizer, loss, stepping)
+        _check_step(model, optimizer, loss, computing, stepping)
     else:
         _check_model(model)
         _check_optimizer(optimizer)
@@ -116,7 +117,9 @@ def _check_optimizer(optimizer: object) -> None:
         )
 
 
-def _check_step(step: TrainStep, optimizer: object, loss: object, stepping: Stepping) -> None:
+def _check_step(
+    step: TrainStep, optimizer: object, loss: object, computing: Computing, stepping: Stepping
+) -> None:
     """Refuse a step that is not whole, and settings that only the step of a model reads."""
     name = type(step).__qualname__
     for attribute in ("model", "optimizers"):
@@ -138,8 +141,10 @@ def _check_step(step: TrainStep, optimizer: object, loss: object, stepping: Step
     parts = {"optimizer": optimizer, "loss": loss}
     given: dict[str, object] = {one: None for one, part in parts.items() if part is not None}
     for setting in OF_SUPERVISED_STEP:
-        if getattr(stepping, setting) != getattr(Stepping(), setting):
-            given[setting] = getattr(stepping, setting)
+        if getattr(computing, setting) != getattr(Computing(), setting):
+            given[setting] = getattr(computing, setting)
+    if stepping.loss_reduction != "mean":
+        given["loss_reduction"] = stepping.loss_reduction
     for setting, value in given.items():
         raise TrainingError.cannot(
             f"use {setting if value is None else f'{setting}={shown(value)}'} with {name}",

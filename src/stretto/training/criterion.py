@@ -58,7 +58,7 @@ class CriterionLoss:
         if targets.is_floating_point():  # probabilities of classes; none is ignored
             return float(targets.numel())
         kept = targets[targets != self._ignored]
-        return kept.numel() if self._weight is None else self._weight[kept.cpu()].sum().item()
+        return float(kept.numel() if self._weight is None else self._weight[kept.cpu()].sum())
 
     def to(self, device: torch.device) -> None:
         """Move the criterion."""

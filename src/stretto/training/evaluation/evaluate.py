@@ -55,7 +55,7 @@ class Evaluator:
         *,
         loss: LossFunction | None,
         loss_is_sum: bool,
-        count: Callable[[Any], int] | None,
+        count: Callable[[Any], float] | None,
         autocast: Callable[[], AbstractContextManager[Any]],
         batch_size: int,
         collate_fn: Collate | None,
@@ -76,7 +76,7 @@ class Evaluator:
             if not is_object(metric)
         }
         self._objects = MetricObjects(settings.metrics, settings.predict, ranks)
-        self._count = count
+        self._count: Callable[[Any], float] | None = count
         if isinstance(settings.loss, CriterionLoss):
             settings.loss.to(ranks.device)
             self._count = settings.loss.count if settings.loss.is_over_targets else None
