@@ -142,7 +142,7 @@ class Trainer:
         )
         loss = as_loss(loss, stepping) if callable(loss) else loss
         sizes, schedules = paired(
-            given_size(batch_size, train_data), schedules or {}, stepping.learning_rate_rule
+            given_size(batch_size, train_data), schedules or {}, stepping.rule
         )
         if checkpoint is not None:
             checkpoint = read_settings(Checkpointing, checkpoint, "checkpoint")

@@ -24,7 +24,7 @@ schedules:
   betas: {target: "a:b"}
 batch_size: {ramp: double, start: 8, end: 64, over: 40%, at_most: 32, hysteresis: 1.5}
 micro_batch_size: auto
-learning_rate_rule: {sqrt: 64}
+rule: {sqrt: 64}
 stepping: {clip_norm: 1.0, precision: bf16, measure_noise: 10}
 loading: {num_workers: 2, shuffle: true}
 evaluate: [{every: 10%, name: validation, metrics: {m: {target: "a:b"}}}]
