@@ -109,7 +109,7 @@ phantom: $(VENV)/.develop  ## CUDA code without a GPU, in bench/.venvs/phantom-2
 golden: $(VENV)/.develop  ## rewrite the golden files; read the diff before you commit it
 	STRETTO_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_public_face.py tests/planning/test_table.py
 
-check: lint types layers docs wheel bench test  ## exactly what CI runs
+check: lint types layers docs wheel test  ## exactly what CI runs
 
 clean:  ## remove the environment and everything that was built
 	rm -rf $(VENV) .venv-torch-* build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -209,7 +209,7 @@ def train(
         schedules={"lr": parts.schedule},
         loading=Loading(seed=seed, last_batch="carry"),
         clip_norm=1.0,
-        stepping=Stepping(learning_rate_rule=parts.rule),
+        stepping=Stepping(rule=parts.rule),
         evaluate=Evaluation(PythonDocs(LENGTH, split="validation"), measure_every, batch_size=256),
         callbacks=[curve],
     )

@@ -59,7 +59,7 @@ class AdaScale(Callback):
         if pairs:
             raise _scaled_already(pairs[0], "leave AdaScale out")
         if not isinstance(rule, NoRule):
-            raise _scaled_already(rule, "leave learning_rate_rule out")
+            raise _scaled_already(rule, "leave rule out")
         if first is not self:
             raise _scaled_already(first, "leave one of the two out")
 

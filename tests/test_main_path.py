@@ -41,7 +41,7 @@ max_duration: 2.5ep
 last_batch: carry
 batch_size: "0ep:96 70%:211"
 micro_batch_size: 64
-learning_rate_rule: {sqrt: 96}
+rule: {sqrt: 96}
 schedules:
   lr:
     periods: [{duration: 20ba, linear: {start: 0.1}}, {duration: rest, wsd: {decay: 30%}}]

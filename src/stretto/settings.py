@@ -100,7 +100,7 @@ class Stepping:
         BatchSizeError: the learning rate rule cannot be read.
     """
 
-    learning_rate_rule: RuleLike | None = None
+    rule: RuleLike | None = None
     """How the learning rate follows the batch size: `{"sqrt": 256}`, `LinearRule(256)`, a function
     `size -> factor`; None: not at all."""
     loss_weight: Literal["samples", "tokens"] | Callable[[Any], int] = "samples"
@@ -125,8 +125,8 @@ class Stepping:
     with NCCL, 30 with gloo)."""
 
     def __post_init__(self) -> None:
-        if self.learning_rate_rule is not None:
-            object.__setattr__(self, "learning_rate_rule", as_rule(self.learning_rate_rule))
+        if self.rule is not None:
+            object.__setattr__(self, "rule", as_rule(self.rule))
         if not callable(self.loss_weight):
             _choice("loss_weight", self.loss_weight, ("samples", "tokens"))
         if self.shifts_labels is not None and self.loss_weight != "tokens":

@@ -88,7 +88,7 @@ CONFIGS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "schedules": st.dictionaries(st.sampled_from(["lr", "lr@head", "momentum"]), SCHEDULES),
         "micro_batch_size": SIZES,
         "last_batch": st.sampled_from(["keep", "drop", "carry"]),
-        "learning_rate_rule": st.sampled_from([{"linear": 8}, {"sqrt": 64}]),
+        "rule": st.sampled_from([{"linear": 8}, {"sqrt": 64}]),
         "evaluate": st.fixed_dictionaries({}, optional={"every": TIMES, "name": st.just("v-1")}),
         "checkpoint": st.fixed_dictionaries({}, optional={"every": TIMES, "keep": SIZES}),
         "log": st.fixed_dictionaries({}, optional={"every": TIMES, "loggers": st.just(["wandb"])}),

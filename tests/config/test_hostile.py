@@ -133,7 +133,7 @@ def test_what_reading_and_planning_import(tmp_path: Path, monkeypatch: pytest.Mo
     for override in (
         "batch_size={target: 'harm:touch'}",
         "schedules.lr={target: 'harm:touch'}",
-        "learning_rate_rule={target: 'harm:touch'}",
+        "rule={target: 'harm:touch'}",
         "optimizer.lr=null",
         "data.num_samples=null",
     ):

@@ -58,7 +58,7 @@ def test_accepts_the_packaged_files(name: str) -> None:
         {"schedules": {"lr": {"target": "a:b", "width": 3}}},
         {"evaluate": [{"name": "a"}, {"name": "b", "data": {"target": "c:d"}}]},
         {"optimizer": {"target": "a:b", "groups": {"g": {"parameters": "x", "lr": 1}}}},
-        {"learning_rate_rule": {"sqrt": 64}},
+        {"rule": {"sqrt": 64}},
     ],
 )
 def test_accepts_what_the_reader_does(change: dict[str, Any]) -> None:

@@ -246,7 +246,7 @@ def test_a_schedule() -> None:
     assert [float(rate) for rate in ledger("lr")] == pytest.approx(expected)
 
 
-def test_a_learning_rate_rule() -> None:
+def test_a_rule() -> None:
     expected = [0.1] * 10 + [0.3] * 3
     assert rates(written("A learning rate rule")) == pytest.approx(expected)
     trainer("A learning rate rule").fit()

@@ -132,8 +132,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-evaluate-twice", key("evaluate", [{}, {}])),
     ("config-loggers", key("log", {"loggers": ["tensorbord"]})),
     ("config-logger-target", key("log", {"loggers": [{"target": "my.Logger"}]})),
-    ("config-rule", key("learning_rate_rule", {"linear": 8, "sqrt": 8})),
-    ("config-rule-word", key("learning_rate_rule", "sqrt")),
+    ("config-rule", key("rule", {"linear": 8, "sqrt": 8})),
+    ("config-rule-word", key("rule", "sqrt")),
     ("config-scale", key("scale_schedule", 0)),
     ("config-group", key("optimizer", {"target": "a:b", "groups": {"g": {"parameters": "("}}})),
     # batch sizes and schedules

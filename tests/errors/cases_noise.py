@@ -79,7 +79,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         lambda: follows(
             PAIR.policy,
             schedules={"lr": PAIR.schedule},
-            stepping=Stepping(learning_rate_rule=LinearRule(8)),
+            stepping=Stepping(rule=LinearRule(8)),
         ),
     ),
     ("seesaw-noise", lambda: follows(NoiseScale(8, 64), schedules={"lr": PAIR.schedule})),

@@ -62,7 +62,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("seesaw-file-no-schedule", lambda: read(schedules={}, batch_size={"seesaw": 8})),
     (
         "seesaw-file-rule",
-        lambda: read(learning_rate_rule={"sqrt": 8}, batch_size={"seesaw": 8}),
+        lambda: read(rule={"sqrt": 8}, batch_size={"seesaw": 8}),
     ),
     ("seesaw-file-beyond", lambda: read(batch_size={"seesaw": 8, "maximum": 4})),
     ("seesaw-file-factor", lambda: read(batch_size={"seesaw": 8, "factor": "continous"})),

@@ -97,7 +97,7 @@ class RunConfig(Section):
     micro_batch_size: CountOrAuto | None = None
     """Most samples of one forward and backward pass on one rank; `auto`: as many as fit into
     memory; left out: all its share."""
-    learning_rate_rule: AnyRule = None
+    rule: AnyRule = None
     """How the learning rate follows the batch size, a rule or a function of yours; left out: not at
     all."""
     last_batch: LastBatch = "keep"
@@ -183,9 +183,9 @@ class RunConfig(Section):
                 why="there is no 'schedules.lr'",
                 instead="write for example 'schedules: {lr: {cosine: {warmup: 5%}}}'",
             )
-        if self.learning_rate_rule is not None:
+        if self.rule is not None:
             raise ConfigError.cannot(
-                "follow the batch size by a 'learning_rate_rule'",
+                "follow the batch size by a 'rule'",
                 why="the batch size itself says how the learning rate goes with it",
                 instead="leave it out",
             )

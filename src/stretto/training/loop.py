@@ -246,7 +246,7 @@ class Loop:
     def _skip(self, step: Step, *, is_finite: bool) -> None:
         """Count a step that did not change the weights, or end the run."""
         if not is_finite and self.non_finite == "stop":
-            raise not_finite(step.timestamp)
+            raise not_finite(step.timestamp, is_late=self.stepper.is_checked_late)
         self.stepper.clear()
         self.run.skipped.add(step.timestamp)
 

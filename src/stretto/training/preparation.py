@@ -109,7 +109,7 @@ class Given:
             policy,
             schedules=read_schedules(self.optimizer, self.timed.schedules),
             triggers=self.timed.triggers,
-            rule=self.stepping.learning_rate_rule,
+            rule=self.stepping.rule,
             known=known,
         )
 

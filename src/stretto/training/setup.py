@@ -65,7 +65,7 @@ def describe_setup(
         "world_size": loader.world_size,
         "schedules": schedules,
         "optimizer": dict(optimizer),
-        "learning_rate_rule": _text(hyperparameters.rule),
+        "rule": _text(hyperparameters.rule),
         "last_batch": loader.horizon.last_batch,
         "num_workers": loading.num_workers or 0,
         "keyed_randomness": loading.keyed_randomness,

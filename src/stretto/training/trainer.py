@@ -159,7 +159,7 @@ class Trainer:
         if isinstance(called, CriterionLoss) and called.is_over_targets:
             stepping = stepping.counted(called.count)
         sizes, schedules = paired(
-            given_size(batch_size, train_data), schedules or {}, stepping.learning_rate_rule
+            given_size(batch_size, train_data), schedules or {}, stepping.rule
         )
         if checkpoint is not None:
             checkpoint = read_settings(Checkpointing, checkpoint, "checkpoint")

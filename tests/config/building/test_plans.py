@@ -83,11 +83,11 @@ def test_scale_schedule_stretches_every_time_but_fractions() -> None:
     assert plan.values_at(26)["momentum"] == pytest.approx(0.1)
 
 
-def test_the_learning_rate_rule_and_the_number_of_ranks() -> None:
+def test_the_rule_and_the_number_of_ranks() -> None:
     plan = build_plan(
         config(
             batch_size="0ep:10 1ep:40",
-            learning_rate_rule={"sqrt": 10},
+            rule={"sqrt": 10},
             micro_batch_size=5,
             world_size=2,
         )
@@ -102,7 +102,7 @@ def test_functions_of_yours(project: str) -> None:
         config(
             batch_size={"target": f"{project}:grow", "every": "1ep"},
             schedules={"lr": {"target": f"{project}:halve_each_epoch"}},
-            learning_rate_rule={"target": f"{project}:follow"},
+            rule={"target": f"{project}:follow"},
         )
     )
     assert [stage.size for stage in plan.stages] == [8, 12]

@@ -73,7 +73,7 @@ def test_what_was_checked_is_what_trains(monkeypatch: pytest.MonkeyPatch) -> Non
             "micro_batch_size": 4,
             "schedules": {"lr": [0.5, {"linear": {"over": "1/3dur"}}]},
             "batch_size": {"0ep": 7, "6ba": 11},
-            "learning_rate_rule": {"linear": 7},
+            "rule": {"linear": 7},
         },
         {
             "max_duration": "10ba",
@@ -119,7 +119,7 @@ def test_everything_is_handed_over(tmp_path: Path) -> None:
         config(
             schedules={"lr": 0.5},
             micro_batch_size=3,
-            learning_rate_rule={"sqrt": 8},
+            rule={"sqrt": 8},
             evaluate={"every": "50%", "metrics": {"l1": {"target": "my_project:absolute_loss"}}},
             checkpoint={"every": "1ep", "keep": 2},
             clip_norm=0.1,

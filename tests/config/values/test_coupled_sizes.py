@@ -87,7 +87,7 @@ def test_it_is_written_as_it_was_read() -> None:
     ("change", "message"),
     [
         ({"schedules": {}}, "there is no 'schedules.lr'"),
-        ({"learning_rate_rule": {"sqrt": 16}}, "cannot follow the batch size by a 'learning_rate_"),
+        ({"rule": {"sqrt": 16}}, "cannot follow the batch size by a 'rule"),
         ({"batch_size": {"seesaw": 0}}, "cannot use 0 as a batch size"),
         ({"batch_size": {"sesaw": 16}}, "did you mean 'seesaw'?"),
         ({"batch_size": {"seesaw": 16, "factor": 1}}, "it is not a number above 1"),

@@ -24,7 +24,7 @@ schedules:
   betas: {target: "a:b"}
 batch_size: {ramp: double, start: 8, end: 64, over: 40%, at_most: 32, hysteresis: 1.5}
 micro_batch_size: auto
-learning_rate_rule: {sqrt: 64}
+rule: {sqrt: 64}
 clip_norm: 1.0
 precision: bf16
 stepping: {measure_noise: 10}

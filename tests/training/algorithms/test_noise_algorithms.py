@@ -74,7 +74,7 @@ def test_the_noise_scale_is_logged_with_its_interval(tmp_path: Path) -> None:
     written = (tmp_path / "suggested_batch_size.yaml").read_text()
     assert written.rstrip() == report.suggestion()
     parse_run_file(f"max_duration: 1ep\ndata: {{target: 'a:b'}}\n{written}")
-    assert "learning_rate_rule: {linear: 40}" in written
+    assert "rule: {linear: 40}" in written
 
 
 def test_a_run_that_follows_the_noise_logs_what_it_follows(tmp_path: Path) -> None:
@@ -99,12 +99,12 @@ def test_a_run_that_follows_the_noise_logs_what_it_follows(tmp_path: Path) -> No
 
 def test_a_rule_is_suggested_where_there_is_none() -> None:
     report = NoiseReport()
-    known(report, stepping=Stepping(learning_rate_rule=SquareRootRule(8))).fit()
+    known(report, stepping=Stepping(rule=SquareRootRule(8))).fit()
     assert "batch_size: " in report.suggestion()
-    assert "learning_rate_rule" not in report.suggestion()
+    assert "rule" not in report.suggestion()
     moving = NoiseReport()
     known(moving, batch_size=Steps("0sp:30 500sp:40")).fit()
-    assert "learning_rate_rule" not in moving.suggestion()
+    assert "rule" not in moving.suggestion()
     restored = NoiseReport()
     restored.load_state_dict(moving.state_dict())
     assert restored.suggestion() == moving.suggestion()
@@ -225,11 +225,11 @@ def test_the_rule_is_that_of_the_optimizer(tmp_path: Path) -> None:
     report = NoiseReport()
     trainer = known(report)
     trainer.fit()
-    assert "learning_rate_rule: {linear: 40}" in report.suggestion()
+    assert "rule: {linear: 40}" in report.suggestion()
     other = NoiseReport()
     adam = torch.optim.Adam(trainer.model.parameters())
     known(other, optimizer=adam, model=trainer.model).fit()
-    assert "learning_rate_rule: {sqrt: 40}" in other.suggestion()
+    assert "rule: {sqrt: 40}" in other.suggestion()
 
 
 def test_a_report_leaves_the_run_as_it_is(problem: Make) -> None:

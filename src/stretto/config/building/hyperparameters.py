@@ -49,7 +49,7 @@ def effective(schedules: Mapping[str, Schedule], config: RunConfig) -> dict[str,
         ConfigError: the optimizer must be asked for a default and cannot be imported.
     """
     optimizer = config.optimizer
-    if optimizer is not None or config.learning_rate_rule is not None:
+    if optimizer is not None or config.rule is not None:
         schedules = {"lr": Constant(), **schedules}
     names = {
         text: parse_name(text) if optimizer is None else _value(optimizer, text, config.source)[0]

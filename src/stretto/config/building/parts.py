@@ -156,7 +156,7 @@ def make_checkpointing(config: RunConfig, run: TimesAndSizes) -> Checkpointing |
 def make_stepping(config: RunConfig, run: TimesAndSizes) -> Stepping:
     """Return how a step is computed."""
     rule = run.rule
-    return make_settings(config, Stepping, config.stepping, ("stepping",), learning_rate_rule=rule)
+    return make_settings(config, Stepping, config.stepping, ("stepping",), rule=rule)
 
 
 def make_evaluation(config: RunConfig, section: Evaluate, run: TimesAndSizes) -> Evaluation:

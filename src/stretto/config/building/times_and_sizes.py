@@ -67,14 +67,14 @@ def build_run(
     for name, (path, every) in intervals.items():
         with config.source.at(*path):
             triggers[name] = Every(every).scaled(ratio)
-    rule = config.learning_rate_rule
+    rule = config.rule
     return TimesAndSizes(
         run,
         policy,
         scaled,
         triggers,
         {name: path for name, (path, _) in intervals.items()},
-        None if rule is None else build_rule(rule, building, ("learning_rate_rule",)),
+        None if rule is None else build_rule(rule, building, ("rule",)),
     )
 
 

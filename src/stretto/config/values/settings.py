@@ -170,7 +170,7 @@ else:
     )
     SteppingSection = _derived(
         Stepping,
-        "learning_rate_rule",
+        "rule",
         types={
             "measure_noise": CountOrAuto,
             "loss_weight": LossWeight,

@@ -157,7 +157,7 @@ class NoiseReport(Callback):
         if self._size is not None and not self._moves:
             lines += [
                 f"# the learning rate was that of batches of {self._size}",
-                f"learning_rate_rule: {{{self._rule}: {self._size}}}",
+                f"rule: {{{self._rule}: {self._size}}}",
             ]
         return "\n".join(lines)
 
