@@ -121,7 +121,7 @@ def accelerate_run(accumulation: int, steps: int, *, attached: bool) -> float:
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
 
-    from stretto.integrations.accelerate import prepare
+    from stretto.integrations.accelerate import attach
     from stretto.schedules import Cosine
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1 if attached else accumulation)
@@ -131,7 +131,7 @@ def accelerate_run(accumulation: int, steps: int, *, attached: bool) -> float:
     loader: Any = DataLoader(make_data(size * 64), batch_size=MICRO, shuffle=True)
     if attached:
         model, optimizer = accelerator.prepare(model, optimizer)
-        loader, scheduler = prepare(
+        loader, scheduler = attach(
             accelerator, loader, optimizer, size, {"lr": Cosine()}, max_duration=f"{steps}ba"
         )
     else:

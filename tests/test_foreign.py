@@ -13,9 +13,8 @@ from torch.utils.data import TensorDataset
 from stretto.batching import Seesaw, as_policy
 from stretto.config import parse_run_file
 from stretto.errors import BatchSizeError, ConfigError, ScheduleError, StrettoError
-from stretto.integrations import prepare
 from stretto.schedules import Cosine, Linear, as_schedule
-from stretto.training import Trainer
+from stretto.training import Trainer, prepare
 
 DATA = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
 

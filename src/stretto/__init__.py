@@ -70,6 +70,7 @@ _FACE = {
         "Run",
         "Stepping",
         "Trainer",
+        "prepare",
     ),
 }
 _HOME = {name: module for module, names in _FACE.items() for name in names}

@@ -54,6 +54,7 @@ from stretto.training import Logging as Logging
 from stretto.training import Run as Run
 from stretto.training import Stepping as Stepping
 from stretto.training import Trainer as Trainer
+from stretto.training import prepare as prepare
 
 _FACE: dict[str, tuple[str, ...]]
 _HOME: dict[str, str]
@@ -100,4 +101,5 @@ __all__ = [
     "convert",
     "find_batch_size",
     "plan",
+    "prepare",
 ]

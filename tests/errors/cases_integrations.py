@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from stretto.integrations import ExternalRun, prepare
+from stretto.training import Run, prepare
 
 
-def make() -> ExternalRun:
+def make() -> Run:
     return prepare(list(range(20)), 4, max_duration="1ep")
 
 
-def bound(*groups: list[torch.Tensor]) -> ExternalRun:
+def bound(*groups: list[torch.Tensor]) -> Run:
     return make().bind(optimizer(*groups))
 
 
@@ -46,10 +46,10 @@ def no_unit() -> object:
 
 
 CASES: list[tuple[str, Callable[[], object]]] = [
-    ("external-not-bound", lambda: make().begin()),
-    ("external-other-groups", other_groups),
-    ("external-other-state", lambda: make().load_state_dict({"version": 2})),
-    ("external-fetched-ahead", fetched_ahead),
-    ("external-finished-late", finished_late),
-    ("external-no-unit", no_unit),
+    ("run-not-bound", lambda: make().begin()),
+    ("run-other-groups", other_groups),
+    ("run-other-state", lambda: make().load_state_dict({"version": 2})),
+    ("run-fetched-ahead", fetched_ahead),
+    ("run-finished-late", finished_late),
+    ("run-no-unit", no_unit),
 ]

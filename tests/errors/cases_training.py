@@ -27,6 +27,7 @@ from stretto.training import (
     Stepping,
     TensorBoardLogger,
     Trainer,
+    prepare,
 )
 from stretto.training.algorithms import (
     ExponentialMovingAverage,
@@ -72,8 +73,7 @@ class Logs(Callback):
 
 def bare_run() -> Run:
     """A run of a loop that has neither schedules nor evaluations."""
-    made = trainer()
-    return Run(made.model, [made.optimizer], made.timer, made.horizon)
+    return prepare([1, 2], 1, max_duration="1ep")
 
 
 class KeepsASet(Callback):

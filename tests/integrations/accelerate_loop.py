@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from stretto.batching import NoiseScale
-from stretto.integrations.accelerate import prepare
+from stretto.integrations.accelerate import attach
 from stretto.schedules import Cosine
 from stretto.settings import Loading
 
@@ -68,9 +68,9 @@ def train(
 
     model, optimizer = accelerator.prepare(model, optimizer)
     assert is_sharded == (type(next(model.parameters())) is not nn.Parameter)
-    loader, scheduler = prepare(
+    loader, scheduler = attach(
         accelerator, loader, optimizer, sizes, SCHEDULES,
-        max_duration="2ep", evaluate="70sp", loading=Loading(seed=SEED), model=model,
+        max_duration="2ep", every={"evaluate": "70sp"}, loading=Loading(seed=SEED), model=model,
         units=weight_of if is_weighted else "samples", **options,
     )  # fmt: skip
 

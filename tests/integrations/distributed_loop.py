@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from stretto.data import DataSpec
-from stretto.integrations import prepare
-from stretto.integrations.weights import units_of
+from stretto.integrations import StepMeter
 from stretto.schedules import Linear
 from stretto.settings import Loading
+from stretto.training import prepare
+from stretto.training.weights import units_of
 
 N = 41
 ROWS = torch.arange(N)
@@ -54,7 +55,7 @@ def train(out: Path, resume: Path | None, *, micro_batch_size: int, stop: int | 
         run.load_state_dict(state)
         model.load_state_dict(torch.load(resume / "model.pt"))
     parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
-    meter = run.meter(parallel)
+    meter = StepMeter(parallel, run.loader)
     seen: list[dict[str, Any]] = []
     while not run.is_done and run.timer.batch != stop:
         for step in run.steps():

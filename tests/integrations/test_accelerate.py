@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stretto.batching import BatchSizePolicy, BoundPolicy, NoiseScale, Signals
 from stretto.errors import StrettoError, TrainingError
-from stretto.integrations.accelerate import prepare
+from stretto.integrations.accelerate import attach
 from stretto.ordering import SampleOrder
 from stretto.planning import plan
 from stretto.timing import Horizon
@@ -89,7 +89,7 @@ def test_a_state_saved_in_the_loop_resumes_after_that_step(
 def test_the_length_is_that_of_the_epoch() -> None:
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    loader, _ = prepare(accelerator, range(20), optimizer, "0sp:8 20sp:5", max_duration="2ep")
+    loader, _ = attach(accelerator, range(20), optimizer, "0sp:8 20sp:5", max_duration="2ep")
     for steps in (3, 4):
         assert len(loader) == steps
         assert len(list(loader)) == steps
@@ -137,7 +137,7 @@ def refused(**settings: Any) -> None:
     data: Any = DataLoader(TensorDataset(loop.X), batch_size=4)
     if settings.pop("is_prepared", False):
         data = accelerator.prepare(data)
-    prepare(accelerator, data, optimizer, settings.pop("sizes", 8), max_duration="1ep")
+    attach(accelerator, data, optimizer, settings.pop("sizes", 8), max_duration="1ep")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def own_loop(every: int, *, micro_batch_size: int = 4, skips: bool = False) -> A
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     data = TensorDataset(loop.X, loop.Y)
-    loader, _ = prepare(
+    loader, _ = attach(
         accelerator, data, optimizer, 16, max_duration="1ep", micro_batch_size=micro_batch_size
     )
     for number, (x, y) in enumerate(loader):
@@ -185,7 +185,7 @@ def test_a_loop_without_accumulate_is_refused_where_it_is_wrong() -> None:
 def test_the_first_batches_need_not_be_skipped() -> None:
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    loader, _ = prepare(accelerator, range(20), optimizer, 4, max_duration="2ep")
+    loader, _ = attach(accelerator, range(20), optimizer, 4, max_duration="2ep")
     with pytest.raises(TrainingError, match="skip_first_batches"):
         skip_first_batches(loader, 2)
 

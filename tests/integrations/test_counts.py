@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from stretto.batching import BatchSizePolicy, BoundPolicy, Signals
 from stretto.errors import StrettoError
-from stretto.integrations import ExternalRun, prepare
 from stretto.settings import Loading
+from stretto.training import Run, prepare
 
 
 class LossDecides(BatchSizePolicy, BoundPolicy):
@@ -29,7 +29,7 @@ class LossDecides(BatchSizePolicy, BoundPolicy):
         return (3 if signals.loss is None else int(signals.loss)), state
 
 
-def make(**settings: Any) -> ExternalRun:
+def make(**settings: Any) -> Run:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     places = {name: settings.pop(name) for name in ("rank", "world_size")}
     data, batch_size = range(settings.pop("num_samples")), settings.pop("batch_size")

@@ -31,9 +31,9 @@ from tests.integrations import lightning_toys, toys
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from stretto import prepare
 from stretto.batching import NoiseScale, Plateau
 from stretto.errors import CheckpointError, StrettoError, TrainingError
-from stretto.integrations import prepare
 from stretto.integrations.lightning import attach
 from stretto.planning import plan
 from stretto.settings import Loading

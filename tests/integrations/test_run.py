@@ -17,13 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from stretto.batching import NO_SIGNALS, NoiseScale, Signals, SquareRootRule
 from stretto.data import DataSpec, Step
 from stretto.errors import CheckpointError, DataError, ScheduleError, TrainingError
-from stretto.integrations import ExternalRun, prepare
+from stretto.integrations import ClockScheduler, StepMeter
 from stretto.noise import noise_terms
 from stretto.ordering import SampleOrder
 from stretto.planning import plan
 from stretto.schedules import Cosine, Linear
 from stretto.settings import Loading
 from stretto.timing import Horizon
+from stretto.training import Run, prepare
 
 N, SEED, SIZES = 60, 3, "0sp:5 23sp:9 80sp:14"  # grows inside both epochs
 GENERATOR = torch.Generator().manual_seed(0)
@@ -34,7 +35,7 @@ SCHEDULES = {"lr": Cosine(end=0.1, warmup="30sp", warmup_start=0)}
 ORDER = SampleOrder(N, SEED)
 
 
-def make(data: Any = DATA, **changes: Any) -> ExternalRun:
+def make(data: Any = DATA, **changes: Any) -> Run:
     settings: dict[str, Any] = {
         "batch_size": SIZES,
         "max_duration": "2ep",
@@ -42,7 +43,7 @@ def make(data: Any = DATA, **changes: Any) -> ExternalRun:
         "schedules": SCHEDULES,
         "rule": SquareRootRule(5),
         "loading": Loading(seed=SEED),
-        "evaluate": "25sp",
+        "every": {"evaluate": "25sp"},
     } | changes
     return prepare(data, settings.pop("batch_size"), **settings)
 
@@ -69,7 +70,7 @@ def ids_of(batch: Any) -> list[tuple[int, int]]:
 
 
 def train(
-    run: ExternalRun, model: nn.Module, optimizer: torch.optim.Optimizer, *, stop: int | None = None
+    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, *, stop: int | None = None
 ) -> list[dict[str, Any]]:
     """Take all steps, or those before step `stop`; return what each saw."""
     seen: list[dict[str, Any]] = []
@@ -182,7 +183,7 @@ def test_a_state_of_something_else_is_refused() -> None:
 
 
 def test_a_copy_of_a_step_finishes_it_once() -> None:
-    run = make(evaluate="5sp").bind(make_model()[1])
+    run = make(every={"evaluate": "5sp"}).bind(make_model()[1])
     step = run.begin()
     assert run.finish(step=copy.deepcopy(step)) == {"evaluate"}
     assert run.finish(step=step) == run.finish() == {"evaluate"}
@@ -221,9 +222,9 @@ def test_the_clock_is_read_as_fractions_and_for_a_log_line() -> None:
     run = make().bind(optimizer)
     train(run, model, optimizer, stop=7)
     now = run.timer.timestamp
-    assert (run.elapsed, run.epoch_float) == (now.sample / (2 * N), now.sample / N)
-    assert run.steps_left.exact == run.num_steps.least - 7
     line = run.log_values()
+    assert (line["dur"], line["ep"]) == (now.sample / (2 * N), now.sample / N)
+    assert run.steps_left.exact == run.num_steps.least - 7
     assert line["batch_size"] == run.step.batch_size  # type: ignore[union-attr]
     assert (line["sp"], line["ba"], line["lr"]) == (
         now.sample,
@@ -235,7 +236,7 @@ def test_the_clock_is_read_as_fractions_and_for_a_log_line() -> None:
 # --- base values
 
 
-def rates(run: ExternalRun) -> list[float]:
+def rates(run: Run) -> list[float]:
     step = run.begin()
     assert step is not None
     return [group["lr"] for group in run.hyperparameters.optimizer.param_groups]
@@ -251,7 +252,7 @@ def test_binding_again_after_a_warm_up_from_zero_keeps_the_base() -> None:
     assert second == (rates(fresh), rates_of_second_step(fresh))
 
 
-def rates_of_second_step(run: ExternalRun) -> list[float]:
+def rates_of_second_step(run: Run) -> list[float]:
     run.finish()
     return rates(run)
 
@@ -295,7 +296,7 @@ def test_several_optimizers_are_set_together() -> None:
 def test_the_scheduler_reports_what_the_run_sets() -> None:
     optimizer = make_model()[1]
     run = make(schedules={"lr": Linear(1, 0)}, rule=None).bind(optimizer)
-    scheduler = run.scheduler(optimizer)
+    scheduler = ClockScheduler(optimizer, run.timer)
     assert isinstance(scheduler, LRScheduler)
     for number, expected in enumerate([0.05, 0.05 * (1 - 5 / 120)]):
         run.begin()
@@ -346,7 +347,7 @@ def test_a_batch_without_a_unit_is_refused() -> None:
 def test_a_meter_measures_the_noise_of_a_step(size: int) -> None:
     model, optimizer = make_model()
     run = make(batch_size=NoiseScale(size, 64)).bind(optimizer)
-    meter, step = run.meter(model), run.begin()
+    meter, step = StepMeter(model, run.loader), run.begin()
     assert step is not None
     micros = meter.micro_batches(step)
     squares = []

@@ -13,9 +13,8 @@ import torch
 from examples.ada_scale import AdaScale
 from torch import Tensor, nn
 
-from stretto import Hyperparameters, StepLoader
 from stretto.errors import TrainingError
-from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run
+from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run, prepare
 from stretto.training.algorithms import SequenceLengthWarmup
 from stretto.training.callback import EVENTS, Events
 
@@ -91,7 +90,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_samples(problem: Make) -> None:
 def test_a_loss_that_nobody_reads_is_not_computed(problem: Make) -> None:
     run = problem().trainer().run
     run.set_loss(lambda: pytest.fail("was read"))
-    run.begin_step(next(problem().trainer().loader))
+    run.begin()
     assert math.isnan(run.loss)
 
 
@@ -263,22 +262,18 @@ def test_callbacks_work_in_a_loop_of_your_own() -> None:
     """Two of stretto's own, with everything that a loop must do for them."""
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    loader = StepLoader(sequences(), "0sp:4 12sp:6", max_duration="1ep", world_size=1, rank=0)
-    settings = Hyperparameters(optimizer, {}, loader.horizon)
     callbacks: list[Callback] = [SequenceLengthWarmup(8, 16, over="50%"), AdaScale(4)]
-    run = Run(
-        model,
-        [optimizer],
-        loader.timer,
-        loader.horizon,
-        hyperparameters=settings,
+    run = prepare(
+        sequences(),
+        "0sp:4 12sp:6",
+        max_duration="1ep",
+        optimizer=optimizer,
+        model=model,
         callbacks=callbacks,
     )
     events, lengths, gains = Events(callbacks, run), [], []
     with events.fit():
-        for step in loader:
-            run.begin_step(step)
-            settings.apply(step.timestamp, step.batch_size)
+        for step in run:
             events.tell("on_batch_start", step)
             for micro in step:
                 batch = micro.batch
@@ -289,17 +284,15 @@ def test_callbacks_work_in_a_loop_of_your_own() -> None:
             events.tell("on_gradient", step)
             optimizer.step()
             optimizer.zero_grad()
-            loader.finish(step)
+            run.finish()
             events.tell("on_batch_end", step)
             gains.append(run.take_logged()["gain"])
     assert (lengths[0], lengths[-1]) == (8, 16)
     assert gains == [1.0] * len(lengths)
 
 
-def test_a_run_without_schedules_or_evaluations_says_so(problem: Make) -> None:
-    trainer = problem().trainer()
-    run = Run(trainer.model, [trainer.optimizer], trainer.timer, trainer.horizon)
-    with pytest.raises(TrainingError, match="cannot read the schedules of the run"):
-        _ = run.hyperparameters
-    with pytest.raises(TrainingError, match="cannot evaluate"):
-        run.evaluate()
+def test_a_run_without_optimizers_model_or_evaluations_says_so() -> None:
+    run = prepare([1, 2], 1, max_duration="1ep")
+    for read in (lambda: run.hyperparameters, lambda: run.loader, lambda: run.model, run.evaluate):
+        with pytest.raises(TrainingError, match="cannot"):
+            read()

@@ -1,4 +1,4 @@
-"""`prepare(accelerator, ...)`: stretto in loops of Hugging Face Accelerate.
+"""`attach(accelerator, ...)`: stretto in loops of Hugging Face Accelerate.
 
 The loop with `accelerator.accumulate(model)`, `accelerator.backward(loss)` and `optimizer.step()`
 stays as it is. Before each micro-batch, two public attributes of the accelerator are set:
@@ -30,15 +30,14 @@ from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
 from stretto.data import DataSpec, move_batch
 from stretto.errors import TrainingError
 from stretto.integrations.meter import StepMeter
-from stretto.integrations.preparation import prepare as prepare_run
-from stretto.integrations.run import ExternalRun
 from stretto.integrations.scheduler import ClockScheduler
-from stretto.integrations.weights import Units, check_units, units_of
 from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
+from stretto.training.run import Run, prepare
+from stretto.training.weights import Units, check_units, units_of
 
 
-def prepare(
+def attach(
     accelerator: Accelerator,
     data: Any,
     optimizer: Optimizer | Sequence[Optimizer],
@@ -48,8 +47,7 @@ def prepare(
     max_duration: TimeLike,
     rule: RuleLike | None = None,
     units: Units = "samples",
-    evaluate: Trigger | TimeLike | None = None,
-    checkpoint: Trigger | TimeLike | None = None,
+    every: Mapping[str, Trigger | TimeLike] | None = None,
     micro_batch_size: int | None = None,
     loading: Loading | None = None,
     model: nn.Module | None = None,
@@ -67,8 +65,7 @@ def prepare(
         max_duration: how long the run is.
         rule: how learning rates follow the batch size.
         units: what the loss is a mean over: samples, target tokens, or a function that counts them.
-        evaluate: when `loader.due` has "evaluate".
-        checkpoint: when `loader.due` has "checkpoint".
+        every: by a name of yours, when `loader.due` has that name.
         micro_batch_size: the most samples of a micro-batch; None: the batch size of a `DataLoader`.
         loading: how data are loaded.
         model: the prepared model, for sizes that follow the noise of the gradient.
@@ -84,14 +81,13 @@ def prepare(
     if spec.is_map_style and spec.get_num_samples_in_batch is None:
         # A row need not be a sample: what was collated counts.
         spec = DataSpec.of(spec, get_num_samples_in_batch=lambda _: None)
-    run = prepare_run(
+    run = prepare(
         spec,
         batch_size,
         max_duration=max_duration,
         schedules=schedules,
         rule=rule,
-        evaluate=evaluate,
-        checkpoint=checkpoint,
+        every=every,
         micro_batch_size=micro_batch_size,
         loading=loading,
     )
@@ -101,7 +97,7 @@ def prepare(
     inner = getattr(each[-1], "optimizer", each[-1])
     inner.register_step_post_hook(lambda *_: loader.note_update())
     accelerator.register_for_checkpointing(loader)
-    return loader, run.scheduler(each[0])
+    return loader, ClockScheduler(each[0], run.timer)
 
 
 class _NotAdded(float):
@@ -110,10 +106,10 @@ class _NotAdded(float):
 
 @final
 class MicroBatches:
-    """The micro-batches of an epoch, on the device; made by `prepare`."""
+    """The micro-batches of an epoch, on the device; made by `attach`."""
 
     def __init__(
-        self, accelerator: Accelerator, run: ExternalRun, units: Units, model: nn.Module | None
+        self, accelerator: Accelerator, run: Run, units: Units, model: nn.Module | None
     ) -> None:
         self.run = run
         self._accelerator = accelerator
@@ -190,7 +186,7 @@ class MicroBatches:
             TrainingError: the step has more micro-batches.
         """
         number, last = self._place
-        if self.run.step is not None and number < last:
+        if self.run.is_open and number < last:
             raise _no_accumulation(f"the optimizer stepped after micro-batch {number + 1}", last)
         self._updates += 1
         self._finish()
@@ -198,7 +194,7 @@ class MicroBatches:
     def _end_without_update(self) -> None:
         """Count a step after which the optimizer did not step, as after an overflow."""
         accelerator = self._accelerator
-        if self.run.step is not None:
+        if self.run.is_open:
             is_outside = type(accelerator.step) is _NotAdded and accelerator.scaler is None
             self._without_update += is_outside
             # A loop may leave out a bad batch now and then, or only look at the data.
@@ -207,7 +203,7 @@ class MicroBatches:
         self._finish()
 
     def _finish(self) -> None:
-        if self.run.step is not None:
+        if self.run.is_open:
             self.run.finish(self._signals())
 
     def _measured(self, loss: Tensor, **options: Any) -> None:
@@ -244,7 +240,7 @@ def _no_accumulation(why: str, last: int) -> TrainingError:
     )
 
 
-def _meter(run: ExternalRun, model: nn.Module | None) -> StepMeter | None:
+def _meter(run: Run, model: nn.Module | None) -> StepMeter | None:
     if "noise" not in run.loader.reads:
         return None
     if model is None:
@@ -253,7 +249,7 @@ def _meter(run: ExternalRun, model: nn.Module | None) -> StepMeter | None:
             why="the model is not known",
             instead="pass model=model, as accelerator.prepare() returned it",
         )
-    return run.meter(model)
+    return StepMeter(model, run.loader)
 
 
 def _check(accelerator: Accelerator, data: Any) -> None:

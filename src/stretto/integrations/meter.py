@@ -20,12 +20,12 @@ from stretto.training.stepping.noise_meter import NoiseMeter, Pass
 class StepMeter:
     """Measures the noise of a step's gradient from its micro-batches and ranks.
 
-    Made by `ExternalRun.meter`. Each step, in this order:
+    Each step, in this order:
 
     1. `micro_batches(step)` returns what to compute. A step of one micro-batch on one rank is cut
        into two, since it takes two to compare.
     2. Each backward pass runs in `watch`.
-    3. `signals()` returns what `ExternalRun.finish` takes. Call it before gradients are clipped.
+    3. `signals()` returns what `Run.finish` takes. Call it before gradients are clipped.
 
     Args:
         model: the model that the loss is computed with, wrapped if it is (DDP, FSDP2).

@@ -14,7 +14,7 @@ from stretto.timing import Timer
 class ClockScheduler(LRScheduler):
     """Reports the learning rates that a run sets; its `step` changes nothing.
 
-    Made by `ExternalRun.scheduler`. Frameworks call `step` once for each step, micro-batch, rank or
+    Frameworks call `step` once for each step, micro-batch, rank or
     epoch, each in its own way; the run sets the values for the time and size of each step.
 
     Args:

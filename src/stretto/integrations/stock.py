@@ -10,10 +10,10 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from stretto.data import Step
 from stretto.errors import DataError
-from stretto.integrations.run import ExternalRun
+from stretto.training.run import Run
 
 
-def counted_steps(run: ExternalRun) -> Iterator[Step]:
+def counted_steps(run: Run) -> Iterator[Step]:
     """Yield the steps of an epoch to a framework that counts them and does not ask for more.
 
     If the last samples of an epoch are dropped, the run finds its end when it is asked for the
@@ -23,7 +23,7 @@ def counted_steps(run: ExternalRun) -> Iterator[Step]:
     for step in run.steps():
         is_empty = False
         yield step
-    if is_empty and run.step is not None:
+    if is_empty and run.is_open:
         yield from run.steps()
 
 

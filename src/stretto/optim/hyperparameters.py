@@ -58,11 +58,6 @@ class _Column:
     index: int | None
     factor: _Factor
 
-    def read(self, optimizer: Optimizer) -> float:
-        """Return the value in force."""
-        value = optimizer.param_groups[self.number][self.key]
-        return float(value if self.index is None else value[self.index])
-
 
 @final
 class Hyperparameters:
@@ -106,7 +101,7 @@ class Hyperparameters:
         ConversionError: a time needs a fact that is not known.
     """
 
-    __slots__ = ("_columns", "_only", "_settings", "_varies", "base", "optimizer", "rule")
+    __slots__ = ("_columns", "_only", "_settings", "base", "optimizer", "rule")
 
     def __init__(
         self,
@@ -125,9 +120,6 @@ class Hyperparameters:
         """What is written to."""
         groups = optimizer.param_groups
         _part_tensors(groups)
-        self._varies = not isinstance(self.rule, NoRule) or any(
-            factor != as_schedule(1.0) for factor in factors.values()
-        )
         check_pairs(factors, rule=self.rule)
         known = bound or {}
         each = {
@@ -154,7 +146,7 @@ class Hyperparameters:
             for key, by_index in followed[number].items()
         ]
         self._columns = {name: _column(name, followed, groups) for name in each}
-        self.base = {name: column.read(optimizer) for name, column in self._columns.items()}
+        self.base = self.values()
         """The initial values of the optimizer, by name."""
         # Setting it is one multiplication: the common case, twice as fast by itself.
         first = self._settings[0] if len(self._settings) == 1 else None
@@ -199,40 +191,20 @@ class Hyperparameters:
             setting.base.written = value = setting.at(timestamp, rule)
             write(self.optimizer.param_groups[setting.number], setting.key, value)
 
-    def fixed(self) -> list[tuple[int, str, float]] | None:
-        """Return what `apply` writes at every time, the learning rate first.
-
-        Each is the number of a group in `optimizer.param_groups`, a key and a value. None: a value
-        changes, or others are scheduled beside the learning rate, so `apply` is called for each
-        batch.
-        """
-        if self._varies or len(self._columns) > 1:
-            return None
-        groups = self.optimizer.param_groups
-        if any(isinstance(groups[one.number][one.key], (Tensor, tuple)) for one in self._settings):
-            return None
-        for one in self._settings:
-            one.base.written = one.at(Timestamp(), 1.0)
-        return [(one.number, one.key, one.base.written) for one in self._settings]
-
-    def only_place(self) -> tuple[int, str] | None:
-        """Return where the only value that `values` reads is; None: elsewhere.
-
-        It is the number of a group in `optimizer.param_groups`, and a key.
-        """
-        columns = list(self._columns.values())
-        if len(columns) != 1 or columns[0].index is not None:
-            return None
-        number, key = columns[0].number, columns[0].key
-        is_tensor = isinstance(self.optimizer.param_groups[number][key], Tensor)
-        return None if is_tensor else (number, key)
+    def row(self) -> list[float]:
+        """Return the present values without names, in the order of `values`."""
+        found, groups = [], self.optimizer.param_groups
+        for column in self._columns.values():
+            value = groups[column.number][column.key]
+            found.append(float(value if column.index is None else value[column.index]))
+        return found
 
     def values(self) -> dict[str, float]:
         """Return the present values: the learning rate and all scheduled ones.
 
         A name without a group shows the first group's value; of `betas`, the first.
         """
-        return {name: column.read(self.optimizer) for name, column in self._columns.items()}
+        return dict(zip(self._columns, self.row(), strict=True))
 
 
 def _part_tensors(groups: Sequence[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ from stretto.training.logs.loggers import (
     TensorBoardLogger,
     WandbLogger,
 )
-from stretto.training.run import Run
+from stretto.training.run import Run, prepare
 from stretto.training.settings import Evaluation, Logging
 from stretto.training.trainer import Trainer
 
@@ -26,5 +26,6 @@ __all__ = [
     "TensorBoardLogger",
     "Trainer",
     "WandbLogger",
+    "prepare",
     "shard_blocks",
 ]

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import nan
-from operator import attrgetter
 from pathlib import Path
 from typing import Literal, NamedTuple, final
 
 from stretto.batching import NO_SIGNALS, Signals
-from stretto.data import Step, StepLoader
-from stretto.optim import Hyperparameters
+from stretto.data import Step
+from stretto.runtime import TrainStep
 from stretto.runtime.collectives import all_same, marks
 from stretto.runtime.step import Info
-from stretto.timing import BoundTrigger, Timer, Timestamp
+from stretto.settings import Stepping
+from stretto.timing import Timestamp
 from stretto.training.callback import Events
 from stretto.training.checkpointing.saver import Progress, Saver
-from stretto.training.distributed.agreement import check_agreement, in_batch
+from stretto.training.checkpointing.state import RunState
+from stretto.training.describe import BuiltWith
+from stretto.training.distributed.agreement import Plain, check_agreement, in_batch
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.best import Best
 from stretto.training.evaluation.evaluate import Evaluator
 from stretto.training.interrupt import SIGNALS, Interrupts
+from stretto.training.logs.console import ConsoleLogger, has_terminal
 from stretto.training.logs.recorder import MOST_PENDING, Finished, Recorder
 from stretto.training.logs.running_loss import mean_loss
 from stretto.training.run import Run
+from stretto.training.scaling import Timed
 from stretto.training.stepping.finite import not_finite, skipped_alone
 from stretto.training.stepping.gradient import Gradient
 from stretto.training.stepping.measuring import Measurements
+from stretto.training.stepping.safety_net import SafetyNet
 from stretto.training.stepping.stepper import Stepper
 
-_EPOCH = attrgetter("epoch")
+_EVALUATION_BATCH = 64
+"""Samples of a forward pass in evaluation where no micro-batch size is set."""
 _BATCH_EVENTS = ("on_batch_start", "transform_batch", "on_gradient", "on_noise", "on_batch_end")
 
 
@@ -55,21 +60,17 @@ _FINITE, _NOT_FINITE = (Shared(None, None, is_finite) for is_finite in (True, Fa
 class Loop:
     """Trains until the run ends or is stopped."""
 
-    loader: StepLoader
-    hyperparameters: Hyperparameters
+    run: Run
     stepper: Stepper
     measurements: Measurements
     recorder: Recorder
     saver: Saver
     evaluators: Sequence[Evaluator]
     best: Best
-    run: Run
     non_finite: Literal["stop", "skip", "ignore"]
     events: Events
     ranks: Ranks
     interrupts: Interrupts
-    log_is_due: BoundTrigger
-    flush_is_due: BoundTrigger
     signal: str | None = None
     """The signal that any rank has received; None: none."""
     _all_stop: bool = False
@@ -83,42 +84,48 @@ class Loop:
     """Whether a callback of any rank does, so that it may stop the run after any batch."""
     _has_skipped: bool = False
     """Whether the last step has left the weights as they were."""
-    _fixed: Sequence[tuple[int, str, float]] | None = None
-    """Values for the optimizer until the next event; None: ask the schedules for each batch."""
-    _place: tuple[int, str] | None = None
-    """Group number and key of the only value in the ledger; None: there are several."""
-
-    @property
-    def timer(self) -> Timer:
-        """The clock."""
-        return self.loader.timer
 
     def train(self) -> None:
         """Train from the present clock."""
         self._begin()
         run, several = self.run, self.ranks.world_size > 1
-        self.timer.start()
-        before = self.timer.timestamp
-        limits = self._limits(before)
+        timer, hyperparameters = run.timer, run.hyperparameters
+        timer.start()
+        before = timer.timestamp
         while run.stop_reason is None or (several and not self._all_stop):
             try:
-                step = next(self.loader, None)
+                step = run.begin()
             except Exception as error:
                 self._save_despite(error)
                 raise
             if step is None:
                 break
-            after = self._take(step)
+            gradient, info, shared = self._compute(step)
+            due = run.finish(shared.signals, tokens=shared.tokens, seconds=shared.seconds)
+            after = timer.timestamp
+            self.recorder.pending.append(
+                Finished(
+                    step.timestamp,
+                    step.num_samples,
+                    step.batch_size,
+                    () if info is None else gradient.losses,
+                    after,
+                    gradient.num_micro_batches,
+                    hyperparameters.row(),
+                )
+            )
+            if shared.signals.noise_numerator is not None:
+                self.events.tell("on_noise", step, shared.signals)
+            if self._is_saving or self.recorder.console is not None:
+                self._show_and_save(after, shared.saving)
             if self._listens:
                 self.events.tell("on_batch_end", step)
-            if self._may_stop:
+            if self._may_stop and several:
                 self._agree_to_stop()
-            for read, tick in limits:
-                if read(after) >= tick:
-                    self._after_batch(before, after)
-                    self._agree_to_stop()
-                    before, limits = after, self._limits(after)
-                    break
+            if due or after.epoch != before.epoch or len(self.recorder.pending) >= MOST_PENDING:
+                self._after_batch(due, before, after)
+                self._agree_to_stop()
+                before = after
         self._end(before)
 
     def _begin(self) -> None:
@@ -130,26 +137,6 @@ class Loop:
         self._may_stop = listens > 0
         if stops:
             self._stop_together()
-
-    def _limits(self, now: Timestamp) -> list[tuple[Callable[[Timestamp], int], int]]:
-        """Return counters and the tick of each at which something is due next.
-
-        Until then, the loop only takes steps, so values that do not change are looked up here.
-        """
-        self._fixed = None if self._listens else self.hyperparameters.fixed()
-        self._place = None if self._listens else self.hyperparameters.only_place()
-        batches = self.loader.horizon.axis("ba").read
-        limits: dict[Callable[[Timestamp], int], int] = {
-            batches: now.batch + MOST_PENDING,
-            _EPOCH: now.epoch + 1,
-        }
-        triggers = [self.log_is_due, self.flush_is_due, *(one.is_due for one in self.evaluators)]
-        if self.saver.trigger is not None:
-            triggers.append(self.saver.trigger)
-        for trigger in triggers:
-            for axis, tick in trigger.next(now):
-                limits[axis.read] = min(tick, limits.get(axis.read, tick))
-        return list(limits.items())
 
     @property
     def _is_stopped(self) -> bool:
@@ -178,17 +165,9 @@ class Loop:
         counts = self.ranks.agree([self.interrupts.received == name for name in SIGNALS])
         return next((name for name, ranks in zip(SIGNALS, counts, strict=True) if ranks), None)
 
-    def _take(self, step: Step) -> Timestamp:
-        """Compute one step and move the clock."""
-        run, fixed = self.run, self._fixed
-        if fixed is None:
-            self.hyperparameters.apply(step.timestamp, step.batch_size)
-        else:
-            # Read for each batch: loading a state replaces the groups.
-            groups = self.hyperparameters.optimizer.param_groups
-            for number, key, value in fixed:
-                groups[number][key] = value
-        run.step, run.latest_loss = step, nan
+    def _compute(self, step: Step) -> tuple[Gradient, Info | None, Shared]:
+        """Compute one step; return its losses, what it logs (None: skipped), what ranks know."""
+        run = self.run
         if self._listens:
             self.events.tell("on_batch_start", step)
         gradient = self.stepper.gradient(step)
@@ -204,26 +183,7 @@ class Loop:
         self._has_skipped = info is None
         if info is None:
             self._skip(step, is_finite=shared.is_finite)
-        after = self.loader.finish(
-            step, tokens=shared.tokens, seconds=shared.seconds, signals=shared.signals
-        )
-        if shared.signals.noise_numerator is not None:
-            self.events.tell("on_noise", step, shared.signals)
-        if self._place is None:
-            values = tuple(self.hyperparameters.values().values())
-        else:
-            number, key = self._place
-            values = (self.hyperparameters.optimizer.param_groups[number][key],)
-        losses = () if info is None else gradient.losses
-        self.recorder.pending.append(
-            Finished(
-                step.timestamp, step.num_samples, step.batch_size, losses, after,
-                gradient.num_micro_batches, values,
-            )
-        )  # fmt: skip
-        if self._is_saving or self.recorder.console is not None:
-            self._show_and_save(after, shared.saving)
-        return after
+        return gradient, info, shared
 
     def _update(self, step: Step) -> Info | None:
         if self._listens and self.events.listeners("on_gradient"):
@@ -258,9 +218,9 @@ class Loop:
             is_finite = self.stepper.is_finite(gradient)
             return Shared(gradient.tokens, None, is_finite, saving, signals)
         wants_stop = self.run.stop_reason is not None
-        seconds = self.timer.seconds_since_update() if self.ranks.is_first else 0.0
+        seconds = self.run.timer.seconds_since_update() if self.ranks.is_first else 0.0
         tokens = step.num_tokens if gradient.tokens is None else gradient.tokens
-        own = self.loader.extent | self.hyperparameters.values()
+        own = self.run.loader.extent | self.run.hyperparameters.values()
         sums = self.ranks.agree(
             (
                 tokens,
@@ -290,7 +250,7 @@ class Loop:
             return
         bad, skipped = self.ranks.agree((not self.stepper.settle(), self._has_skipped))
         if bad:
-            raise not_finite(self.timer.timestamp, is_late=True)
+            raise not_finite(self.run.timer.timestamp, is_late=True)
         self._check_skipped(skipped)
 
     def _check_skipped(self, count: float) -> None:
@@ -299,23 +259,21 @@ class Loop:
             return
         flags = enumerate(self.ranks.gather(str(self._has_skipped)))
         skipping = [rank for rank, flag in flags if flag == "True"]
-        raise skipped_alone(self.timer.timestamp, skipping)
+        raise skipped_alone(self.run.timer.timestamp, skipping)
 
-    def _after_batch(self, before: Timestamp, after: Timestamp) -> None:
+    def _after_batch(self, due: frozenset[str], before: Timestamp, after: Timestamp) -> None:
         """Do everything that is due now."""
         self._settle()
         if len(self.recorder.pending) >= MOST_PENDING:
             self.recorder.record()
-        if after.epoch != before.epoch:
-            self._end_epochs(before, after)
-        if self.log_is_due(before, after):
+        self._end_epochs(before, after)
+        if "log" in due:
             self._log()
-        is_best = self._measure([one for one in self.evaluators if one.is_due(before, after)])
+        is_best = self._measure([one for one in self.evaluators if one.name in due])
         # The last checkpoint comes after the last line of metrics (see `_end`).
-        is_last = self.loader.horizon.is_done(after)
-        if (is_best or self.saver.is_due(before, after)) and not is_last:
+        if (is_best or "checkpoint" in due) and not self.run.horizon.is_done(after):
             self._save()
-        if self.flush_is_due(before, after):
+        if "flush" in due:
             self.recorder.flush()
 
     def _end_epochs(self, before: Timestamp, after: Timestamp) -> None:
@@ -327,31 +285,33 @@ class Loop:
         if not self._is_stopped:
             self.run.stop_reason = None  # it came too late for the ranks to agree on
         self._settle()
-        self._end_epochs(before, self.timer.timestamp)
-        is_cut = self._is_stopped and not self.loader.horizon.is_done(self.timer.timestamp)
+        self._end_epochs(before, self.run.timer.timestamp)
+        is_cut = self._is_stopped and not self.run.is_done
         if is_cut:
             self._save()  # before the last line: a resumed run writes it
         if self.recorder.is_waiting:
             self._log()
         if not self._is_stopped:
-            self._measure([one for one in self.evaluators if one.measured_at != self.timer.batch])
+            self._measure(
+                [one for one in self.evaluators if one.measured_at != self.run.timer.batch]
+            )
         if not is_cut:
             self._save()
         self._announce(self.recorder.paused(self.saver.wait))
         self.signal = self._received()  # one that came too late to stop the run counts, too
 
     def _log(self) -> None:
-        record = self.recorder.log(self.timer.timestamp, self.loader.log_values())
+        record = self.recorder.log(self.run.timer.timestamp, self.run.loader.log_values())
         self.run.logged_units = self.recorder.units
         self.events.tell("on_log", record)
 
     def evaluate(self, evaluator: Evaluator) -> dict[str, float]:
         """Run one evaluation and log its metrics."""
-        evaluator.measured_at = self.timer.batch
+        evaluator.measured_at = self.run.timer.batch
         self.events.tell("on_evaluation_start", evaluator.name)
         metrics = self.recorder.paused(evaluator.measure)
         named = {f"{evaluator.name}/{name}": value for name, value in metrics.items()}
-        self.recorder.write({**self.recorder.clock(self.timer.timestamp), **named})
+        self.recorder.write({**self.run.clock(), **named})
         self.events.tell("on_evaluation_end", evaluator.name, named)
         return named
 
@@ -365,12 +325,12 @@ class Loop:
             named = self.evaluate(evaluator)
             followed = self.measurements.metric(named)
             if followed is not None:
-                self.loader.note_metric(followed)
-            is_best |= self.best.is_beaten(named, self.timer.sample)
+                self.run.loader.note_metric(followed)
+            is_best |= self.best.is_beaten(named, self.run.timer.sample)
         return is_best
 
     def _save(self) -> None:
-        self._announce(self.recorder.paused(lambda: self.saver.begin(self.timer.timestamp)))
+        self._announce(self.recorder.paused(lambda: self.saver.begin(self.run.timer.timestamp)))
         self._is_saving = self.saver.is_busy
 
     def _announce(self, path: Path | None) -> None:
@@ -379,10 +339,101 @@ class Loop:
 
     def _save_despite(self, error: Exception) -> None:
         """Save the run when samples cannot be read; possible only with one rank."""
-        if self.ranks.world_size > 1 or not self.timer.batch:
+        if self.ranks.world_size > 1 or not self.run.timer.batch:
             return
         try:
             self._save()
             self._announce(self.saver.wait())
         except Exception as another:  # noqa: BLE001  the first error is raised
             error.add_note(f"and no checkpoint could be written: {another}")
+
+
+def make_loop(
+    run: Run,
+    step: TrainStep,
+    timed: Timed,
+    stepping: Stepping,
+    *,
+    events: Events,
+    described: Mapping[str, Plain],
+    built: BuiltWith,
+    is_found: bool,
+) -> tuple[Loop, RunState]:
+    """Return what trains a run, and what of it a checkpoint keeps.
+
+    Args:
+        run: the run, bound.
+        step: computes gradients and updates the weights.
+        timed: when the run logs, evaluates and saves.
+        stepping: how a step is computed.
+        events: the callbacks.
+        described: the settings of the run.
+        built: what the optimizer was built with.
+        is_found: whether the micro-batch size was found.
+    """
+    ranks, spec = run.ranks, run.spec
+    run.watch("flush", timed.log.flush_trigger.bind(run.horizon))
+    stepper = Stepper(
+        step,
+        settings=stepping,
+        ranks=ranks,
+        # Where nobody changes them, the loader has counted what the data have.
+        count_tokens=spec.count_tokens if spec.tokens_vary else None,
+    )
+    stepper.net = SafetyNet(
+        step.model, spec, ranks, size=run.loader.micro_batch_size, is_found=is_found
+    )
+    evaluators = [
+        Evaluator(
+            settings,
+            step.model,
+            loss=step.loss,
+            loss_is_sum=step.loss_reduction == "sum",
+            count=stepper.count,
+            autocast=step.autocast,
+            batch_size=run.loader.micro_batch_size or _EVALUATION_BATCH,
+            collate_fn=run.loading.collate_fn,
+            ranks=ranks,
+        )
+        for settings in timed.evaluations
+    ]
+    best = Best(timed.checkpoint, timed.evaluations)
+    log = timed.log
+    is_shown = has_terminal() if log.console is None else log.console
+    folder = None if run.folder is None else str(run.folder)
+    recorder = Recorder(
+        run,
+        log.loggers,
+        console=ConsoleLogger(run.horizon.max_duration) if is_shown and ranks.is_first else None,
+        config={**(described if log.config is None else log.config), "folder": folder},
+    )
+    state = RunState(
+        step,
+        run=run,
+        recorder=recorder,
+        stepper=stepper,
+        callbacks=timed.callbacks,
+        evaluators=evaluators,
+        best=best,
+        setup=described,
+        built=built,
+        ranks=ranks,
+    )
+    saver = Saver(timed.checkpoint, run.folder, ranks=ranks, state=state, best=best)
+    measurements = Measurements(
+        run.loader, stepper, stepping=stepping, events=events, evaluations=timed.evaluations
+    )
+    loop = Loop(
+        run=run,
+        stepper=stepper,
+        measurements=measurements,
+        recorder=recorder,
+        saver=saver,
+        evaluators=evaluators,
+        best=best,
+        non_finite=stepping.non_finite,
+        events=events,
+        ranks=ranks,
+        interrupts=Interrupts(),
+    )
+    return loop, state

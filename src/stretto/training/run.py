@@ -1,88 +1,168 @@
-"""`Run`: the interface of a run for callbacks."""
+"""`prepare` and `Run`: a run that is bound once, for any training loop and for callbacks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, Self, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stretto.data import Step
-from stretto.errors import TrainingError
+from stretto._foreign import knows_foreign
+from stretto.batching import NO_SIGNALS, NoRule, PolicyLike, RuleLike, Signals
+from stretto.batching.coupled.coupling import Coupling
+from stretto.batching.coupled.seesaw import paired
+from stretto.data import DataSpec, Step, StepLoader
+from stretto.errors import CheckpointError, TrainingError
 from stretto.optim import Hyperparameters
-from stretto.planning import Plan
+from stretto.optim.base_values import GroupValues, read_base_values, set_base_values
+from stretto.optim.joined import joined
+from stretto.optim.reading import as_one_schedule, check_names
+from stretto.planning import Plan, Prepared, bind_run, counts
+from stretto.planning.counts import Count
+from stretto.planning.plan import plan_prepared
 from stretto.runtime.packing import PackingError, pack, unpack
-from stretto.settings import one_of
-from stretto.timing import Horizon, Timer
+from stretto.settings import Loading, one_of, read_settings
+from stretto.timing import BoundTrigger, Horizon, TimeLike, Timer, Timestamp, Trigger
+from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.logs.logged import Logged, Reduce
 from stretto.training.stepping.finite import SkippedSteps
+from stretto.training.weights import MicroBatchView, Units, weights_of
 
+_VERSION = 1
+_NOTHING: frozenset[str] = frozenset()
+_NAN = float("nan")
 _T = TypeVar("_T", float, Tensor)
+
+
+@knows_foreign
+def prepare(
+    data: Any,
+    batch_size: PolicyLike | Coupling,
+    *,
+    max_duration: TimeLike,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    schedules: Mapping[str, Any] | None = None,
+    rule: RuleLike | None = None,
+    every: Mapping[str, Trigger | TimeLike] | None = None,
+    micro_batch_size: int | None = None,
+    loading: Loading | Mapping[str, Any] | None = None,
+    model: nn.Module | None = None,
+    callbacks: Sequence[object] = (),
+    folder: Path | None = None,
+) -> Run:
+    """Prepare a run for a training loop of your own.
+
+    Everything is checked and bound here. Iterate over the run for its steps, and call `finish`
+    after each optimizer step.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(1, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> data = torch.utils.data.TensorDataset(torch.arange(12.0).reshape(12, 1))
+    >>> run = prepare(
+    ...     data, "0sp:2 4sp:4", max_duration="1ep", optimizer=optimizer,
+    ...     schedules={"lr": 1.0}, every={"evaluate": "50%"},
+    ... )
+    >>> for step in run:
+    ...     for micro in step:
+    ...         (micro.weight * model(micro.batch[0]).square().mean()).backward()
+    ...     optimizer.step(); optimizer.zero_grad()
+    ...     if "evaluate" in run.finish():
+    ...         print(run.timer.get("sp"))
+    8sp
+    12sp
+    >>> run.timer.batch, run.num_steps.exact
+    (4, 4)
+
+    Args:
+        data: what `StepLoader` takes.
+        batch_size: samples of one step over all ranks: a number, a text, a policy, or a pair such
+            as `Seesaw`, which also sets the schedule of the learning rate.
+        max_duration: how long the run is.
+        optimizer: one or several; None: call `bind` before the first step.
+        schedules: by hyper-parameter, a schedule or several that multiply.
+        rule: how learning rates follow the batch size.
+        every: by a name of yours, when `finish` returns that name.
+        micro_batch_size: the most samples of one micro-batch; None: a rank's whole share.
+        loading: how samples are ordered and fetched: a `Loading`, or a mapping of its fields.
+        model: the model, for callbacks.
+        callbacks: the callbacks of the run, for each other.
+        folder: the run folder, for callbacks.
+
+    Raises:
+        StrettoError: the arguments do not fit; the message says what to write instead.
+    """
+    loading = Loading() if loading is None else read_settings(Loading, loading, "loading")
+    check_names({} if schedules is None else schedules)
+    spec = DataSpec.of(data)
+    sizes, read = paired(batch_size, schedules or {}, rule)
+    prepared = bind_run(
+        spec.horizon(max_duration, loading.last_batch),
+        sizes,
+        schedules={name: as_one_schedule(one) for name, one in read.items()},
+        triggers=every,
+        rule=rule,
+    )
+    run = Run(
+        spec,
+        prepared,
+        loading,
+        micro_batch_size=micro_batch_size,
+        model=model,
+        callbacks=callbacks,
+        folder=folder,
+    )
+    return run if optimizer is None else run.bind(optimizer)
 
 
 @final
 class Run:
-    """A run as its callbacks see it: model, clock, current step, other ranks, metrics.
+    """A run: its steps, its clock, what is scheduled and what is due; and the ranks and metrics.
 
-    A `Trainer` has one and hands it to every event. A loop of your own can make one, for callbacks
-    that were written for the trainer.
+    The trainer, the adapters and loops of your own use it alike, and callbacks get it. `prepare`
+    makes one. A loop iterates over it, or calls `begin` and `finish` for each step; `steps` and
+    `micro_batches` are iterators over one epoch.
 
-    >>> import torch
-    >>> from stretto import StepLoader
-    >>> from torch.utils.data import TensorDataset
-    >>> model = torch.nn.Linear(4, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> loader = StepLoader(TensorDataset(torch.randn(64, 4)), 16, max_duration="1ep")
-    >>> run = Run(model, [optimizer], loader.timer, loader.horizon)
-    >>> for step in loader:
-    ...     run.begin_step(step)
-    ...     loss = sum(micro.weight * model(micro.batch[0]).square().mean() for micro in step)
-    ...     loss.backward(); optimizer.step(); optimizer.zero_grad()
-    ...     run.set_loss(loss)
-    ...     run.log("size", step.num_samples, reduce="sum")
-    >>> run.take_logged()
-    {'size': 64.0}
-
-    Args:
-        model: the model itself, neither compiled nor wrapped.
-        optimizers: those that update it.
-        timer: the clock.
-        horizon: the static facts of the run: its length, and the size of an epoch.
-        hyperparameters: the scheduled hyper-parameters, for callbacks that read them.
-        plan: the plan of the run; None: unknown.
-        folder: the run folder; None: there is none.
-        callbacks: the callbacks of the run.
-        ranks: the processes of the run; None: those of the environment.
+    >>> run = prepare(range(8), "0sp:2 4sp:4", max_duration="1ep")
+    >>> run.num_steps.exact, run.is_bound
+    (3, False)
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        timer: Timer,
-        horizon: Horizon,
+        spec: DataSpec,
+        prepared: Prepared,
+        loading: Loading,
         *,
-        hyperparameters: Hyperparameters | None = None,
-        plan: Plan | None = None,
-        folder: Path | None = None,
+        micro_batch_size: int | None = None,
+        model: nn.Module | None = None,
         callbacks: Sequence[object] = (),
-        ranks: Ranks | None = None,
+        folder: Path | None = None,
     ) -> None:
-        self.model = model
-        self.optimizers = tuple(optimizers)
-        self.timer = timer
-        self.horizon = horizon
-        self._hyperparameters = hyperparameters
-        self.plan = plan
-        self.folder = folder
+        self.spec = spec
+        self.prepared = prepared
+        self.loading = loading
+        self.micro_batch_size = micro_batch_size
+        self.horizon: Horizon = prepared.horizon
+        """The static facts of the run: its length, and the size of an epoch."""
         self.callbacks = tuple(callbacks)
+        self.folder = folder
+        """The run folder; None: there is none."""
+        self.optimizers: tuple[Optimizer, ...] = ()
         self.step: Step | None = None
-        """The current step, from `on_batch_start` until the next step; None before the first."""
+        """The current step, until the next one; None before the first."""
+        self.is_open = False
+        """Whether the step was drawn by `begin` and is not finished."""
+        self.batch_size = 0
+        """The size that was decided for the last step that was drawn."""
+        self.due: frozenset[str] = _NOTHING
+        """What `finish` returned last."""
         self.stop_reason: str | None = None
         """Why the run stops after this batch, or has stopped; None: it continues."""
         self.logged_units = 0.0
@@ -91,40 +171,380 @@ class Run:
         """Counts skipped steps; for the loop."""
         self.logged = Logged()
         """Values logged since the last line of metrics; for the loop."""
-        self._ranks = Ranks.from_environment() if ranks is None else ranks
-        self.latest_loss: float | Tensor | Callable[[], float] = float("nan")
+        self.latest_loss: float | Tensor | Callable[[], float] = _NAN
         """What `loss` reads; for the loop."""
+        self._model = model
+        self._base: list[list[GroupValues]] | None = None
+        self._loader: StepLoader | None = None
+        self._hyperparameters: Hyperparameters | None = None
+        self._scheduled: Hyperparameters | None = None
+        """The same; None if nothing is scheduled."""
+        self._plan: Plan | None = None
+        self._state: Mapping[str, Any] | None = None
+        self._ranks: Ranks | None = None
         self._evaluate: Callable[[], dict[str, float]] | None = None
+        self._triggers: dict[str, BoundTrigger] = dict(prepared.bound_triggers)
+        self._seen = Timestamp()
+        """The clock when triggers were looked at last."""
+        self._limits: list[tuple[Callable[[Timestamp], int], int]] = []
+        """Counters, and the tick of each at which something may be due."""
+
+    def bind(
+        self,
+        optimizers: Optimizer | Sequence[Optimizer],
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        micro_batch_size: int | None = None,
+        base: Mapping[str, float] | None = None,
+        ranks: Ranks | None = None,
+    ) -> Self:
+        """Start the run from its beginning, on these ranks and with these optimizers.
+
+        Call it before the state of the optimizers is loaded. The first call reads the base values
+        of what is scheduled. A later one (a retry, a second `fit`) writes them back.
+
+        Args:
+            optimizers: one or several.
+            rank: this process among those that share each batch; None: torch.distributed's.
+            world_size: how many processes share each batch; None: torch.distributed's.
+            micro_batch_size: replaces that of `prepare`; None: keep it.
+            base: base values by name (`"lr"`, `"lr@head"`), for optimizers that a schedule has
+                changed already; None: `initial_lr` of each group, or else its present values.
+            ranks: the processes of the run, for the trainer.
+
+        Raises:
+            StrettoError: the data, the schedules or the base values do not fit.
+        """
+        each = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        if self._base is None or base is not None:
+            self._base = [read_base_values(one, base or {}) for one in each]
+        for one, values in zip(each, self._base, strict=True):
+            set_base_values(one, values, self.prepared.schedules)
+        if micro_batch_size is not None:
+            self.micro_batch_size = micro_batch_size
+        if ranks is not None:
+            self._ranks, rank, world_size = ranks, ranks.rank, ranks.world_size
+        settings = {one.name: getattr(self.loading, one.name) for one in fields(Loading)}
+        del settings["last_batch"]
+        self._loader = StepLoader(
+            self.spec,
+            self.prepared,
+            micro_batch_size=self.micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+            **settings,
+        )
+        self.optimizers = tuple(each)
+        self._hyperparameters = Hyperparameters(
+            joined(each),
+            self.prepared.schedules,
+            self.horizon,
+            rule=self.prepared.rule,
+            bound=self.prepared.bound_schedules,
+        )
+        self._scheduled = self._hyperparameters if self.is_scheduled else None
+        self._start()
+        state, self._state = self._state, None
+        if state is not None:
+            self.load_state_dict(state)
+        return self
+
+    def _start(self) -> None:
+        """Begin at the present clock."""
+        self.step, self.is_open, self.due, self._plan = None, False, _NOTHING, None
+        self._look(self.timer.timestamp)
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether the run sets learning rates or other values; if not, it leaves them alone."""
+        return bool(self.prepared.schedules) or not isinstance(self.prepared.rule, NoRule)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether `bind` was called."""
+        return self._loader is not None
+
+    @property
+    def loader(self) -> StepLoader:
+        """The loader; `bind` makes it."""
+        if self._loader is None:
+            raise _missing("take steps of a run", "it has no optimizers", "bind(optimizers)")
+        return self._loader
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """The base values, the schedules and the learning rate rule.
-
-        Raises:
-            TrainingError: the loop has not set them.
-        """
+        """The base values, the schedules and the learning rate rule; `bind` makes them."""
         if self._hyperparameters is None:
-            raise TrainingError.cannot(
-                "read the schedules of the run",
-                why="the loop has not set them",
-                instead="pass Run(hyperparameters=Hyperparameters(optimizer, {}, horizon))",
-            )
+            raise _missing("read the schedules", "the run has no optimizers", "bind(optimizers)")
         return self._hyperparameters
 
     @property
+    def model(self) -> nn.Module:
+        """The model itself, neither compiled nor wrapped.
+
+        Raises:
+            TrainingError: `prepare` did not get it.
+        """
+        if self._model is None:
+            raise _missing(
+                "read the model", "the run does not have it", "prepare(..., model=model)"
+            )
+        return self._model
+
+    @model.setter
+    def model(self, model: nn.Module) -> None:
+        self._model = model
+
+    @property
+    def timer(self) -> Timer:
+        """The clock."""
+        return self.loader.timer
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the run; None if the sizes are decided during the run.
+
+        Raises:
+            PlanError: a stage that is still to come has fewer samples than there are ranks.
+        """
+        if self._plan is None and self.prepared.sizes is not None:
+            self._plan = plan_prepared(
+                self.prepared,
+                world_size=self.loader.world_size,
+                micro_batch_size=self.loader.micro_batch_size,
+                values=self.hyperparameters.bound,
+                base=self.hyperparameters.base,
+                tracks_tokens=self.loader.tracks_tokens,
+                resume_at=self.timer.timestamp,
+            )
+        return self._plan
+
+    def set_micro_batch_size(self, size: int) -> None:
+        """Cut later batches into micro-batches of at most `size` samples."""
+        self.loader.set_micro_batch_size(size)
+        self.micro_batch_size, self._plan = size, None
+
+    def begin(self) -> Step | None:
+        """Draw the next step and set everything that is scheduled; None: the run is over.
+
+        Raises:
+            TrainingError: the last step is not finished.
+        """
+        if self.is_open:
+            assert self.step is not None, "open"
+            raise TrainingError.cannot(
+                f"draw a step while the one at {self.step.timestamp.get('sp')} is open",
+                why="the framework fetches batches ahead, or the loop did not finish the step",
+                instead="turn prefetching off, and call finish() after each optimizer step",
+            )
+        step = next(self._loader or self.loader, None)
+        if step is not None:
+            self.step, self.is_open, self.batch_size = step, True, step.batch_size
+            self.latest_loss = _NAN
+            if self._scheduled is not None:
+                self._scheduled.apply(step.timestamp, step.batch_size)
+        return step
+
+    def finish(
+        self,
+        signals: Signals = NO_SIGNALS,
+        *,
+        step: Step | None = None,
+        tokens: int | None = None,
+        seconds: float | None = None,
+    ) -> frozenset[str]:
+        """Count the open step; return the names of what is due after it.
+
+        Without an open step, it returns the same names again. All ranks must call it.
+
+        Args:
+            signals: what the step measured, for the policy; the same on all ranks.
+            step: the step, or a copy of it, to check that it is the last one.
+            tokens: as in `StepLoader.finish`.
+            seconds: as in `StepLoader.finish`.
+
+        Raises:
+            TrainingError: `step` is another one.
+        """
+        if step is not None and (self.step is None or step.timestamp != self.step.timestamp):
+            raise TrainingError.cannot(
+                f"finish the step at {step.timestamp.get('sp')}",
+                why="another step was drawn after it",
+                instead="finish each step before the next one is drawn",
+            )
+        if not self.is_open:
+            return self.due
+        self.is_open, self.due = False, _NOTHING
+        assert self._loader is not None, "a step is open"
+        after = self._loader.finish(tokens=tokens, seconds=seconds, signals=signals)
+        for read, tick in self._limits:
+            if read(after) >= tick:
+                before, each = self._seen, self._triggers.items()
+                self.due = frozenset([name for name, is_due in each if is_due(before, after)])
+                self._look(after)
+                break
+        return self.due
+
+    def take_back(self) -> None:
+        """Yield the open step once more: it could not be run."""
+        self.loader.take_back()
+        self.is_open = False
+
+    def watch(self, name: str, trigger: BoundTrigger) -> None:
+        """Have `finish` return one more name, which the plan does not show."""
+        self._triggers[name] = trigger
+        self._look(self._seen)
+
+    def _look(self, now: Timestamp) -> None:
+        """Note the counters at which something is due next; steps before need not look."""
+        limits: dict[Callable[[Timestamp], int], int] = {}
+        for trigger in self._triggers.values():
+            for axis, tick in trigger.next(now):
+                limits[axis.read] = min(tick, limits.get(axis.read, tick))
+        self._seen, self._limits = now, list(limits.items())
+
+    def __iter__(self) -> Iterator[Step]:
+        """Yield the steps of the rest of the run. Call `finish` after each."""
+        while (step := self.begin()) is not None:
+            yield step
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps of the present epoch. Call `finish` after each.
+
+        A step that is open when this is called comes first, anew.
+
+        Raises:
+            TrainingError: a step is asked for before the last one was finished.
+        """
+        epoch, step = self.timer.epoch, self.step if self.is_open else None
+        while step is not None or self.timer.epoch == epoch:
+            step = self.begin() if step is None else step
+            if step is None or step.timestamp.epoch != epoch:
+                return  # where an epoch ends may be known only when the next one has begun
+            yield step
+            step = None
+
+    def micro_batches(self, units: Units = "samples") -> Iterator[MicroBatchView]:
+        """Yield the micro-batches of the present epoch; call `finish` after each last one.
+
+        Raises:
+            TrainingError: a step is asked for before the last one was finished.
+        """
+        for step in self.steps():
+            last = len(step) - 1
+            pairs = zip(step, self.weights(step, units), strict=True)
+            for number, (micro, weight) in enumerate(pairs):
+                yield MicroBatchView(micro.batch, weight, number == 0, number == last)
+
+    def weights(self, step: Step, units: Units = "samples") -> list[float]:
+        """Return the factor of the mean loss of each micro-batch, which all ranks must call.
+
+        Args:
+            step: the step.
+            units: what the loss is a mean over; see `weights_of`.
+
+        Raises:
+            TrainingError: the batch has no unit.
+        """
+        return weights_of(step, units, world_size=self.loader.world_size)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run is over."""
+        return self.horizon.is_done(self.timer.timestamp)
+
+    @property
+    def num_steps(self) -> Count:
+        """The number of steps in the whole run."""
+        return counts.steps_left(self.prepared, Timestamp())
+
+    @property
+    def steps_left(self) -> Count:
+        """The number of steps that are not finished."""
+        return counts.steps_left(self.prepared, self.timer.timestamp)
+
+    def steps_in_epoch(self, epoch: int) -> Count:
+        """Return the number of steps that begin in an epoch, from 0."""
+        return counts.steps_of_epoch(self.prepared, epoch)
+
+    def micro_batches_in_epoch(self, epoch: int) -> Count:
+        """Return the micro-batches of each rank in these steps; an iterable may have more."""
+        world_size = self.loader.world_size
+        return counts.micro_batches_of_epoch(
+            self.prepared, epoch, world_size=world_size, micro_batch_size=self.micro_batch_size
+        )
+
+    def clock(self, timestamp: Timestamp | None = None) -> dict[str, float]:
+        """Return the clock in every unit, as each line of metrics has it; None: now."""
+        now = self.timer.timestamp if timestamp is None else timestamp
+        num_samples = self.horizon.dataset_num_samples
+        return {
+            "ep": now.sample / num_samples if num_samples else now.epoch,
+            "ba": now.batch,
+            "sp": now.sample,
+            "tok": now.token,
+            "dur": self.horizon.elapsed(now),
+            "sec": now.run_nanoseconds / NANOSECONDS,
+        }
+
+    def log_values(self) -> dict[str, float]:
+        """Return values for a log line: the clock, the batch size and what is scheduled."""
+        scheduled = self.hyperparameters.values() | dict(self.loader.log_values())
+        return self.clock() | {"batch_size": self.batch_size} | scheduled
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON. It changes nothing.
+
+        `open` says whether a step was drawn and not finished; after a resume, it comes anew.
+        """
+        return {"version": _VERSION, "open": self.is_open, "loader": self.loader.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from where `state_dict` was called; with other ranks and micro-batches, too.
+
+        Before `bind`, the state waits for it.
+
+        Raises:
+            CheckpointError: it was saved from other data, or it is damaged.
+        """
+        if state.get("version") != _VERSION or "loader" not in state:
+            raise CheckpointError.cannot(
+                f"go on with a run of version {state.get('version')!r}",
+                why=f"this version of stretto reads version {_VERSION}",
+                instead="pass what Run.state_dict() returned",
+            )
+        if self._loader is None:
+            self._state = state
+            return
+        self.load_loader(state["loader"])
+
+    def load_loader(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of the loader, for the trainer."""
+        self.loader.load_state_dict(state)
+        self._start()
+
+    @property
     def rank(self) -> int:
-        """The number of this process."""
-        return self._ranks.rank
+        """The number of this process among those that share each batch."""
+        return self.loader.rank
 
     @property
     def world_size(self) -> int:
-        """The number of processes of the run."""
-        return self._ranks.world_size
+        """The number of processes that share each batch."""
+        return self.loader.world_size
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of the run. If they were not given, all of them must ask for it."""
+        if self._ranks is None:
+            self._ranks = Ranks.from_environment()
+        return self._ranks
 
     @property
     def is_first_rank(self) -> bool:
         """Whether this is rank 0, which writes and prints."""
-        return self._ranks.is_first
+        return self.rank == 0
 
     @property
     def loss(self) -> float:
@@ -137,6 +557,11 @@ class Run:
         if not isinstance(loss, float):
             loss = self.latest_loss = float(loss() if callable(loss) else loss)
         return loss
+
+    def set_loss(self, loss: float | Tensor | Callable[[], float]) -> None:
+        """Set the loss of the step, or a function that reads it, for callbacks."""
+        # Avoid `isinstance(loss, Tensor)`, which is slow because torch overrides it.
+        self.latest_loss = loss if callable(loss) or isinstance(loss, float) else loss.detach()
 
     @property
     def skipped_steps(self) -> int:
@@ -170,7 +595,7 @@ class Run:
 
         Every rank must call it.
         """
-        return self.logged.take(self._ranks)
+        return self.logged.take(self.ranks)
 
     def all_reduce(self, value: _T, reduce: Literal["sum", "mean", "max", "min"] = "sum") -> _T:
         """Return a number, or a tensor element by element, reduced over all ranks.
@@ -182,13 +607,13 @@ class Run:
         """
         one_of("reduce", reduce, ("sum", "mean", "max", "min"))
         operation = "sum" if reduce == "mean" else reduce
-        divisor = self.world_size if reduce == "mean" else 1
+        divisor = self.ranks.world_size if reduce == "mean" else 1
         if isinstance(value, Tensor):
             total = value.detach().clone()
-            self._ranks.reduce(total, operation)
+            self.ranks.reduce(total, operation)
             return total / divisor if divisor > 1 else total
         packed = torch.tensor([value], dtype=torch.float64)
-        self._ranks.reduce(packed, operation)
+        self.ranks.reduce(packed, operation)
         return float(packed.item()) / divisor
 
     def gather(self, value: Any) -> list[Any]:
@@ -200,7 +625,7 @@ class Run:
         Raises:
             TrainingError: a value has another type, or another rank has ended.
         """
-        texts = self._ranks.gather(_text(value, "gather"), call="run.gather()")
+        texts = self.ranks.gather(_text(value, "gather"), call="run.gather()")
         return [unpack(json.loads(text)) for text in texts]
 
     def broadcast(self, value: Any = None) -> Any:
@@ -209,8 +634,8 @@ class Run:
         Raises:
             TrainingError: the value has a type that `gather` refuses, or another rank has ended.
         """
-        text = _text(value if self.is_first_rank else None, "broadcast")
-        return unpack(json.loads(self._ranks.gather(text, call="run.broadcast()")[0]))
+        text = _text(value if self.ranks.is_first else None, "broadcast")
+        return unpack(json.loads(self.ranks.gather(text, call="run.broadcast()")[0]))
 
     def barrier(self) -> None:
         """Wait until every rank has called it.
@@ -218,7 +643,7 @@ class Run:
         Raises:
             TrainingError: another rank has ended, or the time limit has passed.
         """
-        self._ranks.gather("", call="run.barrier()")
+        self.ranks.gather("", call="run.barrier()")
 
     def stop(self, reason: str) -> None:
         """Stop the run after the current batch, as a signal would.
@@ -237,25 +662,16 @@ class Run:
             TrainingError: the loop has no evaluations.
         """
         if self._evaluate is None:
-            raise TrainingError.cannot(
-                "evaluate",
-                why="the loop has no evaluations",
-                instead="call run.evaluate_with(function) in the loop first",
-            )
+            raise _missing("evaluate", "the loop has no evaluations", "evaluate_with(function)")
         return self._evaluate()
 
     def evaluate_with(self, evaluate: Callable[[], dict[str, float]]) -> None:
         """Set the function that `evaluate` calls; for the loop."""
         self._evaluate = evaluate
 
-    def begin_step(self, step: Step) -> None:
-        """Set the current step; for the loop."""
-        self.step, self.latest_loss = step, float("nan")
 
-    def set_loss(self, loss: float | Tensor | Callable[[], float]) -> None:
-        """Set the loss of the step, or a function that reads it; for the loop."""
-        # Avoid `isinstance(loss, Tensor)`, which is slow because torch overrides it.
-        self.latest_loss = loss if callable(loss) or isinstance(loss, float) else loss.detach()
+def _missing(what: str, why: str, call: str) -> TrainingError:
+    return TrainingError.cannot(what, why=why, instead=f"call {call} first")
 
 
 def _text(value: Any, verb: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 import torch
 from torch import nn
@@ -18,11 +19,14 @@ from stretto.batching import PolicyLike
 from stretto.batching.coupled.coupling import Coupling
 from stretto.batching.coupled.seesaw import paired
 from stretto.checkpoint import checkpoint_path
+from stretto.data import DataSpec, StepLoader
 from stretto.errors import PlanError, TrainingError
 from stretto.optim import Hyperparameters
+from stretto.optim.base_values import restore_base_values
 from stretto.optim.joined import joined
-from stretto.planning import Plan, Prepared
-from stretto.runtime import TrainStep
+from stretto.optim.reading import check_names, read_schedules
+from stretto.planning import Plan, Prepared, bind_run
+from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.packing import packed
 from stretto.schedules import ScheduleLike
 from stretto.settings import (
@@ -36,22 +40,29 @@ from stretto.settings import (
 )
 from stretto.timing import Horizon, TimeLike, Timer, Trigger
 from stretto.timing.time import Number
-from stretto.training.assembly import Assembly
 from stretto.training.callback import Callback, Events
 from stretto.training.checkpointing.callback_state import check_states
 from stretto.training.checkpointing.resuming import find_checkpoint, open_run, open_verified
 from stretto.training.checks import check_parts, given_size, read_evaluations
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
+from stretto.training.describe import BuiltWith, compare_ranks, describe
+from stretto.training.distributed.agreement import plain
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.best import BestEvaluation
+from stretto.training.evaluation.metrics import check_merging
 from stretto.training.interrupt import raise_for
-from stretto.training.preparation import Given, MicroBatchSize, make_step
+from stretto.training.loop import make_loop
 from stretto.training.run import Run
 from stretto.training.scaling import Timed
 from stretto.training.settings import Logging, LossFunction
+from stretto.training.stepping.fitting import find_fitting, largest_share, with_found_maximum
+from stretto.training.stepping.measuring import keeps_gradients_apart
 
 if TYPE_CHECKING:
     from stretto.memory import Answer
+
+MicroBatchSize: TypeAlias = int | Literal["auto"] | None
+"""None: the whole share of a rank; `"auto"`: what fits into memory."""
 
 
 @final
@@ -164,6 +175,7 @@ class Trainer:
         if checkpoint is not None:
             checkpoint = read_settings(Checkpointing, checkpoint, "checkpoint")
         log = read_settings(Logging, log, "log")
+        check_names(schedules)
         timed = Timed(
             max_duration, sizes, schedules, evaluations, checkpoint, log, callbacks
         ).scaled(scale_schedule)
@@ -186,66 +198,124 @@ class Trainer:
         self.model = self.step.model
         self.optimizer = joined(self.step.optimizers)
         """The optimizer; of several one that has the parameter groups of all, in order."""
-        self._given = Given(
-            step=self.step,
+        spec = DataSpec.of(train_data)
+        if any(callback.changes_tokens for callback in self.callbacks):
+            spec = replace(spec, tokens_vary=True)
+        for one in self.step.optimizers:
+            restore_base_values(one)  # what the schedules of an earlier run have left
+        built = BuiltWith(self.optimizer)
+        described = describe(
+            spec,
+            self.step,
+            timed,
             optimizer=self.optimizer,
-            timed=timed,
-            folder=self.folder,
-            ranks=self._ranks,
             loading=loading,
             computing=computing,
             stepping=stepping,
-        )
-        self._load(train_data, micro_batch_size, prepared)
-        self._build(finds_micro_batch_size=micro_batch_size == "auto")
-
-    def _load(self, train_data: Any, size: MicroBatchSize, prepared: Prepared | None) -> None:
-        """Bind the run to its data."""
-        given, spec = self._given, self._given.spec(train_data)
-        given.compare_ranks(spec, size)
-        policy, self.found_maximum = given.find_maximum(spec)
-        """What was found for `max_batch_size="auto"`, and how; None where it was given."""
-        run = given.bound(spec, policy, known=prepared)
-        self.loader = given.loader(spec, run, size)
-        self.hyperparameters = Hyperparameters(
-            self.optimizer, run.schedules, run.horizon, rule=run.rule, bound=run.bound_schedules
-        )
-
-    def _build(self, *, finds_micro_batch_size: bool) -> None:
-        """Make what runs, with its plan."""
-        self.run = Run(
-            self.model,
-            self.step.optimizers,
-            self.timer,
-            self.horizon,
-            hyperparameters=self.hyperparameters,
-            folder=self.folder,
-            callbacks=self.callbacks,
             ranks=self._ranks,
+            micro_batch_size=micro_batch_size,
+            folder=None if folder is None else "given",
+        )
+        compare_ranks(described, self.model, self.optimizer, self.callbacks, self._ranks)
+        self.run = self._bound(
+            spec,
+            timed,
+            loading=loading,
+            stepping=stepping,
+            micro_batch_size=micro_batch_size,
+            prepared=prepared,
         )
         """What every event of a callback gets."""
+        described["batch_size"] = plain(self.run.prepared.policy)
         events = Events(self.callbacks, self.run)
+        self._prepare_callbacks(events)
+        self._refusal = self._refused()
+        self.fitting: Answer | None = None
+        """How the micro-batch size was found; None where it was given."""
+        if micro_batch_size == "auto":
+            self.fitting = find_fitting(
+                self.step,
+                ranks=self._ranks,
+                loader=self.loader,
+                most=largest_share(self.plan, self.loader),
+                accumulates=True,
+                measures_noise=keeps_gradients_apart(self.loader.reads, map(type, self.callbacks)),
+            )
+            self.run.set_micro_batch_size(self.fitting.size)
+            self._refusal = self._refused()
+        self._loop, self._state = make_loop(
+            self.run,
+            self.step,
+            timed,
+            stepping,
+            events=events,
+            described=described,
+            built=built,
+            is_found=micro_batch_size == "auto",
+        )
+        self.run.evaluate_with(self.evaluate)
+
+    def _bound(
+        self,
+        spec: DataSpec,
+        timed: Timed,
+        *,
+        loading: Loading,
+        stepping: Stepping,
+        micro_batch_size: MicroBatchSize,
+        prepared: Prepared | None,
+    ) -> Run:
+        """Return the run, bound to its data, optimizers and ranks."""
+        if self._ranks.world_size > 1:
+            for one in timed.evaluations:
+                check_merging(one.metrics)
+        kinds = list(map(type, self.callbacks))
+        policy, self.found_maximum = with_found_maximum(
+            timed.batch_size,
+            spec,
+            timed.max_duration,
+            partial(find_fitting, self.step, ranks=self._ranks),
+            ranks=self._ranks,
+            measures=partial(keeps_gradients_apart, callbacks=kinds),
+            collate_fn=loading.collate_fn,
+        )
+        """What was found for `max_batch_size="auto"`, and how; None where it was given."""
+        bound = bind_run(
+            spec.horizon(timed.max_duration, loading.last_batch),
+            policy,
+            schedules=read_schedules(self.optimizer, timed.schedules),
+            triggers=timed.triggers,
+            rule=stepping.rule,
+            known=prepared,
+        )
+        return Run(
+            spec,
+            bound,
+            loading,
+            micro_batch_size=None if micro_batch_size == "auto" else micro_batch_size,
+            model=self.model,
+            callbacks=self.callbacks,
+            folder=self.folder,
+        ).bind(self.step.optimizers, ranks=self._ranks)
+
+    def _prepare_callbacks(self, events: Events) -> None:
+        """Build the callbacks, and refuse state that a checkpoint cannot hold."""
         events.tell("on_build")  # before a search for what fits: a callback may allocate memory
         check_states(self.callbacks)
         name = f"the state of {type(self.step).__qualname__}"
         packed(self.step.state_dict(), name, TrainingError)
         transforms = events.listeners("transform_batch")
         self.step.transforms = [partial(call, self.run) for call in transforms]
-        self.run.plan, self._refusal = self._planned()
-        self.fitting: Answer | None = None
-        """How the micro-batch size was found; None where it was given."""
-        if finds_micro_batch_size:
-            self.fitting = self._given.find_micro_batch_size(self.loader, self.plan)
-            self.loader.set_micro_batch_size(self.fitting.size)
-            self.run.plan, self._refusal = self._planned()
-        self._loop, self._state = Assembly(self._given).loop(
-            self.run,
-            events,
-            self.loader,
-            self.hyperparameters,
-            finds_micro_batch_size=finds_micro_batch_size,
-        )
-        self.run.evaluate_with(self.evaluate)
+
+    @property
+    def loader(self) -> StepLoader:
+        """The loader of this rank's share of every batch."""
+        return self.run.loader
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """The base values, the schedules and the learning rate rule."""
+        return self.run.hyperparameters
 
     @property
     def plan(self) -> Plan | None:
@@ -255,7 +325,7 @@ class Trainer:
         tokens that have to be counted: `horizon.batch_sizes` says why. `plan.is_exact` says whether
         it is only a bound.
         """
-        return self.run.plan
+        return None if self._refusal is not None else self.run.plan
 
     @property
     def horizon(self) -> Horizon:
@@ -357,7 +427,7 @@ class Trainer:
                 held.callback(self.loader.close)
             held.callback(loop.recorder.close)
             held.callback(loop.saver.close)
-            self.loader.take_back()
+            self.run.take_back()
             open_run(folder, self.folder, loop.recorder, self.timer.timestamp, self._ranks)
             held.enter_context(loop.interrupts)
             self.model.train()
@@ -408,21 +478,50 @@ class Trainer:
         saver = self._loop.saver
         is_own = saver.owns(found)
         self.changes = tuple(self._state.restore(open_verified(found), found, is_own=is_own))
-        self.run.plan = self._given.plan(
-            self.loader, self.hyperparameters, resume_at=self.timer.timestamp
-        )
         self._refusal = None
+        self.run.plan  # noqa: B018  making it checks the stages that are still to come
         saver.saved_at = self.timer.sample if is_own else None
         return found
 
-    def _planned(self) -> tuple[Plan | None, PlanError | None]:
-        """Return the plan; or, on several ranks, why there is none.
+    def _refused(self) -> PlanError | None:
+        """Return why there is no plan, on several ranks.
 
         A stage that so many ranks cannot share may be over in the checkpoint that is resumed next.
         """
         try:
-            return self._given.plan(self.loader, self.hyperparameters), None
+            self.run.plan  # noqa: B018  making it checks it
         except PlanError as refusal:
             if self._ranks.world_size == 1:
                 raise
-            return None, refusal
+            return refusal
+        return None
+
+
+def make_step(
+    model: nn.Module | TrainStep,
+    optimizer: Optimizer | None,
+    loss: LossFunction | None,
+    *,
+    computing: Computing,
+    loss_reduction: Literal["mean", "sum"],
+    ranks: Ranks,
+) -> TrainStep:
+    """Return the step of a run, its model on the device of this rank."""
+    if isinstance(model, TrainStep):
+        model.model = ranks.place(model.model)
+        model.transforms = ()  # those of another run
+        return model
+    assert optimizer is not None, "checked"
+    assert loss is not None, "checked"
+    if isinstance(loss, CriterionLoss):
+        loss.to(ranks.device)
+    return SupervisedStep(
+        ranks.place(model),
+        optimizer,
+        loss,
+        precision=computing.precision,
+        clip_norm=computing.clip_norm,
+        loss_reduction=loss_reduction,
+        compile=computing.compile,
+        device=ranks.device.type,
+    )

@@ -81,7 +81,6 @@ def resume(problem: Make, path: Path, records: Any) -> None:
     trainer, reader = trainer_of(problem), open_checkpoint(path, verify=False)
     reader.records = records
     trainer._state.restore(reader, path, is_own=False)
-    trainer.run.plan = None
     trainer.fit()
 
 

@@ -40,10 +40,10 @@ from stretto.integrations.composer.checks import (
     check_trainer,
 )
 from stretto.integrations.composer.noise import Noise
-from stretto.integrations.counts import UNKNOWN, smallest_step
-from stretto.integrations.preparation import prepare
-from stretto.integrations.run import ExternalRun
+from stretto.integrations.meter import StepMeter
+from stretto.planning.counts import UNKNOWN, smallest_step
 from stretto.settings import Loading
+from stretto.training.run import Run, prepare
 
 __all__ = ["Stretto"]
 
@@ -79,13 +79,13 @@ class Stretto(Callback):
             "rule": rule,
             "loading": loading,
         }
-        self._run: ExternalRun | None = None
+        self._run: Run | None = None
         self._steps: Steps | None = None
         self._noise: Noise | None = None
         self._length: Time[int] | None = None
 
     @property
-    def run(self) -> ExternalRun:
+    def run(self) -> Run:
         """The run, from when the trainer is made: its clock is `run.timer`."""
         if self._run is None:
             raise TrainingError.cannot(
@@ -133,7 +133,7 @@ class Stretto(Callback):
             )
         check_fit(run, state)
         if "noise" in run.loader.reads:
-            self._noise = Noise(run.meter(state.model))
+            self._noise = Noise(StepMeter(state.model, run.loader))
         assert self._steps is not None, "set with the run"
         self._steps.is_over = int(state.timestamp.batch_in_epoch) > 0 and ends_epoch(run)
         self._read_length(state)
@@ -154,8 +154,9 @@ class Stretto(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Prepare to measure the step."""
-        if self._noise is not None and self.run.step is not None:
-            self._noise.begin(state, self.run.step)
+        step = self.run.step
+        if self._noise is not None and step is not None and self.run.is_open:
+            self._noise.begin(state, step)
 
     def before_backward(self, state: State, logger: Logger) -> None:
         """Measure the gradient of a micro-batch."""

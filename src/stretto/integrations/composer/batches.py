@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from stretto.data.containers import join_samples
 from stretto.errors import TrainingError
-from stretto.integrations.counts import end_of, steps_between
-from stretto.integrations.run import ExternalRun
 from stretto.integrations.stock import counted_steps
+from stretto.planning.counts import end_of, steps_between
+from stretto.training.run import Run
 
 
 @final
@@ -21,7 +21,7 @@ class Steps:
     batch_size = None
     """Composer reads it for its logs."""
 
-    def __init__(self, run: ExternalRun) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
         self.is_over = False
         """Whether the present epoch has ended before it is iterated over: after a resume."""
@@ -56,7 +56,7 @@ class Steps:
             yield join_samples([one.batch for one in own], [one.num_samples for one in own])
 
 
-def ends_epoch(run: ExternalRun) -> bool:
+def ends_epoch(run: Run) -> bool:
     """Return whether a run is at the end of an epoch, also if its last samples are dropped."""
     now, num_samples = run.timer.timestamp, run.horizon.dataset_num_samples
     if now.batch_in_epoch == 0 or num_samples is None:

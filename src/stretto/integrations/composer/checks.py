@@ -7,7 +7,7 @@ from composer import State, TimeUnit
 from composer.core import Time
 
 from stretto.errors import TrainingError
-from stretto.integrations.run import ExternalRun
+from stretto.training.run import Run
 
 
 def check_trainer(state: State) -> None:
@@ -47,7 +47,7 @@ def check_trainer(state: State) -> None:
         )
 
 
-def check_schedulers(run: ExternalRun, state: State) -> None:
+def check_schedulers(run: Run, state: State) -> None:
     """Refuse schedulers of the trainer that contradict the run or would be wrong.
 
     Raises:
@@ -70,7 +70,7 @@ def check_schedulers(run: ExternalRun, state: State) -> None:
         )
 
 
-def check_length(run: ExternalRun, length: Time[int]) -> None:
+def check_length(run: Run, length: Time[int]) -> None:
     """Refuse a length of which Composer and the run count the end differently.
 
     Raises:
@@ -84,7 +84,7 @@ def check_length(run: ExternalRun, length: Time[int]) -> None:
         )
 
 
-def check_fit(run: ExternalRun, state: State) -> None:
+def check_fit(run: Run, state: State) -> None:
     """Refuse what `fit` was given, or what a checkpoint does not have.
 
     Raises:

@@ -22,7 +22,7 @@ from transformers import Trainer
 
 from stretto.batching import PolicyLike, RuleLike
 from stretto.batching.coupled.coupling import Coupling
-from stretto.integrations.huggingface.callback import EVENTS, Attached, StrettoCallback
+from stretto.integrations.huggingface.callback import Attached, StrettoCallback
 from stretto.integrations.huggingface.checks import check_best, check_events, check_trainer
 from stretto.integrations.huggingface.trainer import Follows
 from stretto.timing import LastBatch, TimeLike, Trigger
@@ -79,7 +79,7 @@ def attach(
         "schedules": {} if isinstance(batch_size, Coupling) and not schedules else schedules,
         "rule": rule,
         "max_duration": max_duration or length,
-        **{EVENTS[name]: trigger for name, trigger in when.items()},
+        "every": when,
     }
     ending: LastBatch = "drop" if args.dataloader_drop_last else "keep"
     trainer.stretto = Attached(trainer, settings, last_batch or ending, facts)

@@ -12,16 +12,15 @@ from transformers.trainer_callback import ExportableState
 
 from stretto.batching import NO_SIGNALS
 from stretto.data import DataSpec, Step
-from stretto.integrations.counts import end_of
 from stretto.integrations.huggingface.losses import Kind
 from stretto.integrations.meter import StepMeter
-from stretto.integrations.preparation import prepare
-from stretto.integrations.run import ExternalRun
+from stretto.planning.counts import end_of
 from stretto.settings import Loading
 from stretto.timing import LastBatch
+from stretto.training.run import Run, prepare
 
-EVENTS = {"evaluate": "evaluate", "save": "checkpoint", "log": "log"}
-"""What a trainer can do now and then, and the name of it in a run."""
+EVENTS = ("evaluate", "save", "log")
+"""What a trainer can do now and then."""
 
 
 @final
@@ -37,7 +36,7 @@ class Attached:
     ) -> None:
         self.settings, self.last_batch, self.facts = settings, last_batch, facts
         self.callback = StrettoCallback(trainer)
-        self.run: ExternalRun
+        self.run: Run
         """The run: its clock is `run.timer`."""
         self.curve: Callable[[float], float]
         self.is_counted = False
@@ -49,7 +48,7 @@ class Attached:
         self.signals = NO_SIGNALS
         self._meter: tuple[Any, StepMeter] | None = None
 
-    def begin(self, spec: DataSpec, loading: Loading) -> ExternalRun:
+    def begin(self, spec: DataSpec, loading: Loading) -> Run:
         """Prepare the run for a call of `trainer.train()`."""
         settings = dict(self.settings)
         if settings["schedules"] is None:
@@ -62,7 +61,7 @@ class Attached:
         if "noise" not in self.run.loader.reads:
             return None
         if self._meter is None or self._meter[0] is not model:
-            self._meter = model, self.run.meter(model)
+            self._meter = model, StepMeter(model, self.run.loader)
         return self._meter[1]
 
 
@@ -70,7 +69,7 @@ class Attached:
 class Steps:
     """The train dataloader: one pass over it is one epoch of steps."""
 
-    def __init__(self, run: ExternalRun, dataset: Any) -> None:
+    def __init__(self, run: Run, dataset: Any) -> None:
         self.run, self.dataset = run, dataset
         self.end, num_samples = end_of(run.prepared), run.horizon.dataset_num_samples
         most = run.num_steps.most
@@ -105,12 +104,11 @@ class StrettoCallback(TrainerCallback, ExportableState):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Count the step; say what is due."""
-        run: ExternalRun = self.trainer.stretto.run
+        run: Run = self.trainer.stretto.run
         due = run.finish(self.trainer.stretto.signals)
-        state.epoch = run.epoch_float
-        for name, event in EVENTS.items():
-            if event in due:
-                setattr(control, f"should_{name}", True)
+        state.epoch = run.clock()["ep"]
+        for name in due:
+            setattr(control, f"should_{name}", True)
         if run.is_done:
             state.max_steps = state.global_step  # the flow callback comes next, and stops the run
         elif not self.trainer.stretto.is_counted:

@@ -12,7 +12,7 @@ from transformers import __version__ as transformers_version
 from stretto.batching import split
 from stretto.errors import TrainingError
 from stretto.integrations.huggingface.callback import EVENTS
-from stretto.integrations.run import ExternalRun
+from stretto.training.run import Run
 
 _MEANS = frozenset(
     {
@@ -114,7 +114,7 @@ def check_events(every: Mapping[str, Any]) -> None:
         )
 
 
-def check_loss(trainer: Any, run: ExternalRun, kind: str | None) -> None:
+def check_loss(trainer: Any, run: Run, kind: str | None) -> None:
     """Refuse a loss that cannot be computed in parts, if ranks or micro-batches share a step.
 
     Raises:

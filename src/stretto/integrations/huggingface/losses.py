@@ -19,9 +19,9 @@ from stretto.data import MicroBatch, StepLoader
 from stretto.data.containers import join_samples, take_samples
 from stretto.data.tokens import IGNORED_LABEL
 from stretto.errors import DataError, TrainingError
-from stretto.integrations.weights import Units
 from stretto.runtime.collectives import all_gather_rows, is_started
 from stretto.runtime.random_state import RandomState
+from stretto.training.weights import Units
 
 Kind: TypeAlias = Literal["divided", "divided on its rank", "targets", "shifted", "samples"]
 """`divided`: by `num_items_in_batch`, times the number of ranks, as transformers does it; `divided

@@ -21,9 +21,10 @@ from stretto.errors import CheckpointError, TrainingError
 from stretto.integrations.huggingface.callback import Attached, Steps, StrettoCallback
 from stretto.integrations.huggingface.checks import check_loss
 from stretto.integrations.huggingface.losses import measure, units
+from stretto.integrations.scheduler import ClockScheduler
 from stretto.integrations.stock import StreamBatches, is_shuffled
-from stretto.integrations.weights import units_of
 from stretto.settings import Loading
+from stretto.training.weights import units_of
 
 
 class Follows(Trainer):
@@ -96,7 +97,7 @@ class Follows(Trainer):
             micro_batch_size=self._train_batch_size,
         )
         own.is_measured = False
-        self.lr_scheduler = own.run.scheduler(optimizer)
+        self.lr_scheduler = ClockScheduler(optimizer, own.run.timer)
         callbacks = self.callback_handler.callbacks  # first, so that others see the right epoch
         callbacks[:] = [own.callback, *(c for c in callbacks if type(c) is not StrettoCallback)]
         if self.state.global_step:

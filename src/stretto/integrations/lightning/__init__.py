@@ -37,10 +37,10 @@ from stretto.integrations.lightning.checks import (
     own_interval,
     own_length,
 )
-from stretto.integrations.preparation import prepare
-from stretto.integrations.weights import Units, check_units
 from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
+from stretto.training.run import prepare
+from stretto.training.weights import Units, check_units
 
 __all__ = ["MicroBatches", "attach"]
 
@@ -97,8 +97,7 @@ def attach(
         max_duration=own_length(trainer) if max_duration is None else max_duration,
         schedules=schedules,
         rule=rule,
-        evaluate=evaluate,
-        checkpoint=when.get("save"),
+        every={**when, "evaluate": evaluate},
         micro_batch_size=dataloader.batch_size if isinstance(dataloader, DataLoader) else None,
         loading=loading,
     )

@@ -10,18 +10,18 @@ from typing import Any, Self, final
 from lightning.pytorch import Trainer
 
 from stretto.errors import TrainingError
-from stretto.integrations.counts import UNKNOWN
 from stretto.integrations.meter import StepMeter
-from stretto.integrations.run import ExternalRun
 from stretto.integrations.stock import counted_steps
-from stretto.integrations.weights import Units
+from stretto.planning.counts import UNKNOWN
+from stretto.training.run import Run
+from stretto.training.weights import Units
 
 
 @final
 class MicroBatches:
     """The train dataloader: one pass over it is one epoch of micro-batches."""
 
-    def __init__(self, run: ExternalRun, units: Units) -> None:
+    def __init__(self, run: Run, units: Units) -> None:
         self.run = run
         """The run: its clock is `run.timer`."""
         self.weight = 1.0
@@ -100,7 +100,7 @@ class MicroBatches:
     def _ends_epoch(self) -> bool:
         """Whether the present step is the last one of the epoch, as far as known."""
         step, num_samples = self.run.step, self.run.horizon.dataset_num_samples
-        if step is None or num_samples is None:
+        if not self.run.is_open or step is None or num_samples is None:
             return False
         return step.timestamp.sample_in_epoch + step.num_samples >= num_samples
 

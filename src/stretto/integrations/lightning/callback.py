@@ -16,9 +16,10 @@ from torch import Tensor
 
 from stretto.batching import NO_SIGNALS
 from stretto.errors import CheckpointError, TrainingError
-from stretto.integrations import counts
-from stretto.integrations.counts import UNKNOWN
 from stretto.integrations.lightning.batches import MicroBatches
+from stretto.integrations.meter import StepMeter
+from stretto.planning import counts
+from stretto.planning.counts import UNKNOWN
 
 
 @final
@@ -129,7 +130,7 @@ class FollowRun(Callback):
                     why="it is measured in automatic optimization, without FSDP2, over samples",
                     instead="plan the batch sizes, such as '0ep:32 1ep:64'",
                 )
-            self._batches.meter = self._run.meter(trainer.strategy.model)
+            self._batches.meter = StepMeter(trainer.strategy.model, self._run.loader)
         if self._run.loader.reads & {"noise", "loss"}:
             self.on_before_backward = self._on_before_backward
             self.on_after_backward = self._on_after_backward
@@ -236,7 +237,7 @@ class FollowRun(Callback):
             trainer.should_stop = True
         if "evaluate" in due:
             trainer.val_check_batch = 1
-        if "checkpoint" in due:
+        if "save" in due:
             saver = trainer.checkpoint_callback
             folder = getattr(saver, "dirpath", None) or Path(trainer.default_root_dir)
             trainer.save_checkpoint(Path(folder) / f"sample={self._run.timer.sample}.ckpt")

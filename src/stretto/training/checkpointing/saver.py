@@ -27,7 +27,7 @@ from stretto.checkpoint import (
 from stretto.checkpoint.staging import Staged
 from stretto.errors import CheckpointError, TrainingError
 from stretto.settings import Checkpointing
-from stretto.timing import BoundTrigger, Timestamp
+from stretto.timing import Timestamp
 from stretto.training.checkpointing.lock import is_locked_here
 from stretto.training.checkpointing.resuming import FOLDER
 from stretto.training.checkpointing.state import RunState
@@ -60,7 +60,6 @@ class Saver:
         settings: Checkpointing | None,
         folder: Path | None,
         *,
-        trigger: BoundTrigger | None,
         ranks: Ranks,
         state: RunState,
         best: Best,
@@ -73,8 +72,6 @@ class Saver:
             )
         self.folder = folder / FOLDER if folder is not None else None
         self._settings = settings
-        self.trigger = trigger
-        """When a checkpoint is due."""
         self._ranks = ranks
         self._state = state
         self._best = best
@@ -84,10 +81,6 @@ class Saver:
         """The position of the last checkpoint of this run."""
         self.failure: str | None = None
         """Why the last checkpoint could not be written; None if it was written."""
-
-    def is_due(self, before: Timestamp, after: Timestamp) -> bool:
-        """Return whether a checkpoint is due between two timestamps."""
-        return self.trigger is not None and self.trigger(before, after)
 
     @property
     def is_busy(self) -> bool:

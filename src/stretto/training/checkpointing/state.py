@@ -25,7 +25,6 @@ from stretto.checkpoint import (
 )
 from stretto.checkpoint.sharding import is_sharded, replicas
 from stretto.checkpoint.staging import Tensors
-from stretto.data import StepLoader
 from stretto.errors import CheckpointError, TrainingError
 from stretto.runtime import TrainStep
 from stretto.runtime.packing import packed, unpack
@@ -33,12 +32,12 @@ from stretto.runtime.random_state import RandomState
 from stretto.training.callback import Callback
 from stretto.training.checkpointing.callback_state import GROUP, pack_states, restore_states
 from stretto.training.checkpointing.records import count, section
+from stretto.training.describe import BuiltWith, changes, gone, samples_mark
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.best import Best
 from stretto.training.evaluation.evaluate import Evaluator
 from stretto.training.logs.recorder import Recorder
-from stretto.training.setup import BuiltWith, changes, gone, samples_mark
-from stretto.training.stepping.finite import SkippedSteps
+from stretto.training.run import Run
 from stretto.training.stepping.stepper import Stepper
 
 _RANDOM = "random"
@@ -52,12 +51,12 @@ class RunState:
 
     Args:
         step: the model, its optimizers and further state.
-        loader: the clock, the position in the data and the state of the batch size policy.
+        run: the clock, the position in the data, the state of the batch size policy and what was
+            skipped.
         recorder: the losses since the last log, and the lengths of its files.
         stepper: the micro-batch size that was found.
         callbacks: callbacks with their state.
         evaluators: when they last ran.
-        skipped: counts skipped steps.
         best: the best evaluation so far.
         setup: the settings of the run.
         built: the hyperparameters that the optimizers were built with.
@@ -68,12 +67,11 @@ class RunState:
         self,
         step: TrainStep,
         *,
-        loader: StepLoader,
+        run: Run,
         recorder: Recorder,
         stepper: Stepper,
         callbacks: Sequence[Callback],
         evaluators: Sequence[Evaluator],
-        skipped: SkippedSteps,
         best: Best,
         setup: Mapping[str, Any],
         built: BuiltWith,
@@ -81,12 +79,11 @@ class RunState:
     ) -> None:
         self._step = step
         self._model = step.model
-        self._loader = loader
+        self._run = run
         self._recorder = recorder
         self._stepper = stepper
         self._callbacks = callbacks
         self._evaluators = evaluators
-        self._skipped = skipped
         self._best = best
         self._setup = setup
         self._built = built
@@ -97,7 +94,7 @@ class RunState:
     @cached_property
     def _samples(self) -> str | None:
         """A fingerprint of a few samples."""
-        return samples_mark(self._loader.spec)
+        return samples_mark(self._run.spec)
 
     @property
     def _optimizers(self) -> dict[str, Optimizer]:
@@ -138,11 +135,11 @@ class RunState:
         records = {
             **{name: record for name, (_, record) in packed.items()},
             _STEP: step,
-            "loader": self._loader.state_dict(),
+            "loader": self._run.loader.state_dict(),
             "recorder": recorder,
             "callbacks": callbacks,
             "evaluated": {one.name: one.measured_at for one in self._evaluators},
-            "skipped": self._skipped.state_dict(),
+            "skipped": self._run.skipped.state_dict(),
             "best": self._best.state_dict(),
             "setup": dict(self._setup),
             "samples": self._samples,
@@ -164,7 +161,7 @@ class RunState:
                 first, expected = found.setdefault(part, (rank, total))
                 if total != expected:
                     raise TrainingError.cannot(
-                        f"save the run at {self._loader.timer.timestamp.get('sp')}",
+                        f"save the run at {self._run.timer.timestamp.get('sp')}",
                         why=f"the weights of rank {first} and rank {rank} differ",
                         instead="resume from an earlier checkpoint with a step that updates all "
                         "ranks alike: from averaged gradients, and of all parameters",
@@ -216,11 +213,11 @@ class RunState:
             )
         with section(path, "setup"):
             setup = records.get("setup", {})
-            self._built.keep_changed(setup.get("optimizer", {}))
+            self._built.keep_changed(setup)
             if self._has_the_size_found(records):
                 setup = {**setup, "micro_batch_size": self._setup["micro_batch_size"]}
             lines = [*changes(setup, self._setup), *map(gone, left)]
-        if self._loader.has_dropped_state:
+        if self._run.loader.has_dropped_state:
             lines.append("batch_size: begins afresh, and what the one before kept is dropped")
         return lines
 
@@ -256,11 +253,11 @@ class RunState:
             self._stepper.load_state_dict(records)
         net = self._stepper.net
         if net is not None and net.is_found and net.largest is not None:
-            self._loader.set_micro_batch_size(net.largest)
+            self._run.set_micro_batch_size(net.largest)
         with section(path, "loader"):
             for name in records["loader"]["clock"]:
                 count(records["loader"]["clock"], name)
-            self._loader.load_state_dict(records["loader"])
+            self._run.load_loader(records["loader"])
         with section(path, "recorder"):
             self._recorder.load_state_dict(records["recorder"], is_own=is_own)
         with section(path, "callbacks"):
@@ -276,14 +273,12 @@ class RunState:
                 row = checkpoint.part(_RANDOM, "state", 0, rank, 1)[0]
                 RandomState.from_row(row).restore()
         with section(path, "skipped"):
-            self._skipped.load_state_dict(records.get("skipped", {"count": 0, "in_a_row": 0}))
+            self._run.skipped.load_state_dict(records.get("skipped", {"count": 0, "in_a_row": 0}))
         self._best.start_over()
         with section(path, "best"):
             if is_own and "best" in records:
                 self._best.load_state_dict(records["best"])
-                self._best.confirm(
-                    self._loader.timer.sample
-                )  # the checkpoint that is being restored
+                self._best.confirm(self._run.timer.sample)  # the checkpoint that is being restored
         return left
 
 

@@ -20,7 +20,6 @@ from stretto.runtime.collectives import all_same, marks
 from stretto.runtime.gradients import is_fully_sharded
 from stretto.runtime.out_of_memory import attempt
 from stretto.runtime.random_state import RandomState
-from stretto.timing import BoundTrigger
 from stretto.training.criterion import CriterionLoss
 from stretto.training.distributed.fully_sharded import reshard
 from stretto.training.distributed.ranks import Ranks
@@ -45,7 +44,6 @@ class Evaluator:
         batch_size: the default number of samples per forward pass.
         collate_fn: the collate function of the training data, also used here for plain samples.
         ranks: the processes of the run.
-        is_due: the trigger.
     """
 
     def __init__(
@@ -60,10 +58,8 @@ class Evaluator:
         batch_size: int,
         collate_fn: Collate | None,
         ranks: Ranks,
-        is_due: BoundTrigger,
     ) -> None:
         self.name = settings.name
-        self.is_due = is_due
         self.measured_at = -1
         self._model = model
         chosen = settings.loss or loss

@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from stretto.errors import CheckpointError, TrainingError
-from stretto.timing import Horizon, Timestamp
+from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.checkpointing.lock import set_aside, unwritable
 from stretto.training.checkpointing.records import count
-from stretto.training.distributed.ranks import Ranks
 from stretto.training.logs.appending import Appender, check_appendable, cut_with_note
 from stretto.training.logs.console import ConsoleLogger
-from stretto.training.logs.logged import Logged
 from stretto.training.logs.loggers import Guarded, Logger, json_line
 from stretto.training.logs.running_loss import RunningLoss
-from stretto.training.stepping.finite import SkippedSteps
+from stretto.training.run import Run
 from stretto.training.stepping.gradient import MicroLoss
 
 METRICS = "metrics.jsonl"
@@ -53,42 +51,29 @@ class Recorder:
     """Collects losses and throughput between logs, and writes on rank 0.
 
     Args:
-        folder: the run folder; None: only `loggers` get anything.
-        loggers: where metrics go besides the folder.
+        run: the run.
+        loggers: where metrics go besides the run folder.
         console: shows the metrics and the progress of the run; None: nothing does.
         config: the settings of the run, for loggers.
-        ranks: the processes of the run.
-        horizon: the run, for fractions of it.
-        values: reads the hyper-parameters that are scheduled.
-        skipped: the steps that were not applied.
-        logged: what callbacks have logged.
     """
 
     def __init__(
         self,
-        folder: Path | None,
+        run: Run,
         loggers: Sequence[Logger],
         *,
         console: ConsoleLogger | None,
         config: Mapping[str, Any],
-        ranks: Ranks,
-        horizon: Horizon,
-        values: Callable[[], Mapping[str, float]],
-        skipped: SkippedSteps,
-        logged: Logged,
     ) -> None:
         self.pending: list[Finished] = []
         """Batches that are not recorded yet; the loop appends to it."""
         self.loss = RunningLoss()
         self.units = 0.0
         """What the loss in the last line is a mean over: samples, or target tokens."""
-        self._logged = logged
-        self._ranks = ranks
-        self._horizon = horizon
-        self._values = values
-        self._skipped = skipped
-        self._folder = folder
-        self._writes = ranks.is_first
+        self._run = run
+        self._ranks = run.ranks
+        self._folder = run.folder
+        self._writes = run.ranks.is_first
         self.console = console if self._writes else None
         shown = () if self.console is None else (self.console,)
         self._given = [Guarded(one) for one in (*loggers, *shown)] if self._writes else []
@@ -124,7 +109,7 @@ class Recorder:
             self._open_files(self._folder)
         self._loggers = [one for one in self._given if one.start(self._config, timestamp.sample)]
         if self.console is not None:
-            self.console.show(self.clock(timestamp))
+            self.console.show(self._run.clock(timestamp))
 
     def _open_files(self, folder: Path) -> None:
         ledger = folder / LEDGER
@@ -140,7 +125,7 @@ class Recorder:
         except OSError as error:
             raise unwritable(folder, error) from error
         if self._ledger.is_empty:
-            self._ledger.add(",".join((*_COLUMNS, *self._values())) + "\n")
+            self._ledger.add(",".join((*_COLUMNS, *self._run.hyperparameters.values())) + "\n")
         self._goes_on = True
 
     def record(self) -> None:
@@ -158,7 +143,7 @@ class Recorder:
         self._paused_nanoseconds += self._paused_after_batch
         self._paused_after_batch = 0
         self._size = pending[-1].batch_size
-        lines, each = [], self._horizon.tokens_per_sample or 0
+        lines, each = [], self._run.horizon.tokens_per_sample or 0
         for at, size, _, _, after, num_micro_batches, values in pending:
             # The clock also passes over what `last_batch="drop"` leaves out after the batch.
             tokens = after.token - at.token - (after.sample - at.sample - size) * each
@@ -176,7 +161,7 @@ class Recorder:
     def show_progress(self, timestamp: Timestamp) -> None:
         """Move the bar of the console, if it is time to."""
         if self.console is not None and self.console.is_due:
-            self.console.show(self.clock(timestamp))
+            self.console.show(self._run.clock(timestamp))
 
     def log(self, timestamp: Timestamp, values: Mapping[str, float]) -> dict[str, float]:
         """Log what was measured since the last call, and `values`. Every rank must call it.
@@ -194,21 +179,23 @@ class Recorder:
         samples, self._samples = self._samples, 0
         tokens, self._tokens = self._tokens, 0
         seconds = max(passed, 1) / NANOSECONDS
-        total, self.units, any_logged = self._ranks.agree((*self.loss.take(), bool(self._logged)))
+        total, self.units, any_logged = self._ranks.agree(
+            (*self.loss.take(), bool(self._run.logged))
+        )
         record = {
-            **self.clock(timestamp),
+            **self._run.clock(timestamp),
             "loss": total / self.units if self.units else math.nan,
             "batch_size": self._size,
-            **self._values(),
+            **self._run.hyperparameters.values(),
             "samples_per_second": samples / seconds,
         }
-        if self._skipped.count:
-            record["skipped_steps"] = self._skipped.count
+        if self._run.skipped_steps:
+            record["skipped_steps"] = self._run.skipped_steps
         if timestamp.token:
             record["tokens_per_second"] = tokens / seconds
         record |= values
         if any_logged:
-            record |= self._logged.take(self._ranks, taken=record.keys())
+            record |= self._run.logged.take(self._ranks, taken=record.keys())
         self._size = None
         self.write(record)
         return record
@@ -219,19 +206,6 @@ class Recorder:
             self._metrics.add(json_line(record))
         for logger in self._loggers:
             logger.call("log", record)
-
-    def clock(self, timestamp: Timestamp) -> dict[str, float]:
-        """Return the clock in every unit, as it stands on each line."""
-        num_samples = self._horizon.dataset_num_samples
-        epochs = timestamp.sample / num_samples if num_samples else timestamp.epoch
-        return {
-            "ep": epochs,
-            "ba": timestamp.batch,
-            "sp": timestamp.sample,
-            "tok": timestamp.token,
-            "dur": self._horizon.elapsed(timestamp),
-            "sec": timestamp.run_nanoseconds / NANOSECONDS,
-        }
 
     def paused(self, work: Callable[[], Any]) -> Any:
         """Return `work()`, whose time does not count as training time."""
@@ -295,7 +269,7 @@ class Recorder:
         """
         self.flush()
         loss = self.loss.state_dict(self._ranks)
-        logged = self._logged.state_dict(self._ranks)
+        logged = self._run.logged.state_dict(self._ranks)
         if any(one.is_waiting for one in self._outputs):
             raise _no_checkpoint(self._folder, f"{METRICS} and {LEDGER} cannot be written")
         try:
@@ -307,7 +281,7 @@ class Recorder:
     def load_state_dict(self, state: Mapping[str, Any], *, is_own: bool) -> None:
         """Continue from saved sums, and where files are its own, from where those were."""
         self.loss.load_state_dict(state["loss"], self._ranks)
-        self._logged.load_state_dict(state.get("logged", {}), self._ranks)
+        self._run.logged.load_state_dict(state.get("logged", {}), self._ranks)
         self._size = None if state.get("size") is None else count(state, "size", least=1)
         # Files of this folder that belong to another past are none to go on with.
         self._goes_on = is_own

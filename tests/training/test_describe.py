@@ -15,18 +15,23 @@ from stretto.errors import CheckpointError
 from stretto.schedules import Cosine, Linear
 from stretto.training import Callback, Checkpointing, Evaluation, Loading, Stepping
 from stretto.training.algorithms import ExponentialMovingAverage
-from stretto.training.setup import changes, samples_mark
+from stretto.training.describe import changes, samples_mark
 
 Make = Callable[..., Any]
 
 
 def test_only_what_differs_is_told() -> None:
-    saved = {"world_size": 1, "schedules": {"lr": "Cosine()", "momentum": "Linear()"}, "gone": 1}
-    present = {"world_size": 1, "schedules": {"lr": "Linear()", "betas": "Step()"}, "new": None}
+    saved = {"world_size": 1, "schedules.lr": "Cosine()", "schedules.momentum": "Linear()"}
+    present = {
+        "world_size": 1,
+        "schedules.lr": "Linear()",
+        "schedules.betas": "Step()",
+        "new": None,
+    }
     assert list(changes(saved, present)) == [
         "schedules.lr: Cosine() -> Linear()",
-        "schedules.momentum: Linear() -> None",
         "schedules.betas: None -> Step()",
+        "schedules.momentum: Linear() -> None",
     ]
     assert list(changes(saved, saved)) == []
     assert list(changes({}, {"torch": "2.13"})) == ["torch: None -> 2.13"]
@@ -91,7 +96,7 @@ def test_a_noise_that_is_measured_at_other_steps_is_reported(problem: Make, tmp_
     problem().trainer(max_duration="4ba", **settings).fit()
     other = problem().trainer(max_duration="4ba", stepping=Stepping(measure_noise=5), **settings)
     other.resume()
-    assert other.changes == ("measure_noise: None -> 5",)
+    assert other.changes == ("measure_noise: auto -> 5",)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,259 @@
+"""One description of a run: what ranks compare, what a resume prints and what loggers show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from stretto import __version__
+from stretto.data import DataSpec
+from stretto.data.iterables.shards import fingerprint
+from stretto.data.randomness import seed_generators
+from stretto.optim.joined import each_of
+from stretto.optim.reading import as_one_schedule
+from stretto.runtime import TrainStep
+from stretto.runtime.random_state import kept_generators
+from stretto.settings import Computing, Loading, Stepping
+from stretto.training.callback import Callback, overrides
+from stretto.training.distributed.agreement import Plain, as_text, check_agreement, plain
+from stretto.training.distributed.ranks import Ranks
+from stretto.training.scaling import Timed
+from stretto.training.settings import Evaluation
+
+_OWN_OF_A_RANK = ("num_workers", "prefetch_factor", "pin_memory", "callbacks", "torch", "stretto")
+"""Settings that ranks need not share."""
+_LONGEST = 200
+
+
+def describe(
+    spec: DataSpec,
+    step: TrainStep,
+    timed: Timed,
+    *,
+    optimizer: Optimizer,
+    loading: Loading,
+    computing: Computing,
+    stepping: Stepping,
+    ranks: Ranks,
+    **given: Any,
+) -> dict[str, Plain]:
+    """Return the settings of a run by name, as JSON values.
+
+    Args:
+        spec: the data.
+        step: the model and its loss.
+        timed: whatever has times in it.
+        optimizer: the optimizers as one, before anything is scheduled or loaded.
+        loading: how samples are fetched.
+        computing: how the model computes.
+        stepping: how a step is computed.
+        ranks: the processes of the run.
+        given: further settings.
+    """
+    parameters = dict(step.model.named_parameters())
+    frozen = [name for name, one in parameters.items() if not one.requires_grad]
+    settings: dict[str, Any] = {
+        "max_duration": str(timed.max_duration),
+        "batch_size": timed.batch_size,
+        **given,
+        **{f"schedules.{key}": as_one_schedule(one) for key, one in timed.schedules.items()},
+        **_of_data("data", spec),
+        **_fields(loading),
+        **_of_optimizer(optimizer),
+        "step": type(step),
+        "loss": step.loss,
+        **_fields(computing),
+        "device": ranks.device.type,
+        **_fields(stepping),
+        "model": type(step.model),
+        "model.parameters": sum(map(_numel, parameters.values())),
+        "model.types": ", ".join(sorted({str(one.dtype) for one in parameters.values()})),
+        "model.frozen": ", ".join(frozen),
+    }
+    for one in timed.evaluations:
+        settings |= _of_evaluation(one)
+    if timed.checkpoint is not None:
+        settings |= {f"checkpoint.{name}": one for name, one in _fields(timed.checkpoint).items()}
+        settings["checkpoint.every"] = timed.checkpoint.trigger
+    return {name: plain(value) for name, value in settings.items()} | {
+        "log.every": str(timed.log.trigger),
+        "log.flush": str(timed.log.flush_trigger),
+        "callbacks": ", ".join(sorted(map(_callback_text, timed.callbacks))),
+        "world_size": ranks.world_size,
+        "torch": str(torch.__version__),
+        "stretto": __version__,
+    }
+
+
+def compare_ranks(
+    described: Mapping[str, Plain],
+    model: nn.Module,
+    optimizer: Optimizer,
+    callbacks: Sequence[Callback],
+    ranks: Ranks,
+) -> None:
+    """Compare the settings of all ranks, before any of them can wait for another.
+
+    Raises:
+        TrainingError: they differ.
+    """
+    if ranks.world_size == 1:
+        return
+    shared = {key: str(one) for key, one in described.items() if key not in _OWN_OF_A_RANK}
+    # Others may be on one rank alone, such as one that shows progress.
+    shared["callbacks that change batches or listen to noise"] = as_text(
+        [
+            type(one)
+            for one in callbacks
+            if overrides(one, "transform_batch") or overrides(one, "on_noise")
+        ]
+    )
+    check_agreement(shared | dict(_of_model(model, optimizer)), ranks, call="Trainer()")
+
+
+def changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for everything that is not as it was saved.
+
+    >>> list(changes({"world_size": 1, "clip_norm": 1.0}, {"world_size": 2, "clip_norm": 1.0}))
+    ['world_size: 1 -> 2']
+    """
+    for name in {**present, **saved}:
+        before, now = saved.get(name), present.get(name)
+        if before != now:
+            yield f"{name}: {before} -> {now}"
+
+
+def gone(callback: str) -> str:
+    """Return the line for a callback that had state and is none of the run's any more.
+
+    >>> gone("NoiseReport")
+    'callbacks: NoiseReport -> None, and its state is dropped'
+    """
+    return f"callbacks: {callback} -> None, and its state is dropped"
+
+
+@final
+class BuiltWith:
+    """What an optimizer was built with, before anything is scheduled or loaded.
+
+    >>> weight = torch.zeros(2, requires_grad=True)
+    >>> BuiltWith(torch.optim.SGD([weight], lr=0.1)).values["optimizer.lr"]
+    0.1
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._places = {
+            name: (number, key, value)
+            for name, number, key, value in _values_of(optimizer)
+            if key in optimizer.defaults
+        }
+        self.values = {name: plain(value) for name, (*_, value) in self._places.items()}
+        """By the name in a description; as JSON."""
+
+    def keep_changed(self, saved: Mapping[str, Any]) -> None:
+        """Keep hyperparameters that changed since the checkpoint; restore the rest.
+
+        Other values stay as loaded: a callback may have changed them during training.
+        """
+        for name, (number, key, value) in self._places.items():
+            if name in saved and saved[name] != self.values[name]:
+                self._optimizer.param_groups[number][key] = value
+
+
+def samples_mark(spec: DataSpec) -> str | None:
+    """Return a fingerprint of a few samples of map-style data, to recognise another order.
+
+    None: not known, because they are random, or cannot be read here.
+    """
+    if not spec.is_map_style:
+        return None
+    length = len(spec.dataset)
+    places = sorted({0, length // 2, length - 1})
+    marks = []
+    try:
+        for seed in (1, 2):
+            with kept_generators():
+                seed_generators(seed)
+                marks.append(fingerprint([spec.dataset[place] for place in places]))
+    except Exception:  # noqa: BLE001  the loader reports what it cannot read
+        return None
+    return marks[0] if marks[0] == marks[1] else None
+
+
+def _of_data(at: str, spec: DataSpec) -> dict[str, Any]:
+    # Data of which each rank has its own part may be longer on one than on another.
+    return {
+        f"{at}.is_map_style": spec.is_map_style,
+        f"{at}.num_samples": spec.num_samples if spec.sharded else spec.known_num_samples,
+        f"{at}.num_tokens": spec.num_tokens if spec.sharded else spec.known_num_tokens,
+        f"{at}.tokens_per_sample": spec.known_tokens_per_sample,
+    } | {
+        f"{at}.{one.name}": value
+        for one in fields(spec)
+        if isinstance(value := getattr(spec, one.name), (bool, str))
+    }
+
+
+def _of_evaluation(evaluation: Evaluation) -> dict[str, Any]:
+    at = f"evaluate.{evaluation.name}"
+    settings = {f"{at}.{name}": one for name, one in _fields(evaluation).items() if name != "data"}
+    settings[f"{at}.every"] = evaluation.trigger
+    return settings | _of_data(at, DataSpec.of(evaluation.data))
+
+
+def _of_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    kinds = [f"{type(one).__module__}.{type(one).__qualname__}" for one in each_of(optimizer)]
+    return {
+        "optimizer": " and ".join(kinds),
+        "optimizer.groups": len(optimizer.param_groups),
+        **{name: value for name, _, _, value in _values_of(optimizer)},
+    }
+
+
+def _values_of(optimizer: Optimizer) -> Iterator[tuple[str, int, str, Any]]:
+    """Yield name in a description, number of the group, key and value."""
+    for number, group in enumerate(optimizer.param_groups):
+        at = "" if len(optimizer.param_groups) == 1 else f"@{group.get('name', number)}"
+        for key, value in group.items():
+            if key not in ("params", "param_names", "initial_lr"):
+                yield f"optimizer.{key}{at}", number, key, value
+
+
+def _of_model(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
+    groups = {
+        id(parameter): number
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        group = groups.get(id(parameter))
+        place = "not in the optimizer" if group is None else f"in parameter group {group}"
+        frozen = "" if parameter.requires_grad else ", frozen"
+        yield f"parameter {number} of the model", f"{_of_tensor(name, parameter)}, {place}{frozen}"
+    for number, (name, buffer) in enumerate(model.named_buffers()):
+        yield f"buffer {number} of the model", _of_tensor(name, buffer)
+
+
+def _of_tensor(name: str, tensor: Tensor) -> str:
+    shape = "of unknown shape" if is_lazy(tensor) else f"of shape {list(tensor.shape)}"
+    return f"{name!r} {shape} and type {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _numel(parameter: Tensor) -> int:
+    return 0 if is_lazy(parameter) else parameter.numel()
+
+
+def _fields(settings: Any) -> dict[str, Any]:
+    return {one.name: getattr(settings, one.name) for one in fields(settings)}
+
+
+def _callback_text(callback: Callback) -> str:
+    is_plain = type(callback).__repr__ is object.__repr__
+    return type(callback).__name__ if is_plain else as_text(callback)[:_LONGEST]
