@@ -34,7 +34,7 @@ from stretto.memory.measuring.limits import allocated_bytes
 from stretto.memory.measuring.real import record_step
 from stretto.memory.prediction.tensors import state_tensors
 from stretto.runtime import SupervisedStep
-from stretto.training import Callback, Run, Stepping, Trainer
+from stretto.training import Callback, Run, Trainer
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = (64, 512)
@@ -174,7 +174,7 @@ def measure_noise(device: str, *, is_quick: bool) -> dict[str, Any]:
                 max_duration="1_000_000ba",
                 batch_size=32,
                 micro_batch_size=32 // MICRO_BATCHES,
-                stepping=Stepping(precision="bf16"),
+                precision="bf16",
                 callbacks=[turns[-1], *([Listen()] if listens else [])],
             )
         )

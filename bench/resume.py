@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 
 from stretto.checkpoint import checkpoints, read_checkpoint, write_checkpoint
 from stretto.timing import Timestamp
-from stretto.training import Callback, Checkpointing, Loading, Run, Stepping, Trainer
+from stretto.training import Callback, Checkpointing, Loading, Run, Trainer
 
 RESULTS = Path(__file__).parent / "results"
 BATCH_SIZE = 64
@@ -78,7 +78,7 @@ def make_trainer(
         max_duration="2ep",
         batch_size=BATCH_SIZE,
         loading=Loading(num_workers=num_workers),
-        stepping=Stepping(device="cpu"),
+        device="cpu",
         checkpoint=None if folder is None else Checkpointing("1ba"),
         callbacks=[stop],
         folder=folder,

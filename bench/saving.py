@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.utils.data import TensorDataset
 
 from stretto.checkpoint import checkpoint_path, pack_optimizer
-from stretto.training import Callback, Checkpointing, Logging, Run, Stepping, Trainer
+from stretto.training import Callback, Checkpointing, Logging, Run, Trainer
 
 RESULTS = Path(__file__).parent / "results"
 MODEL = {False: (24, 2048), True: (4, 512)}
@@ -168,7 +168,7 @@ def measure(layers: int, width: int, rounds: int, folder: Path) -> dict[str, Any
         loss=loss,
         max_duration="1ep",
         batch_size=1,
-        stepping=Stepping(device="cpu"),
+        device="cpu",
         checkpoint=Checkpointing("1ba", keep=1),
         log=Logging("1ep", console=False),
         callbacks=[callback],

@@ -208,7 +208,8 @@ def train(
         micro_batch_size=parts.micro_batch_size,
         schedules={"lr": parts.schedule},
         loading=Loading(seed=seed, last_batch="carry"),
-        stepping=Stepping(clip_norm=1.0, rule=parts.rule),
+        clip_norm=1.0,
+        stepping=Stepping(rule=parts.rule),
         evaluate=Evaluation(PythonDocs(LENGTH, split="validation"), measure_every, batch_size=256),
         callbacks=[curve],
     )

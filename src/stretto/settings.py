@@ -56,15 +56,46 @@ class Loading:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Computing:
+    """The arguments of a `Trainer`, and the keys of a run file, that say how a model computes.
+
+    >>> Computing(precision="bf16", clip_norm=1.0).compile
+    False
+
+    Raises:
+        ConfigError: there is no such precision, or `clip_norm` is not a positive number.
+    """
+
+    precision: Precision = "fp32"
+    """The type that autocast computes in; weights stay as they are."""
+    clip_norm: float | None = None
+    """The largest norm of the whole step's gradient."""
+    compile: bool = False
+    """Whether the model runs through `torch.compile`."""
+    device: str | None = None
+    """Where to compute; by default this rank's CUDA device if there is one, else the CPU."""
+
+    def __post_init__(self) -> None:
+        _choice("precision", self.precision, ("fp32", "bf16", "fp16"))
+        norm: object = self.clip_norm
+        if norm is not None and (not isinstance(norm, (int, float)) or not norm > 0):
+            raise ConfigError.cannot(
+                f"clip gradients to a norm of {shown(norm)}",
+                why="it is not a positive number",
+                instead="write a number such as 1.0, or leave clip_norm out",
+            )
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stepping:
     """How one optimizer step is computed.
 
-    >>> Stepping(precision="bf16", clip_norm=1.0).loss_reduction
+    >>> Stepping(loss_weight="tokens").loss_reduction
     'mean'
 
     Raises:
-        ConfigError: a value is not one of those that exist, or `clip_norm` is not a positive
-            number, or `measure_noise` no number of steps.
+        ConfigError: a value is not one of those that exist, or `measure_noise` no number of steps.
         TimeError: `rank_timeout` is not a wall-clock time.
         BatchSizeError: the learning rate rule cannot be read.
     """
@@ -81,10 +112,6 @@ class Stepping:
     the inputs one place further, or anything else, such as classes of tokens, all count."""
     loss_reduction: Literal["mean", "sum"] = "mean"
     """What the loss function returns."""
-    precision: Precision = "fp32"
-    """The type that autocast computes in; weights stay as they are."""
-    clip_norm: float | None = None
-    """The largest norm of the whole step's gradient."""
     non_finite: Literal["stop", "skip", "ignore"] = "stop"
     """What happens to a step whose loss or gradient is nan or infinite. `stop`: the run ends with
     the weights from before it. `skip`: the step is skipped and counted. `ignore`: there is no
@@ -92,10 +119,6 @@ class Stepping:
     measure_noise: Literal["auto"] | int | None = "auto"
     """How often the noise of the gradient is measured where a policy or a callback reads it: once
     in so many steps; `"auto"`: in each; None: never."""
-    compile: bool = False
-    """Whether the model runs through `torch.compile`."""
-    device: str | None = None
-    """Where to compute; by default this rank's CUDA device if there is one, else the CPU."""
     rank_timeout: TimeLike | None = None
     """How long a rank waits for the others before the run ends with an error that names those that
     did not come, such as `"10m"`; by default as long as the process group does (torch: 10 minutes
@@ -113,39 +136,18 @@ class Stepping:
                 instead="write loss_weight='tokens', or leave it out",
             )
         _choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
-        _choice("precision", self.precision, ("fp32", "bf16", "fp16"))
         _choice("non_finite", self.non_finite, ("stop", "skip", "ignore"))
         steps: object = self.measure_noise
         if steps not in ("auto", None):
             what = f"measure the noise of the gradient in one of {shown(steps)} steps"
             instead = "write a number of steps such as 10, or leave measure_noise out"
             checked_whole(steps, ConfigError, what, instead)
-        norm: object = self.clip_norm
-        if norm is not None and (not isinstance(norm, (int, float)) or not norm > 0):
-            raise ConfigError.cannot(
-                f"clip gradients to a norm of {shown(norm)}",
-                why="it is not a positive number",
-                instead="write a number such as 1.0, or leave clip_norm out",
-            )
         if self.rank_timeout is not None:
             read_wall_clock(self.rank_timeout)
 
-    def overridden(self, **given: Any) -> Stepping:
-        """Return these settings with those that were given beside them; None: not given.
-
-        Raises:
-            ConfigError: one of them has two values.
-        """
-        given = {name: value for name, value in given.items() if value is not None}
-        for name, value in given.items():
-            own = getattr(self, name)
-            if own not in (value, getattr(Stepping(), name)):
-                raise ConfigError.cannot(
-                    f"use {name}={value!r}",
-                    why=f"stepping has {name}={own!r}",
-                    instead=f"write {name} once",
-                )
-        return replace(self, **given)
+    def counted(self, count: Callable[[Any], Any]) -> Stepping:
+        """Return these settings with a function that counts what the loss is a mean over."""
+        return self if callable(self.loss_weight) else replace(self, loss_weight=count)
 
     @property
     def longest_wait(self) -> timedelta | None:

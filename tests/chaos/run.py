@@ -37,7 +37,6 @@ from stretto.training import (
     Loading,
     Logging,
     Run,
-    Stepping,
     Trainer,
 )
 
@@ -207,9 +206,9 @@ def make_trainer(seed: int, epochs: int, folder: Path, witness: Witness) -> Trai
             num_workers=setting["num_workers"],
             keyed_randomness=True,
         ),
-        stepping=Stepping(
-            precision=setting["precision"], clip_norm=setting["clip_norm"], device="cpu"
-        ),
+        precision=setting["precision"],
+        clip_norm=setting["clip_norm"],
+        device="cpu",
         evaluate=Evaluation(held_out, "150sp"),
         checkpoint=Checkpointing(setting["every"], keep=setting["keep"]),
         log=Logging("7ba", flush="3ba"),

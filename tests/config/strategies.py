@@ -92,7 +92,7 @@ CONFIGS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "evaluate": st.fixed_dictionaries({}, optional={"every": TIMES, "name": st.just("v-1")}),
         "checkpoint": st.fixed_dictionaries({}, optional={"every": TIMES, "keep": SIZES}),
         "log": st.fixed_dictionaries({}, optional={"every": TIMES, "loggers": st.just(["wandb"])}),
-        "stepping": st.fixed_dictionaries({}, optional={"clip_norm": st.just(1.5)}),
+        "clip_norm": st.just(1.5),
         "folder": WORDS.filter(lambda text: text and "\0" not in text),
         "seed": st.integers(0, 2**63 - 1),
         "scale_schedule": st.floats(1e-3, 1e3),

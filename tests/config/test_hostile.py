@@ -51,8 +51,8 @@ TEXTS = {
     "long seed": ("seed: " + "9" * 5_000 + "\n", "it is not a whole number"),
     "large seed": (f"seed: {NINES}\n", "it is not less than"),
     "infinite": ("scale_schedule: .inf\n", "it is not a number"),
-    "not a number": ("stepping: {clip_norm: .nan}\n", "it is not a number"),
-    "overflow": ("stepping: {clip_norm: 1e999}\n", "it is not a number"),
+    "not a number": ("clip_norm: .nan\n", "it is not a number"),
+    "overflow": ("clip_norm: 1e999\n", "it is not a number"),
     "target of code": ("model: {target: '__import__(\"os\"):system'}\n", "is not of the form"),
     "target of a path": ("model: {target: '../harm:make'}\n", "is not of the form"),
 }

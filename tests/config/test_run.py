@@ -21,7 +21,7 @@ def test_three_keys_are_enough() -> None:
     assert config.batch_size == 8
     assert (config.seed, config.last_batch, config.micro_batch_size) == (0, "keep", None)
     assert config.loading.num_workers == 0
-    assert config.stepping.precision == "fp32"
+    assert config.precision == "fp32"
     assert config.evaluations == ()
     assert config.checkpoint is None
     assert config.log.every == Time("10ba")
@@ -84,7 +84,8 @@ def test_every_mistake_is_listed_with_its_line() -> None:
         "last_batch: kep\n"
         "optimiser: {}\n"
         "stepping:\n"
-        "  clip_norm: -1\n"
+        "  shifts_labels: 1\n"
+        "clip_norm: -1\n"
     )
     with pytest.raises(ConfigError) as caught:
         parse_run_file(text, "run.yaml")
@@ -95,7 +96,8 @@ def test_every_mistake_is_listed_with_its_line() -> None:
         "data.target in run.yaml, line 2)",
         "batch_size in run.yaml, line 3)",
         "last_batch in run.yaml, line 5)",
-        "stepping.clip_norm in run.yaml, line 8)",
+        "clip_norm in run.yaml, line 9)",
+        "stepping.shifts_labels in run.yaml, line 8)",
         "seed in run.yaml, line 4)",
         "optimiser in run.yaml, line 6)",
     ]
@@ -138,10 +140,10 @@ def test_thousands_of_mistakes_are_counted() -> None:
         ("optimizer", {"target": "a:b", "groups": {"g": {"lr": 1}}}, "it has no 'parameters'"),
         ("loading", {"shuffle": "off"}, "it is a text here, as in YAML 1.2; write false"),
         ("loading", {"shuffle": 1}, "it is neither true nor false"),
-        ("stepping", {"precision": "bf61"}, "did you mean 'bf16'?"),
+        ("precision", "bf61", "did you mean 'bf16'?"),
         ("stepping", {"loss_weight": "token"}, "did you mean 'tokens'?"),
         ("stepping", {"loss_weight": {"targt": "a:b"}}, "it has no 'target'"),
-        ("stepping", {"precision": "int4"}, "write 'fp32', 'bf16' or 'fp16'"),
+        ("precision", "int4", "write 'fp32', 'bf16' or 'fp16'"),
         ("log", {"loggers": "wandb"}, "it is not a list"),
         ("log", {"every": None, "evry": "1ep"}, "did you mean 'every'?"),
         ("folder", 3, "it is not a text"),

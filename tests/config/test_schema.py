@@ -84,7 +84,7 @@ def test_accepts_what_the_reader_does(change: dict[str, Any]) -> None:
         {"schedules": {"lr": {"cosine": {"warmup": 5}}}},
         {"optimiser": {}},
         {"last_batch": "kep"},
-        {"stepping": {"precision": "int4"}},
+        {"precision": "int4"},
         {"log": {"loggers": ["tensorbord"]}},
         {"seed": -1},
     ],

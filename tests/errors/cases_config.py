@@ -122,7 +122,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-max-duration-bare", key("max_duration", 90)),
     ("config-max-duration-fraction", key("max_duration", "50%")),
     ("config-last-batch", key("last_batch", "kep")),
-    ("config-precision", key("stepping", {"precision": "int4"})),
+    ("config-precision", key("precision", "int4")),
     ("config-shuffle-on", key("loading", {"shuffle": "on"})),
     ("config-num-workers", key("loading", {"num_workers": 1.5})),
     ("config-micro-batch-text", key("micro_batch_size", "all")),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.runtime import TrainStep
-from stretto.training import Evaluation, Stepping, Trainer
+from stretto.training import Evaluation, Trainer
 
 DATA = [torch.zeros(3) for _ in range(8)]
 
@@ -43,7 +43,7 @@ def trainer(step: TrainStep | None = None, **settings: Any) -> Trainer:
 
 CASES: list[tuple[str, Callable[[], object]]] = [
     ("step-without-optimizers", lambda: trainer(Unfinished())),
-    ("step-and-clipping", lambda: trainer(stepping=Stepping(clip_norm=1.0))),
+    ("step-and-clipping", lambda: trainer(clip_norm=1.0)),
     ("step-and-optimizer", lambda: trainer(optimizer=torch.optim.SGD([torch.zeros(1)]))),
     ("step-evaluated-without-loss", lambda: trainer(evaluate=Evaluation(DATA))),
     ("step-loss-shape", lambda: trainer().fit()),

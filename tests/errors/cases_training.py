@@ -209,13 +209,13 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("training-resume-other-seed", lambda: resumed(loading=Loading(seed=2))),
     ("training-resume-other-data", lambda: resumed(train_data=TensorDataset(torch.zeros(9, 3)))),
     ("training-resume-other-optimizer", lambda: resumed(**averaged())),
-    ("training-clip-zero", lambda: Stepping(clip_norm=0)),
-    ("training-clip-text", lambda: Stepping(clip_norm="1.0")),  # type: ignore[arg-type]
-    ("training-precision", lambda: Stepping(precision="fp8")),  # type: ignore[arg-type]
+    ("training-clip-zero", lambda: trainer(clip_norm=0)),
+    ("training-clip-text", lambda: trainer(clip_norm="1.0")),
+    ("training-precision", lambda: trainer(precision="fp8")),
     ("training-reduction", lambda: Stepping(loss_reduction="none")),  # type: ignore[arg-type]
     ("training-shifts-labels", lambda: Stepping(shifts_labels=True)),
     ("training-weight", lambda: Stepping(loss_weight="words")),  # type: ignore[arg-type]
-    ("training-device", lambda: trainer(stepping=Stepping(device="teapot"))),
+    ("training-device", lambda: trainer(device="teapot")),
     ("training-keep", lambda: Checkpointing(keep=0)),
     ("training-evaluate-once", lambda: Evaluation(iter([torch.zeros(2, 3)]))),
     ("training-evaluate-metric", lambda: Evaluation(DATA, metrics={"loss": mean})),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from stretto.training import Stepping, Trainer
+from stretto.training import Trainer
 from stretto.training.distributed.sharding import shard_blocks
 
 
@@ -44,7 +44,7 @@ def main() -> None:
         max_duration="1ep",
         batch_size=64,
         micro_batch_size="auto",
-        stepping=Stepping(device="cpu"),
+        device="cpu",
     )
     trainer.fit()
     assert trainer.fitting is not None

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from stretto.data import DataSpec
-from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run, Stepping, Trainer
+from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run, Trainer
 
 RANK = int(os.environ.get("RANK", "0"))
 DATA = TensorDataset(torch.randn(40, 5, generator=torch.Generator().manual_seed(1)).double())
@@ -33,7 +33,7 @@ def trainer(model: nn.Module, parameters: Any, data: Any = DATA, **settings: Any
         data,
         optimizer=torch.optim.SGD(parameters, lr=0.1),
         loss=square,
-        stepping=Stepping(device="cpu"),
+        device="cpu",
         **{**defaults, **settings},
     )
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
-from stretto.training import Callback, Evaluation, Run, Stepping, Trainer
+from stretto.training import Callback, Evaluation, Run, Trainer
 
 RANK = int(os.environ["RANK"])
 DATA = TensorDataset(torch.randn(40, 5, generator=torch.Generator().manual_seed(1)))
@@ -54,7 +54,7 @@ def main(fault: str, parallel: str) -> None:
         loss=square,
         max_duration="10ba",
         batch_size=8,
-        stepping=Stepping(device="cpu"),
+        device="cpu",
         **FAULTS[fault],
     ).fit()
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
-from stretto.training import Callback, Run, Stepping, Trainer
+from stretto.training import Callback, Run, Trainer
 
 SECONDS = 100
 """The most that a rank may take, on a machine that is very busy."""
@@ -142,7 +142,7 @@ def train(case: Case, shortage: Shortage | None) -> dict[str, Any]:
         max_duration="6ba",
         batch_size=8,
         micro_batch_size=4,
-        stepping=Stepping(device="cpu"),
+        device="cpu",
         callbacks=[events],
     )
     events.trainer = trainer

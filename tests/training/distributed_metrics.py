@@ -18,7 +18,7 @@ from torchmetrics.retrieval import RetrievalMAP
 from torchmetrics.wrappers import ClasswiseWrapper
 
 from stretto.errors import TrainingError
-from stretto.training import Evaluation, Stepping, Trainer
+from stretto.training import Evaluation, Trainer
 
 
 class Net(nn.Module):
@@ -105,7 +105,7 @@ def trainer(net: nn.Module, evaluation: Evaluation) -> Trainer:
         loss=loss,
         max_duration="1ep",
         batch_size=8,
-        stepping=Stepping(device="cpu"),
+        device="cpu",
         evaluate=evaluation,
     )
 

@@ -92,9 +92,9 @@ def groups(*, sharded: bool = False, by_tokens: bool = False, **settings: Any) -
     if sharded:
         fully_shard(model[0])
         fully_shard(model)
-    stepping = Stepping(loss_weight=some if by_tokens else "samples", device="cpu")
+    stepping = Stepping(loss_weight=some if by_tokens else "samples")
     listener = Listener(stepping)
-    run(model, listener, stepping=stepping, **settings)
+    run(model, listener, device="cpu", stepping=stepping, **settings)
     return {"terms": listener.terms, "groups": listener.groups, "sizes": listener.sizes}
 
 
@@ -164,7 +164,8 @@ def failed(folder: Path) -> Outcome:
             max_duration="6ba",
             batch_size=12,
             micro_batch_size=2,
-            stepping=Stepping(measure_noise=2, device="cpu"),
+            device="cpu",
+            stepping=Stepping(measure_noise=2),
             callbacks=[Listener()],
             folder=folder / str(fails_in),
             checkpoint=Checkpointing("3ba"),

@@ -23,7 +23,6 @@ from stretto.training import (
     Evaluation,
     Logging,
     Run,
-    Stepping,
     Trainer,
     shard_blocks,
 )
@@ -130,7 +129,7 @@ def train(
         max_duration="3ep",
         batch_size="0sp:7 50sp:13",
         micro_batch_size=micro_batch_size,
-        stepping=Stepping(device="cpu"),
+        device="cpu",
         evaluate=Evaluation(data, "1ep"),
         log=Logging("3ba"),
         callbacks=[watch],

@@ -131,7 +131,7 @@ def make(folder: Path | None = None, **settings: Any) -> Trainer:
         "max_duration": "6ba",
         "batch_size": 8,
         "folder": folder,
-        "stepping": Stepping(device="cpu"),
+        "device": "cpu",
     }
     return Trainer(model, **defaults | settings)
 
@@ -154,8 +154,8 @@ UNLIKE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "loss": (lambda: {"loss": doubled}, "loss is __main__.square on rank 0 and __main__.doubled"),
     "clip": (
-        lambda: {"stepping": Stepping(device="cpu", clip_norm=2.0)},
-        "stepping.clip_norm is None on rank 0 and 2.0 on rank 1",
+        lambda: {"device": "cpu", "clip_norm": 2.0},
+        "clip_norm is None on rank 0 and 2.0 on rank 1",
     ),
     "log": (
         lambda: {"log": Logging("3ba")},
@@ -312,8 +312,7 @@ class Skip(TrainStep):
 
 def skipping(last: str) -> Callable[[int], None]:
     def work(rank: int) -> None:
-        stepping = Stepping(device="cpu")
-        Trainer(Skip(), DATA, max_duration=last, batch_size=8, stepping=stepping).fit()
+        Trainer(Skip(), DATA, max_duration=last, batch_size=8, device="cpu").fit()
 
     return work
 
@@ -338,7 +337,7 @@ def reading(rank: int) -> list[int]:
     for length in ("20ba", "60ba"):
         trainer = make(
             max_duration=length, micro_batch_size=1, log=Logging("100ba", console=False),
-            stepping=Stepping(device="cpu", clip_norm=1.0),
+            device="cpu", clip_norm=1.0,
         )  # fmt: skip
         with HostReads() as reads:  # type: ignore[no-untyped-call]
             trainer.fit()
@@ -376,7 +375,7 @@ def stopped(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def stuck() -> dict[str, Forked]:
     """Three ranks of which rank 1 is stuck, by where it is stuck."""
-    wait = Stepping(device="cpu", rank_timeout="8s")
+    wait = Stepping(rank_timeout="8s")
 
     def callback(rank: int) -> None:
         make(callbacks=[Stop()] if rank == 1 else [], stepping=wait).fit()

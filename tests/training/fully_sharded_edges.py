@@ -100,15 +100,13 @@ def train(net: nn.Module, **settings: Any) -> Outcome:
     """Train, and return weights and losses, by now the same on all ranks."""
     losses = Losses()
     tokens = settings.pop("by_tokens", False)
-    stepping = settings.pop("stepping", {})
     trainer = Trainer(
         net,
         data(),
         optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
         loss=masked_square if tokens else square,
-        stepping=Stepping(
-            loss_weight=num_targets if tokens else "samples", device="cpu", **stepping
-        ),
+        device="cpu",
+        stepping=Stepping(loss_weight=num_targets if tokens else "samples"),
         log=Logging("1ba"),
         callbacks=[losses],
         **{"max_duration": "2ep", "batch_size": 8, **settings},
@@ -129,7 +127,7 @@ RUNS: dict[str, Outcome] = {
     "samples": RAMP,
     "tokens": RAMP
     | {"by_tokens": True, "micro_batch_size": 1, "loading": Loading(last_batch="carry")},
-    "clipped": RAMP | {"stepping": {"clip_norm": 0.05}},
+    "clipped": RAMP | {"clip_norm": 0.05},
     "an empty share": {"batch_size": 3, "micro_batch_size": 1},
     # 61 samples in steps of 12: of the last one a rank gets nothing.
     "evaluated": {"evaluate": Evaluation(data(), "30sp", {"root": square}, batch_size=6)},
@@ -187,7 +185,8 @@ def scaled() -> Outcome:
         loss=overflowing,
         batch_size=8,
         max_duration="6ba",
-        stepping=Stepping(device="cpu", precision="fp16"),
+        device="cpu",
+        precision="fp16",
     )
     trainer.fit()
     found = torch.cat([torch.tensor(v).flatten() for v in weights(net).values()])
@@ -226,7 +225,9 @@ def half(
         batch_size="0sp:7 30sp:8",
         micro_batch_size=micro_batch_size,
         max_duration="7ba",
-        stepping=Stepping(device="cpu", precision="fp16", clip_norm=clip_norm),
+        device="cpu",
+        precision="fp16",
+        clip_norm=clip_norm,
         callbacks=callbacks,
     )
     trainer.fit()
@@ -261,7 +262,7 @@ def average(net: nn.Module, folder: Path | None = None, *, stop_at: int | None =
         max_duration="8ba",
         batch_size="0sp:7 28sp:8",
         micro_batch_size=3,
-        stepping=Stepping(device="cpu"),
+        device="cpu",
         evaluate=Evaluation(data(), "3ba"),
         checkpoint=None if folder is None else Checkpointing("1ep"),
         callbacks=[averages, StopAt(stop_at)],

@@ -11,7 +11,7 @@ import torch
 from tests.accelerator import DEVICE, MIB, leave
 from torch import Tensor, nn
 
-from stretto.training import Callback, Stepping, Trainer
+from stretto.training import Callback, Trainer
 
 NUM_SAMPLES = 64
 BATCH_SIZE = 16
@@ -116,7 +116,7 @@ class NumberedRun:
             "loss": loss,
             "max_duration": "8ba",
             "batch_size": BATCH_SIZE,
-            "stepping": Stepping(device=DEVICE),
+            "device": DEVICE,
         }
         callbacks = [*settings.pop("callbacks", ()), Limits(rooms or {}), self._listener]
         self.trainer = Trainer(model, Numbered(), **{**defaults, **settings}, callbacks=callbacks)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from stretto.checkpoint import load_weights
 from stretto.errors import CheckpointError, ConfigError, StrettoError, TrainingError
@@ -25,6 +26,17 @@ from stretto.training import (
 from stretto.training.algorithms import EarlyStopping, ExponentialMovingAverage
 
 Make = Callable[..., Any]
+
+
+class Learned(nn.Module):
+    """A criterion with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.scale * nn.functional.mse_loss(output, target)
 
 
 def trained(problem: Make, **settings: Any) -> torch.Tensor:
@@ -56,13 +68,64 @@ def test_a_criterion_is_a_loss(loss: Any, problem: Make) -> None:
         (nn.MSELoss, "it is a class"),
         (nn.MSELoss(reduction="none"), "reduction"),
         (nn.MSELoss(reduction="sum"), "reduction"),
-        (nn.CrossEntropyLoss(weight=torch.ones(2)), "class weights"),
+        (partial(nn.functional.mse_loss, reduction="sum"), "reduction"),
+        (Learned(), "parameters"),
     ],
-    ids=["three", "class", "none", "sum", "weights"],
+    ids=["three", "class", "none", "sum", "bound", "parameters"],
 )
 def test_other_losses_are_refused(loss: Any, said: str, problem: Make) -> None:
     with pytest.raises(TrainingError, match=said):
         problem().trainer(loss=loss)
+
+
+def test_a_mean_loss_is_no_sum(problem: Make) -> None:
+    with pytest.raises(TrainingError, match="reduction"):
+        problem().trainer(loss=nn.MSELoss(), stepping={"loss_reduction": "sum"})
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        nn.CrossEntropyLoss(ignore_index=1),
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0])),
+        partial(nn.functional.cross_entropy, ignore_index=0),
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]), ignore_index=2),
+    ],
+    ids=["ignored", "weights", "function", "both"],
+)
+def test_a_mean_over_targets_is_that_of_the_batch(criterion: Any, problem: Make) -> None:
+    inputs = problem().data.tensors[0].float()
+    data = TensorDataset(inputs, torch.arange(len(inputs)) ** 2 % 7 % 3)
+
+    def run(**settings: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        trainer = Trainer(
+            model, data, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=criterion,
+            max_duration="9ba", batch_size=12, evaluate=data, **settings,
+        )  # fmt: skip
+        trainer.fit()
+        found = trainer.evaluate()["validation/loss"]
+        assert found == pytest.approx(criterion(model(inputs), data.tensors[1]).item())
+        return model.weight.detach()
+
+    assert torch.allclose(run(), run(micro_batch_size=5), rtol=0, atol=1e-6)
+
+
+def test_an_evaluation_has_the_mean_of_its_own_criterion(problem: Make) -> None:
+    run = problem()
+    inputs, targets = run.data.tensors
+    labels = (targets[:, 0] > 0).long()
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0], dtype=torch.float64))
+    evaluation = Evaluation(TensorDataset(inputs, labels), loss=criterion, batch_size=7)
+    found = run.trainer(evaluate=evaluation).evaluate()["validation/loss"]
+    assert found == pytest.approx(criterion(run.model(inputs), labels).item())
+
+
+def test_an_error_of_a_loss_says_how_it_is_called(problem: Make) -> None:
+    with pytest.raises(TypeError) as raised:
+        problem().trainer(loss=lambda a, b: (a - b).square().mean()).fit()
+    assert "loss(model, batch)" in raised.value.__notes__[0]
 
 
 def test_a_criterion_needs_pairs(problem: Make) -> None:
@@ -92,6 +155,8 @@ def test_settings_may_be_texts_and_mappings(problem: Make, tmp_path: Path) -> No
     trainer.fit()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+    evaluate = {"data": problem().data, "name": "test"}
+    assert list(problem().trainer(evaluate=[evaluate]).evaluate()) == ["test/loss"]
     for wrong in ({"loading": {"sed": 3}}, {"checkpoint": 5}, {"stepping": "fast"}, {"log": None}):
         with pytest.raises(ConfigError):
             problem().trainer(**wrong)
@@ -99,9 +164,9 @@ def test_settings_may_be_texts_and_mappings(problem: Make, tmp_path: Path) -> No
 
 def test_precision_and_clipping_are_arguments(problem: Make) -> None:
     top = trained(problem, clip_norm=0.1, device="cpu")
-    assert torch.equal(top, trained(problem, stepping=Stepping(clip_norm=0.1, device="cpu")))
-    with pytest.raises(ConfigError, match="clip_norm"):
-        problem().trainer(clip_norm=0.1, stepping=Stepping(clip_norm=0.2))
+    assert not torch.equal(top, trained(problem, device="cpu"))
+    with pytest.raises(ConfigError, match="no field"):
+        problem().trainer(stepping={"clip_norm": 0.2})
     with pytest.raises(ValueError, match="clip_norm"):
         problem().trainer(clip_norm=-1)
 
@@ -157,8 +222,9 @@ def test_a_run_stops_early(problem: Make, tmp_path: Path) -> None:
     # The first value is the best; 40 samples later, an evaluation finds none that is better.
     assert trainer.timer.batch == 8
     assert "validation/loss" in (trainer.stop_reason or "")
-    with pytest.raises(TrainingError, match="validation/loss"):
-        run.trainer(callbacks=[EarlyStopping("validation/los", patience="1ep")], **settings).fit()
+    for name in ("validation/los", "validatoin/loss"):
+        with pytest.raises(TrainingError, match="validation/loss"):
+            run.trainer(callbacks=[EarlyStopping(name, patience="1ep")], **settings)
 
 
 class OwnStep(TrainStep):
@@ -168,15 +234,22 @@ class OwnStep(TrainStep):
         self.model = nn.Linear(5, 1).double()
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.optimizers = optimizer if fault == "optimizers" else [optimizer]  # type: ignore[assignment]
-        self.fault = fault
+        self.fault, self.updates = fault, 0
 
     def forward_backward(self, batch: Any, weight: float) -> torch.Tensor:
         loss = self.model(batch[0]).square().mean()
-        if self.fault != "gradient":
+        if self.fault not in ("gradient", "in place", "skips"):
             (loss * weight).backward()
         return loss
 
     def update(self) -> Any:
+        self.updates += 1
+        if self.fault in ("in place", "skips"):
+            if self.updates == 1 and self.fault == "skips":
+                return self.SKIPPED
+            with torch.no_grad():
+                next(self.model.parameters()).mul_(0.9)
+            return self.SKIPPED if self.updates == 2 and self.fault == "in place" else {}
         self.optimizers[0].step()
         return None if self.fault == "none" else {}
 
@@ -192,6 +265,13 @@ def test_an_update_may_return_nothing(problem: Make) -> None:
     trainer = own_step(problem, "none")
     trainer.fit()
     assert trainer.skipped_steps == 0
+
+
+@pytest.mark.parametrize("fault", ["in place", "skips"])
+def test_a_step_may_do_without_gradients(fault: str, problem: Make) -> None:
+    trainer = own_step(problem, fault)
+    trainer.fit()
+    assert trainer.skipped_steps == 1
 
 
 @pytest.mark.parametrize("fault", ["optimizers", "state", "gradient"])

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from stretto.batching import LinearRamp, NoiseScale, Signals
 from stretto.schedules import Cosine
-from stretto.training import Callback, Checkpointing, Logging, Run, Stepping, Trainer
+from stretto.training import Callback, Checkpointing, Logging, Run, Trainer
 
 RANKS = Path(__file__).with_name("accelerator_ranks.py")
 
@@ -55,7 +55,7 @@ def run(device: str, *, compiled: bool = False, **more: Any) -> Trainer:
         "max_duration": "3ep",
         "batch_size": LinearRamp(8, 64, "2ep"),
         "schedules": {"lr": Cosine(warmup="10%")},
-        "stepping": Stepping(device=device),
+        "device": device,
         **more,
     }
     return Trainer(model, TensorDataset(*samples()), **settings)
@@ -70,8 +70,7 @@ def weights(trainer: Trainer) -> Tensor:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 def test_a_ramp_trains(precision: Any, compiled: bool) -> None:
-    stepping = Stepping(device=DEVICE, precision=precision, clip_norm=1.0)
-    trainer = run(DEVICE, compiled=compiled, stepping=stepping)
+    trainer = run(DEVICE, compiled=compiled, precision=precision, clip_norm=1.0)
     trainer.fit()
     assert all(parameter.device.type == DEVICE for parameter in trainer.model.parameters())
     inputs, targets = samples()
@@ -135,7 +134,9 @@ def test_every_precision_runs(
     run = NumberedRun(
         micro_batch_size=micro_batch_size,
         folder=tmp_path,
-        stepping=Stepping(device=DEVICE, precision=precision, clip_norm=clip_norm),
+        device=DEVICE,
+        precision=precision,
+        clip_norm=clip_norm,
     )
     dtypes = set()
     run.trainer.model.layers.register_forward_hook(  # type: ignore[union-attr]
@@ -175,7 +176,7 @@ def test_losses_that_wait_for_the_log_take_no_memory(loss: Any) -> None:
         loss=lambda model, batch: loss(model(batch[0]), torch.zeros(16, width, device=DEVICE)),
         max_duration="20ba",
         batch_size=16,
-        stepping=Stepping(device=DEVICE),
+        device=DEVICE,
         log=Logging(every="20ba"),
         callbacks=[peak],
     ).fit()

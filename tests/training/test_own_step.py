@@ -18,7 +18,7 @@ from stretto.errors import StrettoError, TrainingError
 from stretto.memory import predict
 from stretto.memory.measuring.real import record_step
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.training import Checkpointing, Evaluation, Loading, Logging, Stepping, Trainer
+from stretto.training import Checkpointing, Evaluation, Loading, Logging, Trainer
 
 Make = Callable[..., Any]
 INPUTS = torch.randn(40, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -299,7 +299,7 @@ def test_the_norm_of_the_gradient_is_logged_as_the_mean_since_the_last_line(
         patch.setattr(nn.utils, "clip_grad_norm_", keep)
         problem().trainer(
             folder=tmp_path,
-            stepping=Stepping(clip_norm=0.5),
+            clip_norm=0.5,
             log=Logging("4ba", console=False),
             max_duration="8ba",
         ).fit()
@@ -330,11 +330,11 @@ class Loud(Plain):
     ("make", "said"),
     [
         (
-            lambda: trainer_of("", step=Plain(), stepping=Stepping(clip_norm=1.0)),
+            lambda: trainer_of("", step=Plain(), clip_norm=1.0),
             "cannot use clip_norm=1.0 with Plain",
         ),
         (
-            lambda: trainer_of("", step=Plain(), stepping=Stepping(precision="bf16")),
+            lambda: trainer_of("", step=Plain(), precision="bf16"),
             "cannot use precision='bf16' with Plain",
         ),
         (lambda: trainer_of("", step=Plain(), loss=loss), "cannot use loss with Plain"),
@@ -377,7 +377,7 @@ def test_the_own_step_of_the_trainer_may_be_given_as_one() -> None:
             trainer = Trainer(step, DATA, evaluate=Evaluation(DATA), **settings)
         else:
             settings |= {"optimizer": optimizer, "loss": loss, "evaluate": Evaluation(DATA)}
-            trainer = Trainer(model, DATA, stepping=Stepping(clip_norm=0.5), **settings)
+            trainer = Trainer(model, DATA, clip_norm=0.5, **settings)
         trainer.fit()
         runs.append(trainer)
     assert_same(*runs)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stretto import Hyperparameters, StepLoader
 from stretto.errors import TrainingError
-from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run, Stepping
+from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run
 from stretto.training.algorithms import SequenceLengthWarmup
 from stretto.training.callback import EVENTS, Events
 
@@ -187,7 +187,9 @@ def test_callbacks_see_gradients_without_the_loss_scale(problem: Make, clip_norm
         run.trainer(
             max_duration="4ba",
             loss=small,
-            stepping=Stepping(device="cpu", precision=precision, clip_norm=clip_norm),
+            device="cpu",
+            precision=precision,
+            clip_norm=clip_norm,
             callbacks=[watch],
         ).fit()
         found[precision] = watch.seen
@@ -196,9 +198,8 @@ def test_callbacks_see_gradients_without_the_loss_scale(problem: Make, clip_norm
 
 def test_looking_at_a_scaled_gradient_changes_no_bit(problem: Make) -> None:
     plain, watched = problem(dtype=torch.float32), problem(dtype=torch.float32)
-    stepping = Stepping(device="cpu", precision="fp16")
-    plain.trainer(stepping=stepping).fit()
-    watched.trainer(stepping=stepping, callbacks=[Gradients(1.0)]).fit()
+    plain.trainer(precision="fp16").fit()
+    watched.trainer(precision="fp16", callbacks=[Gradients(1.0)]).fit()
     assert torch.equal(plain.weights(), watched.weights())
 
 
@@ -206,7 +207,8 @@ def test_a_gradient_that_a_callback_makes_infinite_is_skipped(problem: Make) -> 
     run = problem(dtype=torch.float32)
     trainer = run.trainer(
         loss=small,
-        stepping=Stepping(device="cpu", precision="fp16"),
+        device="cpu",
+        precision="fp16",
         callbacks=[Gradients(math.inf)],
     )
     trainer.fit()

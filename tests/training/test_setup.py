@@ -44,7 +44,7 @@ def test_a_resumed_run_says_what_it_does_otherwise(problem: Make, tmp_path: Path
         micro_batch_size=4,
         schedules={"lr": Linear()},
         loading=Loading(num_workers=1),
-        stepping=Stepping(clip_norm=1.0),
+        clip_norm=1.0,
         **settings,
     )
     other.resume()

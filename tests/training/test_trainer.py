@@ -358,7 +358,8 @@ def test_autocast_trains(problem: Make, precision: Any) -> None:
     run = problem(dtype=torch.float32)
     trainer = run.trainer(
         max_duration="5ep",
-        stepping=Stepping(precision=precision, clip_norm=1.0),
+        precision=precision,
+        clip_norm=1.0,
         evaluate=Evaluation(run.data),
     )
     before = trainer.evaluate()["validation/loss"]
@@ -376,9 +377,7 @@ def test_evaluation_computes_in_the_type_that_training_does(problem: Make) -> No
         return nn.functional.mse_loss(outputs.float(), batch[1])
 
     run = problem(dtype=torch.float32)
-    run.trainer(
-        loss=watched, stepping=Stepping(precision="bf16"), evaluate=Evaluation(run.data)
-    ).evaluate()
+    run.trainer(loss=watched, precision="bf16", evaluate=Evaluation(run.data)).evaluate()
     assert set(seen) == {torch.bfloat16}
 
 
@@ -396,7 +395,7 @@ def test_clipping_bounds_the_gradient_of_the_whole_batch(problem: Make) -> None:
 
     run, norms = problem(), Norms()
     run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1.0)
-    run.trainer(stepping=Stepping(clip_norm=0.01), micro_batch_size=3, callbacks=[norms]).fit()
+    run.trainer(clip_norm=0.01, micro_batch_size=3, callbacks=[norms]).fit()
     assert max(norms.updates) <= 0.01 + 1e-9
     assert min(norms.updates) > 0.009
 
@@ -407,7 +406,7 @@ def test_clipping_bounds_the_gradient_of_the_whole_batch(problem: Make) -> None:
 def test_a_compiled_model_trains_like_an_eager_one(problem: Make) -> None:
     eager, compiled = problem(), problem()
     eager.trainer(max_duration="5ba").fit()
-    compiled.trainer(max_duration="5ba", stepping=Stepping(compile=True)).fit()
+    compiled.trainer(max_duration="5ba", compile=True).fit()
     assert torch.allclose(eager.weights(), compiled.weights(), rtol=0, atol=1e-10)
 
 
@@ -425,7 +424,7 @@ def test_everything_wrong_is_found_before_the_first_step(problem: Make) -> None:
         {"evaluate": Evaluation(run.data, every="0ep")},
         {"loading": Loading(last_batch="drop"), "batch_size": 100},
         {"log": Logging("soon")},
-        {"stepping": Stepping(device="teapot")},
+        {"device": "teapot"},
     ]
     for settings in wrong:
         with pytest.raises(StrettoError):

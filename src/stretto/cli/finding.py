@@ -81,7 +81,7 @@ def find(
         return
     if device is None and device_memory is not None:
         # Memory that is stated is nearly always that of a GPU.
-        device = "cpu" if config.stepping.device == "cpu" else "cuda"
+        device = "cpu" if config.device == "cpu" else "cuda"
     answer = _answer(config, method=method, device_memory=device_memory, device=device, **wishes)
     if as_json:
         typer.echo(json.dumps(_plain(answer), indent=2))

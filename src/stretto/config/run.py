@@ -41,6 +41,7 @@ from stretto.config.values.settings import (
 )
 from stretto.errors import ConfigError
 from stretto.schedules.names import parse_name
+from stretto.settings import Precision
 from stretto.timing import LastBatch
 
 
@@ -101,6 +102,14 @@ class RunConfig(Section):
     all."""
     last_batch: LastBatch = "keep"
     """Where an epoch ends inside a batch: `keep` a smaller one, `drop` it, or `carry` on."""
+    precision: Precision = "fp32"
+    """The type that autocast computes in; weights stay as they are."""
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """The largest norm of the whole step's gradient."""
+    compile: bool = False
+    """Whether the model runs through `torch.compile`."""
+    device: str | None = None
+    """Where to compute; by default this rank's CUDA device if there is one, else the CPU."""
     loading: LoadingSection = LoadingSection()
     """How samples are ordered and fetched."""
     stepping: SteppingSection = SteppingSection()

@@ -106,6 +106,7 @@ class Assembly:
             loader,
             hyperparameters,
             loading=self.given.loading,
+            computing=self.given.computing,
             stepping=self.given.stepping,
             step=self.given.step,
             timed=self.given.timed,

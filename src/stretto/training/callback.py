@@ -33,6 +33,8 @@ class Callback:
     """Whether `transform_batch` changes the number of tokens. Then tokens are counted after it, and
     token counts that the data declare are not used."""
 
+    monitor: str | None = None
+    """The metric that it follows, such as `"validation/loss"`; some evaluation must measure it."""
     result_file: tuple[str, str] | None = None
     """What it leaves in the run folder: a few words for the user, and the name of the file."""
 

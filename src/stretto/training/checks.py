@@ -11,18 +11,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from stretto.batching.adaptive.following import check_monitored, metrics_of
 from stretto.data import DataSpec
 from stretto.errors import TrainingError, shown
 from stretto.runtime import TrainStep
-from stretto.settings import Stepping
+from stretto.settings import Computing, Stepping, read_settings
 from stretto.training.callback import Callback
 from stretto.training.criterion import as_loss
 from stretto.training.settings import Evaluation
 
 _TAKEN = ("checkpoint", "log")
 """Names that events of the plan have already."""
-OF_SUPERVISED_STEP = ("precision", "clip_norm", "compile", "loss_reduction")
-"""The settings of `Stepping` that only the step of one model and one loss reads."""
+OF_SUPERVISED_STEP = ("precision", "clip_norm", "compile")
+"""The settings that only the step of one model and one loss reads, besides `loss_reduction`."""
 
 
 def check_parts(
@@ -30,6 +31,7 @@ def check_parts(
     optimizer: Any,
     loss: Any,
     *,
+    computing: Computing,
     stepping: Stepping,
     evaluations: Any,
     callbacks: Any,
@@ -40,7 +42,7 @@ def check_parts(
         TrainingError: something is of another kind, or two evaluations have one name.
     """
     if isinstance(model, TrainStep):
-        _check_step(model, optimizer, loss, stepping)
+        _check_step(model, optimizer, loss, computing, stepping)
     else:
         _check_model(model)
         _check_optimizer(optimizer)
@@ -56,6 +58,9 @@ def check_parts(
     else:
         _check_owner(model, [optimizer])
     _check_names(evaluations)
+    for one in callbacks:
+        if one.monitor is not None:
+            check_monitored(one.monitor, metrics_of(evaluations))
 
 
 def given_size(batch_size: Any, data: Any) -> Any:
@@ -76,19 +81,25 @@ def given_size(batch_size: Any, data: Any) -> Any:
     return batch_size
 
 
-def read_evaluations(given: Any, stepping: Stepping) -> list[Any]:
-    """Return evaluations from one, several, or the data of one."""
+def read_evaluations(given: Any) -> list[Any]:
+    """Return evaluations from one, several, or the data of one; each may be a mapping."""
     if given is None:
         return []
     several = given if isinstance(given, (list, tuple)) else [given]
-    if not any(isinstance(one, Evaluation) for one in several) and given:
-        is_data = not isinstance(given, (str, Mapping)) and hasattr(given, "__iter__")
-        several = [Evaluation(given)] if is_data or hasattr(given, "__getitem__") else several
-    for at, one in enumerate(several):
-        if isinstance(one, Evaluation) and callable(one.loss):
-            several = list(several)
-            several[at] = replace(one, loss=as_loss(one.loss, stepping))
-    return list(several)
+    if not any(map(_is_evaluation, several)):
+        is_data = hasattr(given, "__getitem__") or hasattr(given, "__iter__")
+        is_data = is_data and bool(given) and not isinstance(given, (str, Mapping))
+        several = [Evaluation(given)] if is_data else several
+    return [_with_loss(one) if _is_evaluation(one) else one for one in several]
+
+
+def _is_evaluation(one: object) -> bool:
+    return isinstance(one, Evaluation) or (isinstance(one, Mapping) and "data" in one)
+
+
+def _with_loss(given: Any) -> Evaluation:
+    one = read_settings(Evaluation, given, "evaluate")
+    return replace(one, loss=as_loss(one.loss, "mean")) if callable(one.loss) else one
 
 
 def _check_model(model: object) -> None:
@@ -106,7 +117,9 @@ def _check_optimizer(optimizer: object) -> None:
         )
 
 
-def _check_step(step: TrainStep, optimizer: object, loss: object, stepping: Stepping) -> None:
+def _check_step(
+    step: TrainStep, optimizer: object, loss: object, computing: Computing, stepping: Stepping
+) -> None:
     """Refuse a step that is not whole, and settings that only the step of a model reads."""
     name = type(step).__qualname__
     for attribute in ("model", "optimizers"):
@@ -128,8 +141,10 @@ def _check_step(step: TrainStep, optimizer: object, loss: object, stepping: Step
     parts = {"optimizer": optimizer, "loss": loss}
     given: dict[str, object] = {one: None for one, part in parts.items() if part is not None}
     for setting in OF_SUPERVISED_STEP:
-        if getattr(stepping, setting) != getattr(Stepping(), setting):
-            given[setting] = getattr(stepping, setting)
+        if getattr(computing, setting) != getattr(Computing(), setting):
+            given[setting] = getattr(computing, setting)
+    if stepping.loss_reduction != "mean":
+        given["loss_reduction"] = stepping.loss_reduction
     for setting, value in given.items():
         raise TrainingError.cannot(
             f"use {setting if value is None else f'{setting}={shown(value)}'} with {name}",

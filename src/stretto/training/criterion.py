@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeAlias, final
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, Literal, TypeAlias, final
 
+import torch
 from torch import Tensor, nn
 
 from stretto.errors import TrainingError, shown
-from stretto.settings import Stepping
 from stretto.training.distributed.agreement import as_text
 
 _OUTPUTS = frozenset({"input", "inputs", "output", "outputs", "pred", "preds", "prediction",
                       "predictions", "logits", "y_pred", "y_hat"})  # fmt: skip
 _TARGETS = frozenset({"target", "targets", "label", "labels", "y", "y_true"})
 _EXAMPLE = "write loss=lambda model, batch: criterion(model(batch[0]), batch[1])"
-
 
 Criterion: TypeAlias = nn.Module | Callable[[Tensor, Tensor], Tensor]
 """The mean loss of an output and its target."""
@@ -34,6 +34,8 @@ class CriterionLoss:
 
     def __init__(self, criterion: Any) -> None:
         self.criterion = criterion
+        self._ignored, weight = _setting(criterion, "ignore_index"), _setting(criterion, "weight")
+        self._weight = weight if self._ignored is None or weight is None else weight.cpu().clone()
 
     def __call__(self, model: Any, batch: Any) -> Tensor:
         """Return the criterion of the model's output and the targets.
@@ -41,28 +43,52 @@ class CriterionLoss:
         Raises:
             TrainingError: the batch is no pair.
         """
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            size = f" of {len(batch)} items" if isinstance(batch, (tuple, list)) else ""
-            raise TrainingError.cannot(
-                f"use {self!r} as the loss",
-                why=f"a batch is a {type(batch).__name__}{size}, and not (inputs, targets)",
-                instead=_EXAMPLE.replace("batch[0]", "...").replace("batch[1]", "..."),
-            )
-        loss: Tensor = self.criterion(model(batch[0]), batch[1])
+        inputs, targets = self._pair(batch)
+        loss: Tensor = self.criterion(model(inputs), targets)
         return loss
+
+    @property
+    def is_over_targets(self) -> bool:
+        """Whether it is a mean over the targets that it does not ignore, as cross entropy is."""
+        return self._ignored is not None
+
+    def count(self, batch: Any) -> float:
+        """Return the sum of the weights of the targets that are not ignored."""
+        targets = self._pair(batch)[1]
+        if targets.is_floating_point():  # probabilities of classes; none is ignored
+            return float(targets.numel())
+        kept = targets[targets != self._ignored]
+        return float(kept.numel() if self._weight is None else self._weight[kept.cpu()].sum())
+
+    def to(self, device: torch.device) -> None:
+        """Move the criterion."""
+        if isinstance(self.criterion, nn.Module):
+            self.criterion.to(device)
+
+    def _pair(self, batch: Any) -> tuple[Any, Any]:
+        if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            return batch[0], batch[1]
+        size = f" of {len(batch)} items" if isinstance(batch, (tuple, list)) else ""
+        raise TrainingError.cannot(
+            f"use {self!r} as the loss",
+            why=f"a batch is a {type(batch).__name__}{size}, and not (inputs, targets)",
+            instead=_EXAMPLE.replace("batch[0]", "...").replace("batch[1]", "..."),
+        )
 
     def __repr__(self) -> str:
         return as_text(self.criterion)
 
 
-def as_loss(loss: Any, stepping: Stepping) -> Any:
+def as_loss(loss: Any, reduction: Literal["mean", "sum"]) -> Any:
     """Return `loss(model, batch)`, from one or from a criterion.
 
     A criterion is a module, or a function of two arguments with the names of those of torch, such
-    as `(input, target)`, `(output, labels)` or `(logits, y)`. Any other is `loss(model, batch)`.
+    as `(input, target)`, `(output, labels)` or `(logits, y)`. If the first argument is called
+    `model`, and with any other names, it is `loss(model, batch)`.
 
     Raises:
-        TrainingError: it takes other arguments, or it is a criterion that is no mean over samples.
+        TrainingError: it takes other arguments; or it is a criterion with another reduction, or
+            with parameters.
     """
     names = _names(loss)
     if isinstance(loss, type) or (names is not None and len(names) != 2):
@@ -74,37 +100,66 @@ def as_loss(loss: Any, stepping: Stepping) -> Any:
             why=f"{takes}; a loss takes (model, batch), or (output, target)",
             instead=_EXAMPLE,
         )
-    takes_model = names is not None and names[0] in ("model", "net", "network", "module")
-    is_named = names is not None and names[0] in _OUTPUTS and names[1] in _TARGETS
-    if takes_model or not (is_named or isinstance(loss, nn.Module)):
+    if names is not None and names[0] in ("model", "net", "network", "module"):
         return loss
-    reduction = getattr(loss, "reduction", "mean")
-    is_sum = reduction == "sum" and stepping.loss_reduction == "sum"
-    if reduction not in ("mean", "batchmean") and not is_sum:
+    is_named = names is not None and names[0] in _OUTPUTS and names[1] in _TARGETS
+    if not (is_named or isinstance(loss, nn.Module)):
+        return _explained(loss) if inspect.isfunction(loss) else loss
+    own = _setting(loss, "reduction") or "mean"
+    if own.removeprefix("batch") != reduction:
         raise TrainingError.cannot(
-            f"use {loss!r} as the loss",
-            why=f"it does not return a mean, but with reduction={reduction!r}",
-            instead="leave reduction out",
+            f"use {shown(as_text(loss))} as the loss",
+            why=f"it has reduction={own!r}, and not {reduction!r}",
+            instead="leave reduction out"
+            if reduction == "mean"
+            else f"write reduction={reduction!r}, or leave loss_reduction out",
         )
-    if getattr(loss, "weight", None) is not None and not callable(stepping.loss_weight):
+    if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
         raise TrainingError.cannot(
-            f"use {loss!r} with class weights as the loss",
-            why="it is a mean over the weights of the targets, and micro-batches are weighed by "
-            "their samples",
-            instead="pass stepping={'loss_weight': lambda batch: ...}, a function that returns the "
-            "sum of these weights",
+            f"use {type(loss).__name__} as the loss",
+            why="it has parameters, which are saved and averaged over ranks with the model only",
+            instead="make it a part of the model, and " + _EXAMPLE.replace("crit", "model.crit"),
         )
     return CriterionLoss(loss)
 
 
-def _names(loss: Any) -> list[str] | None:
-    """Return the names of the arguments that a loss must be given; None: not known."""
+def _explained(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+    """Return a loss whose errors say how it is called."""
+
+    @wraps(loss)
+    def call(model: Any, batch: Any) -> Tensor:
+        try:
+            return loss(model, batch)
+        except (TypeError, AttributeError) as error:
+            error.add_note(
+                "stretto calls the loss as loss(model, batch); if it is a criterion, name its "
+                f"arguments (output, target), or {_EXAMPLE}"
+            )
+            raise
+
+    return call
+
+
+def _parameters(loss: Any) -> Mapping[str, inspect.Parameter] | None:
     try:
         call = loss.forward if isinstance(loss, nn.Module) else loss
-        parameters = inspect.signature(call).parameters.values()
+        return inspect.signature(call).parameters
     except (TypeError, ValueError):
         return None
-    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+
+
+def _names(loss: Any) -> list[str] | None:
+    """Return the names of the arguments that a loss must be given; None: not known."""
+    found = _parameters(loss)
+    if found is None or any(one.kind is one.VAR_POSITIONAL for one in found.values()):
         return None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [one.name for one in parameters if one.kind in kinds and one.default is one.empty]
+    return [one.name for one in found.values() if one.kind in kinds and one.default is one.empty]
+
+
+def _setting(criterion: Any, name: str) -> Any:
+    """Return a setting of a criterion: an attribute of a module, the default of an argument."""
+    if isinstance(criterion, nn.Module):
+        return getattr(criterion, name, None)
+    found = (_parameters(criterion) or {}).get(name)
+    return None if found is None or found.default is found.empty else found.default

@@ -18,8 +18,9 @@ from stretto.optim.reading import read_schedules
 from stretto.planning import Plan, Prepared, bind_run
 from stretto.planning.plan import plan_prepared
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.settings import Loading, Stepping
+from stretto.settings import Computing, Loading, Stepping
 from stretto.timing import Timestamp
+from stretto.training.criterion import CriterionLoss
 from stretto.training.distributed.agreement import (
     as_config,
     as_texts,
@@ -59,6 +60,7 @@ class Given:
     ranks: Ranks
     """The processes of the run."""
     loading: Loading
+    computing: Computing
     stepping: Stepping
 
     def spec(self, train_data: Any) -> DataSpec:
@@ -171,6 +173,7 @@ class Given:
             optimizer=self.optimizer,
             step=self.step,
             loading=self.loading,
+            computing=self.computing,
             stepping=self.stepping,
             evaluations=self.timed.evaluations,
             checkpoint=self.timed.checkpoint,
@@ -203,7 +206,8 @@ def make_step(
     optimizer: Optimizer | None,
     loss: LossFunction | None,
     *,
-    stepping: Stepping,
+    computing: Computing,
+    loss_reduction: Literal["mean", "sum"],
     ranks: Ranks,
 ) -> TrainStep:
     """Return the step of a run, its model on the device of this rank."""
@@ -213,13 +217,15 @@ def make_step(
         return model
     assert optimizer is not None, "checked"
     assert loss is not None, "checked"
+    if isinstance(loss, CriterionLoss):
+        loss.to(ranks.device)
     return SupervisedStep(
         ranks.place(model),
         optimizer,
         loss,
-        precision=stepping.precision,
-        clip_norm=stepping.clip_norm,
-        loss_reduction=stepping.loss_reduction,
-        compile=stepping.compile,
+        precision=computing.precision,
+        clip_norm=computing.clip_norm,
+        loss_reduction=loss_reduction,
+        compile=computing.compile,
         device=ranks.device.type,
     )

@@ -18,7 +18,7 @@ from stretto.data.randomness import seed_generators
 from stretto.optim import Hyperparameters
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.random_state import kept_generators
-from stretto.settings import Loading, Stepping
+from stretto.settings import Computing, Loading, Stepping
 from stretto.training.callback import Callback
 from stretto.training.distributed.agreement import as_text
 from stretto.training.scaling import Timed
@@ -32,6 +32,7 @@ def describe_setup(
     hyperparameters: Hyperparameters,
     *,
     loading: Loading,
+    computing: Computing,
     stepping: Stepping,
     step: TrainStep,
     timed: Timed,
@@ -45,6 +46,7 @@ def describe_setup(
         loader: the run's data and batch sizes.
         hyperparameters: the schedules.
         loading: how samples are fetched.
+        computing: how the model computes.
         stepping: how a step is computed.
         step: what computes it.
         timed: evaluations, checkpoints and callbacks.
@@ -70,9 +72,9 @@ def describe_setup(
         "loss_weight": _text(stepping.loss_weight),
         "shifts_labels": stepping.shifts_labels,
         "loss_reduction": stepping.loss_reduction,
-        "precision": stepping.precision,
-        "clip_norm": stepping.clip_norm,
-        "compile": stepping.compile,
+        "precision": computing.precision,
+        "clip_norm": computing.clip_norm,
+        "compile": computing.compile,
         # As usual is None: checkpoints from before these settings do not have them.
         "measure_noise": _unusual(stepping.measure_noise, "auto"),
         "step": _unusual(type(step).__qualname__, SupervisedStep.__qualname__),

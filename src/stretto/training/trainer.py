@@ -25,7 +25,15 @@ from stretto.planning import Plan, Prepared
 from stretto.runtime import TrainStep
 from stretto.runtime.packing import packed
 from stretto.schedules import ScheduleLike
-from stretto.settings import Checkpointing, Loading, Precision, Stepping, one_of, read_settings
+from stretto.settings import (
+    Checkpointing,
+    Computing,
+    Loading,
+    Precision,
+    Stepping,
+    one_of,
+    read_settings,
+)
 from stretto.timing import Horizon, TimeLike, Timer, Trigger
 from stretto.timing.time import Number
 from stretto.training.assembly import Assembly
@@ -33,7 +41,7 @@ from stretto.training.callback import Callback, Events
 from stretto.training.checkpointing.callback_state import check_states
 from stretto.training.checkpointing.resuming import find_checkpoint, open_run, open_verified
 from stretto.training.checks import check_parts, given_size, read_evaluations
-from stretto.training.criterion import Criterion, as_loss
+from stretto.training.criterion import Criterion, CriterionLoss, as_loss
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.best import BestEvaluation
 from stretto.training.interrupt import raise_for
@@ -118,9 +126,9 @@ class Trainer:
         batch_size: PolicyLike | Coupling | None = None,
         micro_batch_size: MicroBatchSize = None,
         schedules: Mapping[str, ScheduleLike | Sequence[ScheduleLike]] | None = None,
-        precision: Precision | None = None,
+        precision: Precision = "fp32",
         clip_norm: float | None = None,
-        compile: bool | None = None,  # noqa: A002  as torch calls it
+        compile: bool = False,  # noqa: A002  as torch calls it
         device: str | None = None,
         loading: Loading | Mapping[str, Any] = Loading(),  # noqa: B008  a frozen value
         stepping: Stepping | Mapping[str, Any] = Stepping(),  # noqa: B008
@@ -133,14 +141,23 @@ class Trainer:
         prepared: Prepared | None = None,
     ) -> None:
         loading = read_settings(Loading, loading, "loading")
-        stepping = read_settings(Stepping, stepping, "stepping").overridden(
+        stepping = read_settings(Stepping, stepping, "stepping")
+        computing = Computing(
             precision=precision, clip_norm=clip_norm, compile=compile, device=device
         )
-        evaluations = read_evaluations(evaluate, stepping)
+        evaluations = read_evaluations(evaluate)
         check_parts(
-            model, optimizer, loss, stepping=stepping, evaluations=evaluations, callbacks=callbacks
+            model,
+            optimizer,
+            loss,
+            computing=computing,
+            stepping=stepping,
+            evaluations=evaluations,
+            callbacks=callbacks,
         )
-        loss = as_loss(loss, stepping) if callable(loss) else loss
+        called = as_loss(loss, stepping.loss_reduction) if callable(loss) else None
+        if isinstance(called, CriterionLoss) and called.is_over_targets:
+            stepping = stepping.counted(called.count)
         sizes, schedules = paired(
             given_size(batch_size, train_data), schedules or {}, stepping.rule
         )
@@ -156,8 +173,15 @@ class Trainer:
         self._is_training = False
         self.changes: tuple[str, ...] = ()
         """What is set up otherwise than in the checkpoint that was resumed, a line each."""
-        self._ranks = Ranks.from_environment(stepping.device, stepping.longest_wait)
-        self.step = make_step(model, optimizer, loss, stepping=stepping, ranks=self._ranks)
+        self._ranks = Ranks.from_environment(device, stepping.longest_wait)
+        self.step = make_step(
+            model,
+            optimizer,
+            called,
+            computing=computing,
+            loss_reduction=stepping.loss_reduction,
+            ranks=self._ranks,
+        )
         """Computes gradients and updates the weights."""
         self.model = self.step.model
         self.optimizer = joined(self.step.optimizers)
@@ -169,6 +193,7 @@ class Trainer:
             folder=self.folder,
             ranks=self._ranks,
             loading=loading,
+            computing=computing,
             stepping=stepping,
         )
         self._load(train_data, micro_batch_size, prepared)

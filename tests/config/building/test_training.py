@@ -122,7 +122,8 @@ def test_everything_is_handed_over(tmp_path: Path) -> None:
             rule={"sqrt": 8},
             evaluate={"every": "50%", "metrics": {"l1": {"target": "my_project:absolute_loss"}}},
             checkpoint={"every": "1ep", "keep": 2},
-            stepping={"clip_norm": 0.1, "loss_weight": {"target": "my_project:count"}},
+            clip_norm=0.1,
+            stepping={"loss_weight": {"target": "my_project:count"}},
             loss={"target": "my_project:absolute_loss", "scale": 2.0},
             callbacks=[{"target": "stretto.training:Callback"}],
             seed=3,
@@ -285,7 +286,7 @@ def test_a_logger_of_yours_gets_the_run_file(tmp_path: Path) -> None:
         ),
         ({"callbacks": [{"target": "my_project:Line"}]}, "not a stretto.training.Callback"),
         ({"loss": {"target": "my_project:NUMBER"}}, "cannot use my_project:NUMBER as a function"),
-        ({"stepping": {"device": "abacus"}}, "cannot compute on 'abacus'"),
+        ({"device": "abacus"}, "cannot compute on 'abacus'"),
         ({"stepping": {"rank_timeout": "5ba"}}, r"cannot wait '5ba'.*stepping.rank_timeout in"),
         (
             {"batch_size": {"plateau": "validation/loss", "start": 4, "maximum": 8}},

@@ -25,7 +25,9 @@ schedules:
 batch_size: {ramp: double, start: 8, end: 64, over: 40%, at_most: 32, hysteresis: 1.5}
 micro_batch_size: auto
 rule: {sqrt: 64}
-stepping: {clip_norm: 1.0, precision: bf16, measure_noise: 10}
+clip_norm: 1.0
+precision: bf16
+stepping: {measure_noise: 10}
 loading: {num_workers: 2, shuffle: true}
 evaluate: [{every: 10%, name: validation, metrics: {m: {target: "a:b"}}}]
 checkpoint: {every: 1ep, keep: 2, monitor: validation/loss, mode: min}

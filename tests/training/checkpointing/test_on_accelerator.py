@@ -13,7 +13,7 @@ import torch
 from tests.training.numbered import BATCH_SIZE, NUM_SAMPLES, NumberedRun
 
 from stretto.report.ledger import read_ledger
-from stretto.training import Callback, Checkpointing, Stepping
+from stretto.training import Callback, Checkpointing
 
 pytestmark = pytest.mark.phantom
 
@@ -36,7 +36,7 @@ class Kill(Callback):
 run = NumberedRun(
     folder=Path(sys.argv[1]),
     checkpoint=Checkpointing(every="2ba"),
-    stepping=Stepping(device="cuda", precision=sys.argv[2]),
+    device="cuda", precision=sys.argv[2],
     max_duration="1000ba",
     callbacks=[Kill()],
 )
@@ -59,7 +59,8 @@ def test_a_killed_run_goes_on_where_its_checkpoint_is(tmp_path: Path, precision:
     )
     assert done.returncode == -signal.SIGKILL
     settings: dict[str, Any] = {
-        "stepping": Stepping(device="cuda", precision=precision),
+        "device": "cuda",
+        "precision": precision,
         "max_duration": "12ba",
     }
     whole = NumberedRun(**settings)

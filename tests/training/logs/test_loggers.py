@@ -288,7 +288,7 @@ def test_a_logger_gets_the_settings_of_the_run_as_plain_values(
         "optimizer.lr": 0.1,
         "optimizer.momentum": 0.9,
         "loading.seed": 0,
-        "stepping.precision": "fp32",
+        "precision": "fp32",
         "checkpoint.every": "Every('4ba')",
         "model": "torch.nn.modules.container.Sequential",
         "parameters": 66,

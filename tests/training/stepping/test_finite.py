@@ -186,7 +186,7 @@ def test_overflow_under_loss_scaling_is_skipped_and_counted(problem: Make) -> No
     """The scaler begins at 65,536: a float16 gradient of that size is infinite."""
     run = problem(dtype=torch.float32)
     trainer = run.trainer(
-        stepping=Stepping(precision="fp16"),
+        precision="fp16",
         loss=lambda model, batch: (model(batch[0]) * 1e3).mean(),
         max_duration="6ba",
     )
@@ -214,7 +214,7 @@ def test_a_default_type_of_float64_trains(problem: Make, precision: Any) -> None
     torch.set_default_dtype(torch.float64)
     try:
         run = problem()
-        trainer = run.trainer(stepping=Stepping(clip_norm=1.0, precision=precision))
+        trainer = run.trainer(clip_norm=1.0, precision=precision)
         trainer.fit()
     finally:
         torch.set_default_dtype(torch.float32)
@@ -259,19 +259,19 @@ class HostReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("stepping", "micro_batch_size"),
-    [({}, None), ({}, 2), ({"clip_norm": 1.0}, None), ({"non_finite": "skip"}, 2)],
+    ("settings", "micro_batch_size"),
+    [({}, None), ({}, 2), ({"clip_norm": 1.0}, None), ({"stepping": {"non_finite": "skip"}}, 2)],
     ids=["plain", "micro-batches", "clipped", "skip"],
 )
 def test_a_step_reads_nothing_on_the_host(
-    stepping: Any, micro_batch_size: int | None, problem: Make
+    settings: Any, micro_batch_size: int | None, problem: Make
 ) -> None:
     counts = []
     for length in ("20ba", "60ba"):
         trainer = problem().trainer(
             max_duration=length,
             micro_batch_size=micro_batch_size,
-            stepping=Stepping(**stepping),
+            **settings,
             log=Logging("100ba", console=False),
         )
         with HostReads() as reads:  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from torch import nn
 from stretto.batching import IncreaseFunction, NoiseScale, NormTest, PeriodSizes
 from stretto.errors import TrainingError
 from stretto.memory import find_batch_size
-from stretto.training import Callback, Checkpointing, Stepping
+from stretto.training import Callback, Checkpointing
 from stretto.training.algorithms import NoiseReport
 
 Make = Callable[..., Any]
@@ -180,7 +180,7 @@ def test_finding_leaves_no_trace() -> None:
         max_duration="1ep",
         batch_size=16,
         micro_batch_size="auto",
-        stepping=Stepping(clip_norm=1.0),
+        clip_norm=1.0,
     )
     assert len(optimizer.state) == 0
     assert all(map(torch.equal, before, model.state_dict().values()))

@@ -162,7 +162,8 @@ def test_loss_scaling_changes_nothing(problem: Make) -> None:
             max_duration="1ba",
             batch_size=24,
             micro_batch_size=6,
-            stepping=Stepping(precision=precision, clip_norm=0.1),
+            precision=precision,
+            clip_norm=0.1,
             callbacks=[listener],
         ).fit()
         signals = listener.heard[0][1]

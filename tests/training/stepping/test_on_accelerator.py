@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from stretto.errors import TrainingError
 from stretto.report.ledger import read_ledger
-from stretto.training import Callback, Checkpointing, Stepping, Trainer
+from stretto.training import Callback, Checkpointing, Trainer
 
 pytestmark = pytest.mark.phantom
 
@@ -185,7 +185,7 @@ def large_run(folder: Path, tight: Tight, *, foreach: bool | None = None) -> Tra
         loss=lambda model, batch: model(batch[0]).square().mean(),
         max_duration="6ba",
         batch_size=4,
-        stepping=Stepping(device=DEVICE),
+        device=DEVICE,
         folder=folder,
         checkpoint=Checkpointing(every="2ba"),
         callbacks=[tight],

@@ -75,7 +75,7 @@ def noisy_trainer(memory: Memory, data: TensorDataset, size: int | None) -> Trai
         batch_size="0sp:8 40sp:16",
         micro_batch_size=size,
         callbacks=[Count(memory)],
-        stepping=Stepping(clip_norm=1.0),
+        clip_norm=1.0,
     )
 
 

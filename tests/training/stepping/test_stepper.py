@@ -41,9 +41,9 @@ def test_losses_that_wait_for_the_log_take_no_memory(problem: Make) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_batch_without_a_unit_is_refused_on_one_rank_too(problem: Make, precision: Any) -> None:
     run = problem(dtype=torch.float32)
-    stepping = Stepping(loss_weight=lambda batch: 0, precision=precision)
+    stepping = Stepping(loss_weight=lambda batch: 0)
     with pytest.raises(TrainingError, match="cannot take the step at 0sp: its batch has no units"):
-        run.trainer(stepping=stepping).fit()
+        run.trainer(precision=precision, stepping=stepping).fit()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,8 @@ def test_half_precision_goes_on_where_everything_is_frozen(problem: Make) -> Non
     run = problem(dtype=torch.float32)
     trainer = run.trainer(
         max_duration="6ba",
-        stepping=Stepping(precision="fp16", clip_norm=1.0),
+        precision="fp16",
+        clip_norm=1.0,
         callbacks=[LayerFreezing(["0", "2"], start="1ba", end="4ba")],
     )
     trainer.fit()
@@ -78,7 +79,7 @@ def test_an_optimizer_of_some_parameters_leaves_the_others_alone(
     run = problem()
     run.optimizer = torch.optim.SGD(run.model[2].parameters(), lr=0.1)
     first, last = run.model[0].weight.clone(), run.model[2].weight.clone()
-    run.trainer(stepping=Stepping(clip_norm=clip_norm)).fit()
+    run.trainer(clip_norm=clip_norm).fit()
     assert torch.equal(run.model[0].weight, first)
     assert not torch.equal(run.model[2].weight, last)
 
@@ -102,7 +103,7 @@ def test_a_transform_that_changes_no_tokens_leaves_their_count_alone(problem: Ma
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch's compiler uses torch.jit
 def test_compiled_names_do_not_reach_a_checkpoint(problem: Make) -> None:
     run = problem()
-    trainer = run.trainer(stepping=Stepping(compile=True))  # compiled at the first step, not here
+    trainer = run.trainer(compile=True)  # compiled at the first step, not here
     tensors, _ = trainer._state.capture()
     assert list(tensors["model"]) == [name for name, _ in run.model.named_parameters()]
 

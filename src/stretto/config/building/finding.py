@@ -23,6 +23,7 @@ from stretto.data import DataSpec, StepLoader
 from stretto.errors import ConfigError, StrettoError
 from stretto.memory.examples import example_batches, resizable
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.training.criterion import as_loss
 from stretto.training.stepping.measuring import keeps_gradients_apart
 
 MICRO_BATCHES = 2
@@ -61,15 +62,15 @@ def build_finding(config: RunConfig, *, on_meta: bool = False) -> Finding:
     with device if on_meta else contextlib.nullcontext():
         model = make_model(config)
     model.to(device)
-    stepping = config.stepping
+    reduction = config.stepping.loss_reduction
     step = make_step(config, model) or SupervisedStep(
         model,
         make_optimizer(config, model),
-        make_loss(config, model),
-        precision=stepping.precision,
-        clip_norm=stepping.clip_norm,
-        loss_reduction=stepping.loss_reduction,
-        compile=stepping.compile and not on_meta,
+        as_loss(make_loss(config, model), reduction),
+        precision=config.precision,
+        clip_norm=config.clip_norm,
+        loss_reduction=reduction,
+        compile=config.compile and not on_meta,
     )
     noise = _measures_noise(config, spec)
     return Finding(step, MICRO_BATCHES, noise, batch, spec.known_num_samples)
@@ -107,7 +108,7 @@ def _examples(config: RunConfig, spec: DataSpec) -> Any:
 
 
 def _device(config: RunConfig) -> torch.device:
-    name = config.stepping.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -116,6 +117,6 @@ def _device(config: RunConfig) -> torch.device:
             f"use the device {name!r}",
             why=str(error).splitlines()[0].lower().rstrip("."),
             instead="write one that this machine has, or ask with --device-memory",
-            where=config.source.where(("stepping", "device")),
+            where=config.source.where(("device",)),
         ) from None
     return device

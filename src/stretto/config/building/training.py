@@ -62,7 +62,7 @@ def build_trainer(
     seed_everything(config.seed)
     model = make_model(config)
     if config.parallel == "fsdp":
-        model = shard_blocks(model, device=config.stepping.device)
+        model = shard_blocks(model, device=config.device)
     step = make_step(config, model)
     evaluations = [make_evaluation(config, one, run) for one in config.evaluations]
     trainer = Trainer(
@@ -74,6 +74,10 @@ def build_trainer(
         batch_size=run.policy,
         micro_batch_size=config.micro_batch_size,
         schedules=run.schedules,
+        precision=config.precision,
+        clip_norm=config.clip_norm,
+        compile=config.compile,
+        device=config.device,
         loading=make_loading(config),
         stepping=make_stepping(config, run),
         evaluate=evaluations,

@@ -78,7 +78,7 @@ _KEYS = {
     "dataset_num_tokens": "data.num_tokens",
     "tokens_per_sample": "data.tokens_per_sample",
     "max_training_duration": "max_duration",
-    **{name: f"stepping.{name}" for name in ("clip_norm", "non_finite", "rank_timeout")},
+    **{name: f"stepping.{name}" for name in ("non_finite", "rank_timeout")},
 }
 """The keys that have another name than the arguments of Python."""
 

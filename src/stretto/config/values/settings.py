@@ -137,7 +137,6 @@ _TYPES: dict[str, Any] = {
     "int": Count,
     "int | None": Count | None,
     "str | None": str | None,
-    "float | None": Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
     "TimeLike | Trigger": Length,
     "Callable[[list[Any]], Any] | None": Target | None,
 }

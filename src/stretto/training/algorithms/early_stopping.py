@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, final
 
-from stretto.errors import TrainingError
+from stretto.batching.adaptive.following import measured_value
 from stretto.settings import one_of
 from stretto.timing import Time, TimeLike
 from stretto.training.callback import Callback
@@ -28,7 +28,7 @@ class EarlyStopping(Callback):
 
     Raises:
         TimeError: the patience is not a time.
-        TrainingError: there is no such mode; or, when an evaluation ends, it has no such metric.
+        TrainingError: there is no such mode; or, in a trainer, no evaluation measures the metric.
     """
 
     def __init__(
@@ -40,7 +40,8 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
     ) -> None:
         one_of("mode", mode, ("min", "max"))
-        self._monitor, self._patience = monitor, Time(patience)
+        self.monitor: str = monitor
+        self._patience = Time(patience)
         self._sign, self._min_delta = (1 if mode == "min" else -1), min_delta
         self._best = math.inf
         self._since: float | None = None
@@ -49,7 +50,7 @@ class EarlyStopping(Callback):
         """Return the same for a run that is `ratio` times as long."""
         mode: Literal["min", "max"] = "min" if self._sign == 1 else "max"
         patience = self._patience * ratio
-        return EarlyStopping(self._monitor, patience=patience, mode=mode, min_delta=self._min_delta)
+        return EarlyStopping(self.monitor, patience=patience, mode=mode, min_delta=self._min_delta)
 
     def on_fit_start(self, run: Run) -> None:
         """Place the patience on the clock of the run.
@@ -60,24 +61,24 @@ class EarlyStopping(Callback):
         self._axis = run.horizon.common_axis((self._patience,))
         self._ticks = float(run.horizon.ticks(self._patience, self._axis))
 
-    def on_evaluation_end(self, run: Run, name: str, metrics: Mapping[str, float]) -> None:
+    def on_evaluation_end(
+        self,
+        run: Run,
+        name: str,  # noqa: ARG002
+        metrics: Mapping[str, float],
+    ) -> None:
         """Compare the metric with the best one so far."""
-        if self._monitor.partition("/")[0] != name:
+        value = measured_value(self.monitor, metrics)
+        if value is None:
             return
-        if self._monitor not in metrics:
-            raise TrainingError.cannot(
-                f"stop by {self._monitor!r}",
-                why=f"{name!r} measures {', '.join(metrics)}",
-                instead="write one of these",
-            )
-        now, value = float(self._axis.read(run.timer.timestamp)), metrics[self._monitor]
+        now = float(self._axis.read(run.timer.timestamp))
         if value * self._sign < self._best - self._min_delta:
             self._best, self._since = value * self._sign, now
         elif self._since is None:  # nan from the beginning
             self._since = now
         elif now - self._since >= self._ticks:
             best = self._best * self._sign
-            run.stop(f"{self._monitor} was not better than {best:g} for {self._patience}")
+            run.stop(f"{self.monitor} was not better than {best:g} for {self._patience}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and its time."""
@@ -91,4 +92,4 @@ class EarlyStopping(Callback):
     def __repr__(self) -> str:
         mode = "" if self._sign == 1 else ", mode='max'"
         delta = f", min_delta={self._min_delta}" if self._min_delta else ""
-        return f"EarlyStopping({self._monitor!r}, patience='{self._patience}'{mode}{delta})"
+        return f"EarlyStopping({self.monitor!r}, patience='{self._patience}'{mode}{delta})"

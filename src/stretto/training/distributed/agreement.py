@@ -24,7 +24,7 @@ from stretto.data import DataSpec
 from stretto.errors import TrainingError
 from stretto.optim.joined import each_of
 from stretto.runtime import TrainStep
-from stretto.settings import Checkpointing, Loading, Stepping
+from stretto.settings import Checkpointing, Computing, Loading, Stepping
 from stretto.training.callback import Callback, overrides
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.settings import Evaluation, Logging
@@ -80,6 +80,7 @@ def describe_settings(
     optimizer: Optimizer,
     step: TrainStep,
     loading: Loading,
+    computing: Computing,
     stepping: Stepping,
     evaluations: Sequence[Evaluation],
     checkpoint: Checkpointing | None,
@@ -89,16 +90,16 @@ def describe_settings(
     device: str,
 ) -> dict[str, Any]:
     """Return the settings of a run, all but the model, in the order in which ranks compare them."""
-    settings: dict[str, Any] = {**given, **_of_data(spec), **_fields("loading", loading)}
+    settings: dict[str, Any] = {**given, **_of_data(spec), **_fields("loading.", loading)}
     settings |= _of_optimizer(optimizer)
     settings |= {"step": type(step), "loss": step.loss, "device": device}
-    settings |= _fields("stepping", stepping)
+    settings |= _fields("", computing) | _fields("stepping.", stepping)
     settings["number of evaluations"] = len(evaluations)
     for one in evaluations:
         settings |= _of_evaluation(one)
     settings["checkpoint"] = None if checkpoint is None else "given"
     if checkpoint is not None:
-        settings |= _fields("checkpoint", checkpoint) | {"checkpoint.every": checkpoint.trigger}
+        settings |= _fields("checkpoint.", checkpoint) | {"checkpoint.every": checkpoint.trigger}
     settings |= {"log.every": log.trigger, "log.flush": log.flush_trigger}
     settings["folder"] = "given" if has_folder else None
     # Others may be on one rank alone, such as one that shows progress.
@@ -202,7 +203,7 @@ def _of_tensor(name: str, tensor: Tensor) -> str:
 
 def _fields(at: str, settings: Any) -> dict[str, Any]:
     names = [one.name for one in fields(settings) if one.name not in _OWN_OF_A_RANK]
-    return {f"{at}.{name}": getattr(settings, name) for name in names}
+    return {at + name: getattr(settings, name) for name in names}
 
 
 def as_text(value: Any) -> str:

@@ -56,7 +56,7 @@ def _check_mesh(
         raise _refused(
             model,
             f"it is spread over {mesh.device_type} and the run computes on {device.type}",
-            f"write Stepping(device={mesh.device_type!r}), or shard it over {device.type}",
+            f"write device={mesh.device_type!r}, or shard it over {device.type}",
         )
     # One dimension cuts; a second one before it holds copies of that (hybrid sharding).
     copies, cut = placements[:-1], placements[-1]

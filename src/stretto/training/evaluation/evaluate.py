@@ -21,6 +21,7 @@ from stretto.runtime.gradients import is_fully_sharded
 from stretto.runtime.out_of_memory import attempt
 from stretto.runtime.random_state import RandomState
 from stretto.timing import BoundTrigger
+from stretto.training.criterion import CriterionLoss
 from stretto.training.distributed.fully_sharded import reshard
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.metrics import MetricObjects, check_predictable, is_object
@@ -54,7 +55,7 @@ class Evaluator:
         *,
         loss: LossFunction | None,
         loss_is_sum: bool,
-        count: Callable[[Any], int] | None,
+        count: Callable[[Any], float] | None,
         autocast: Callable[[], AbstractContextManager[Any]],
         batch_size: int,
         collate_fn: Collate | None,
@@ -75,7 +76,10 @@ class Evaluator:
             if not is_object(metric)
         }
         self._objects = MetricObjects(settings.metrics, settings.predict, ranks)
-        self._count = count
+        self._count: Callable[[Any], float] | None = count
+        if isinstance(settings.loss, CriterionLoss):
+            settings.loss.to(ranks.device)
+            self._count = settings.loss.count if settings.loss.is_over_targets else None
         self._autocast = autocast
         self._ranks = ranks
         self._spec = DataSpec.of(settings.data)

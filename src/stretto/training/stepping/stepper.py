@@ -98,7 +98,6 @@ class Stepper:
         self._is_warm = False
         self._is_new = True
         """Whether no step was taken yet."""
-        self._has_gradient = False
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -289,8 +288,8 @@ class Stepper:
             TrainingError: memory ran out. Some weights may have changed, so it is not repeated.
             CheckpointError: an optimizer cannot use the state that was loaded into it.
         """
-        if self._is_new:
-            self._has_gradient = self._has_gradients()
+        versions = [one._version for one in self._parameters] if self._is_new else None
+        had_gradients = self._is_new and self._has_gradients()
         try:
             info: Info | None = self._step.update()
         except Exception as error:
@@ -307,9 +306,10 @@ class Stepper:
                 "optimizer that keeps less state, or a smaller micro_batch_size",
             ) from error
         self.resumed_from = None
-        if self._is_new:
+        if versions is not None and info is not TrainStep.SKIPPED:
             self._is_new = False
-            self._check_gradients()
+            if not had_gradients and versions == [one._version for one in self._parameters]:
+                self._check_gradients()
         self._step.clear()
         if self.meter is not None:
             self.meter.forget()
@@ -318,16 +318,12 @@ class Stepper:
         return None if self._check is not None else {}
 
     def _check_gradients(self) -> None:
-        """Refuse a first step that no parameter has a gradient from, before or after its update.
+        """Refuse a first update that changed nothing, if no parameter has a gradient after it.
 
         Raises:
             TrainingError: there is none.
         """
-        if (
-            self._has_gradient
-            or self._has_gradients()
-            or not (self._is_alone or self._averages_itself)
-        ):
+        if self._has_gradients() or not (self._is_alone or self._averages_itself):
             return
         raise TrainingError.cannot(
             f"train with {type(self._step).__qualname__}",
