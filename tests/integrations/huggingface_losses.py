@@ -25,6 +25,11 @@ _CLASS = torch.randint(0, 3, (N,), generator=_G)
 _TOKENS = _IDS % 3
 _TOKENS[:, 5:][torch.rand(N, 3, generator=_G) < 0.5] = -100
 _MASKED = _IDS.masked_fill(torch.rand(N, 8, generator=_G) < 0.3, -100)
+_SPARSE = _MASKED.clone()  # most micro-batches have no target
+_SPARSE[torch.arange(N) % 5 > 1] = -100
+_PIXELS = torch.randint(0, 3, (N, 16, 16), generator=_G)
+_PIXELS[16:, :8][torch.rand(N - 16, 8, 16, generator=_G) < 0.7] = 255
+_RARE = (torch.rand(N, generator=_G) < 0.15).long()
 _FLOATS = torch.rand(N, generator=_G, dtype=DOUBLE)
 _MULTI = (torch.rand(N, 3, generator=_G) > 0.5).double()
 _PICTURES = torch.rand(N, 3, 16, 16, generator=_G, dtype=DOUBLE)
@@ -58,6 +63,12 @@ _BART = {
     "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32,
     "decoder_ffn_dim": 32, "max_position_embeddings": 32,
 }  # fmt: skip
+_SEGFORMER = {
+    "num_encoder_blocks": 1, "depths": [1], "sr_ratios": [1], "hidden_sizes": [8],
+    "patch_sizes": [3], "strides": [2], "num_attention_heads": [1], "mlp_ratios": [2],
+    "decoder_hidden_size": 8, "hidden_dropout_prob": 0.0, "classifier_dropout_prob": 0.0,
+    "drop_path_rate": 0.0,
+}  # fmt: skip
 _VIT = _SIZE | {
     "image_size": 16, "patch_size": 8, "intermediate_size": 32, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
@@ -76,6 +87,25 @@ class NotScaled(Mean):
     """The same, as transformers wants to be told."""
 
     loss_is_scaled_for_ga = False
+
+
+class Weighted(hf.Trainer):
+    """A mean over samples with weights of their classes, so the parts of a batch do not add up."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        logits = model(input_ids=inputs["input_ids"]).logits
+        weight = torch.tensor([0.5, 5.0], dtype=DOUBLE)
+        return nn.functional.cross_entropy(logits, inputs["labels"], weight=weight)
+
+
+class OfSequences(hf.Trainer):
+    """A mean over sequences of the mean over their targets."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        logits = model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        labels = inputs["labels"][:, 1:]
+        each = nn.functional.cross_entropy(logits[:, :-1].mT, labels, reduction="none")
+        return (each.sum(1) / (labels != -100).sum(1)).mean()
 
 
 class Divided(hf.Trainer):
@@ -108,6 +138,12 @@ Case = tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]
 def case(model: str, settings: dict[str, Any], columns: dict[str, Any], **more: Any) -> Case:
     kind = getattr(hf, model)
     return lambda: kind(kind.config_class(**settings)), columns, more
+
+
+def segformer() -> Any:
+    model = hf.SegformerForSemanticSegmentation(hf.SegformerConfig(**_SEGFORMER, num_labels=3))
+    model.decode_head.batch_norm = nn.Identity()  # it would compare the samples of a batch
+    return model
 
 
 _TEXT = {"input_ids": _IDS}
@@ -152,6 +188,12 @@ CASES: dict[str, Case] = {
     "own-divided": case(
         "BertForTokenClassification", _BERT | _THREE, _TEXT | {"labels": _TOKENS}, kind=Divided
     ),
+    "segformer": (segformer, {"pixel_values": _PICTURES, "labels": _PIXELS}, {}),
+    "mlm-sparse": case("BertForMaskedLM", _BERT, _TEXT | {"labels": _SPARSE}),
+    "llama-sparse": case("LlamaForCausalLM", _LLAMA, _TEXT | {"labels": _SPARSE}),
+    "own-of-sequences": case(
+        "LlamaForCausalLM", _LLAMA, {}, kind=OfSequences, data=toys.rows(N), collate=toys.collate
+    ),
     "function": case(
         "BertForSequenceClassification", _BERT | _THREE, _CLASSES, function=mean_function
     ),
@@ -162,6 +204,12 @@ CASES: dict[str, Case] = {
         function=divided_function,
     ),
 }
+WEIGHTED = case(
+    "BertForSequenceClassification",
+    _BERT | {"num_labels": 2},
+    _TEXT | {"labels": _RARE},
+    kind=Weighted,
+)
 MIXTRAL = case(
     "MixtralForCausalLM",
     _LLAMA
@@ -175,6 +223,7 @@ def train(name: str | Case, micro_batch_size: int) -> tuple[list[float], list[fl
     """Return weights and logged losses."""
     make, columns, more = CASES[name] if isinstance(name, str) else name
     data = [{key: value[i] for key, value in columns.items()} for i in range(N)]
+    data = more.get("data", data)
     torch.manual_seed(0)
     model = make().to(torch.float32 if name is MIXTRAL else DOUBLE)
     arguments = toys.arguments(
@@ -184,7 +233,7 @@ def train(name: str | Case, micro_batch_size: int) -> tuple[list[float], list[fl
         **(_RANKS if "RANK" in os.environ else {}),
     )  # fmt: skip
     trainer = more.get("kind", hf.Trainer)(
-        model, arguments, train_dataset=data, data_collator=stacked,
+        model, arguments, train_dataset=data, data_collator=more.get("collate", stacked),
         compute_loss_func=more.get("function"),
     )  # fmt: skip
     attach(trainer, SIZES, {"lr": 1.0})

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="needs stretto[huggingface]")
 pytest.importorskip("datasets", reason="needs datasets: make test-adapters")
 
 from tests.integrations import huggingface_losses as losses
-from tests.integrations.huggingface_losses import CASES, MIXTRAL
+from tests.integrations.huggingface_losses import CASES, MIXTRAL, WEIGHTED
 
 from stretto.errors import TrainingError
 
@@ -31,15 +31,22 @@ def check(name: str, found: Any) -> None:
         assert values == pytest.approx(expected, rel=0, abs=bound)
 
 
+@pytest.mark.parametrize("name", ["llama", "mlm-sparse", "llama-sparse", "own-of-sequences"])
+def test_micro_batches_may_be_single_samples(name: str) -> None:
+    check(name, losses.train(name, 1))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_micro_batches_train_as_one_big_batch(name: str) -> None:
     check(name, losses.train(name, 4))
 
 
-def test_a_loss_that_is_no_mean_is_refused_in_parts_only() -> None:
-    with pytest.raises(TrainingError, match="router"):
-        losses.train(MIXTRAL, 4)
-    losses.train(MIXTRAL, 16)
+@pytest.mark.parametrize("made", [MIXTRAL, WEIGHTED], ids=["router", "weights of classes"])
+def test_a_loss_that_is_no_mean_is_refused_in_parts_only(made: losses.Case) -> None:
+    for size in (1, 4):
+        with pytest.raises(TrainingError, match="router"):
+            losses.train(made, size)
+    losses.train(made, 16)
 
 
 @pytest.mark.slow

@@ -35,6 +35,8 @@ def make(loss: Any, **settings: Any) -> Any:
     made = loss(model)
     if isinstance(made, losses.TripletLoss):
         columns["third"] = texts[7:] + texts[:7]
+    elif isinstance(made, losses.SoftmaxLoss):
+        columns["label"] = [int(i % 9 == 0) for i in range(toys.N)]
     elif not isinstance(getattr(made, "loss", made), losses.MultipleNegativesRankingLoss):
         columns["score"] = [float(i % 2) for i in range(toys.N)]
     trainer = SentenceTransformerTrainer(
@@ -75,6 +77,12 @@ OTHERS: dict[str, Any] = {
     "negatives": losses.MultipleNegativesRankingLoss,
     "matryoshka": lambda model: losses.MatryoshkaLoss(
         model, losses.MultipleNegativesRankingLoss(model), matryoshka_dims=[8, 4]
+    ),
+    "dimensions by chance": lambda model: losses.MatryoshkaLoss(
+        model, losses.CosineSimilarityLoss(model), matryoshka_dims=[8, 4], n_dims_per_step=1
+    ),
+    "weights of classes": lambda model: losses.SoftmaxLoss(
+        model, 8, 2, loss_fct=torch.nn.CrossEntropyLoss(weight=torch.tensor([0.5, 5.0]))
     ),
     "cosent": losses.CoSENTLoss,
     "angle": losses.AnglELoss,

@@ -121,7 +121,7 @@ def check_loss(trainer: Any, run: Run, kind: str | None) -> None:
         TrainingError: the trainer has such a loss.
     """
     own = getattr(trainer, "loss", None)
-    others = [] if own is None else [one for one in _losses(own) if not _is_mean(one)]
+    others = [] if own is None else [one for one in _losses(own) if _name(one) not in _MEANS]
     if kind is not None and not others:
         return
     sizes, bounds = run.prepared.sizes, run.prepared.bound_policy.bounds
@@ -134,7 +134,8 @@ def check_loss(trainer: Any, run: Run, kind: str | None) -> None:
             f"compute {name} in micro-batches of {run.micro_batch_size} "
             f"on {run.loader.world_size} ranks",
             why="the loss of a batch is not known to be a mean over its samples or targets: it "
-            "may compare samples with each other, or add a term such as that of a router",
+            "may compare samples with each other, weigh classes, or add a term such as that of "
+            "a router",
             instead="train on one rank and set per_device_train_batch_size to the largest batch, "
             "or leave the term out (for a router: output_router_logits=False)",
         )
@@ -144,9 +145,12 @@ def _losses(loss: Any) -> list[Any]:
     """Return the losses of a trainer of sentence-transformers, also those inside wrappers."""
     if isinstance(loss, Mapping):
         return [inner for one in loss.values() for inner in _losses(one)]
-    return _losses(loss.loss) if type(loss).__name__ == "MatryoshkaLoss" else [loss]
+    # With `n_dims_per_step`, each micro-batch would draw its own dimensions.
+    is_wrapper = _name(loss) == "MatryoshkaLoss" and loss.n_dims_per_step < 1
+    return _losses(loss.loss) if is_wrapper else [loss]
 
 
-def _is_mean(loss: Any) -> bool:
+def _name(loss: Any) -> str | None:
+    """Return the name of a loss of sentence-transformers itself."""
     kind = type(loss)
-    return kind.__name__ in _MEANS and kind.__module__.startswith("sentence_transformers.")
+    return kind.__name__ if kind.__module__.startswith("sentence_transformers.") else None

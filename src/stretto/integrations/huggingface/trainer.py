@@ -20,7 +20,7 @@ from stretto.data.tokens import IGNORED_LABEL
 from stretto.errors import CheckpointError, TrainingError
 from stretto.integrations.huggingface.callback import Attached, Steps, StrettoCallback
 from stretto.integrations.huggingface.checks import check_loss
-from stretto.integrations.huggingface.losses import measure, units
+from stretto.integrations.huggingface.losses import ignored_pixel, measure, units
 from stretto.integrations.scheduler import ClockScheduler
 from stretto.integrations.stock import StreamBatches, is_shuffled
 from stretto.settings import Loading
@@ -149,7 +149,9 @@ class Follows(Trainer):
         if step is None:
             self.control.should_epoch_stop = True
             return [], None
-        each = [one.batch if one.num_samples else _unlabelled(one.batch) for one in step]
+        each = [
+            one.batch if one.num_samples else _labelled(one.batch, IGNORED_LABEL) for one in step
+        ]
         _, num_items = super().get_batch_samples(iter(each), len(each), device)
         return [step], num_items
 
@@ -159,7 +161,7 @@ class Follows(Trainer):
         meter = own.meter(model)
         micros = inputs.micro_batches if meter is None else meter.micro_batches(inputs)
         if not own.is_measured:
-            own.kind, own.is_measured = measure(self, model, micros[0], num_items_in_batch), True
+            own.kind, own.is_measured = measure(self, model, micros, num_items_in_batch), True
             check_loss(self, own.run, own.kind)
         counts = total = None
         weights = [float(micro.num_samples > 0) for micro in micros]  # divided by the loss itself
@@ -168,7 +170,8 @@ class Follows(Trainer):
             weights = [one * world_size for one in weights]
         elif own.kind not in ("divided", None):
             num_items_in_batch, step = None, replace(inputs, micro_batches=list(micros))
-            counts, total = units_of(step, units(own.kind), world_size=world_size)
+            counted = units(own.kind, ignored_pixel(self.model))
+            counts, total = units_of(step, counted, world_size=world_size)
             weights = [one * world_size / total for one in counts]
         for number, micro in enumerate(micros):
             is_last = number == len(micros) - 1
@@ -186,7 +189,10 @@ class Follows(Trainer):
                     stack.enter_context(
                         meter.watch(micro, is_last=is_last, units=count, divisor=divisor)
                     )
-                losses.append(super().training_step(model, micro.batch, num_items_in_batch))
+                # A mean over no targets is nan, also with a weight of 0.
+                is_empty = counts is not None and not counts[number]
+                batch = _labelled(micro.batch, 0) if is_empty else micro.batch
+                losses.append(super().training_step(model, batch, num_items_in_batch))
             if not is_last:
                 self.control = self.callback_handler.on_substep_end(
                     self.args, self.state, self.control
@@ -236,10 +242,11 @@ class Follows(Trainer):
             super()._track_num_input_tokens(micro.batch)
 
 
-def _unlabelled(batch: Any) -> Any:
-    """Return the batch of a dummy, which has no target."""
-    names = ("labels", "shift_labels")
+def _labelled(batch: Any, label: int) -> Any:
+    """Return the batch with all labels of this class; -100: without targets."""
     return {
-        name: torch.full_like(value, IGNORED_LABEL) if name in names else value
+        name: torch.full_like(value, label)
+        if name in ("labels", "shift_labels") and isinstance(value, torch.Tensor)
+        else value
         for name, value in batch.items()
     }
