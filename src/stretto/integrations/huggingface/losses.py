@@ -104,7 +104,8 @@ def _fits(
             return float(loss.detach().mean())
 
     labels, items = _classes(whole), _targets(whole, ignored)
-    kinds = ("targets", "shifted")[: 0 if labels is None else labels.ndim]
+    both: tuple[Kind, ...] = ("targets", "shifted")
+    kinds = both[: 0 if labels is None else labels.ndim]
     mean, means = at(whole, None), [at(one, None) for one in halves]
     args, types = trainer.args, {one.dtype for one in model.parameters()}
     is_coarse = args.bf16 or args.fp16 or args.tf32 or types & {torch.bfloat16, torch.float16}
