@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from stretto.training import Trainer
-from stretto.training.stepping.allocation import allocate_state
-from stretto.training.stepping.safety_net import SafetyNet
+from stretto.training.stepping.retry import Retry
 
 
 def short(*_: object, **__: object) -> Any:
@@ -47,31 +46,21 @@ def one_sample() -> None:
         trainer(loss=short).fit()
 
 
-def state() -> None:
-    class Ours(torch.optim.SGD):
-        state = property(short)
-
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    optimizer.__class__ = Ours
-    allocate_state(optimizer)
-
-
 def together(samples: int) -> None:
     """Ranks that meet in each pass."""
     loader = trainer().loader
-    net = SafetyNet(
+    retry = Retry(
         nn.SyncBatchNorm(3),
         loader.spec,
         SimpleNamespace(world_size=2, rank=1),  # type: ignore[arg-type]
         size=samples,
     )
-    net.take(next(loader), compute=short, prepare=short, clear=short, average=short)
+    retry.fall_back(next(loader), samples, "CUDA out of memory", clear=short)
 
 
 CASES: list[tuple[str, Callable[[], object]]] = [
     ("shortage-one-sample", one_sample),
     ("shortage-in-update", lambda: trainer(ShortUpdate).fit()),
-    ("shortage-of-state", state),
     ("shortage-where-ranks-wait", lambda: together(4)),
     ("shortage-where-ranks-wait-for-one", lambda: together(1)),
 ]

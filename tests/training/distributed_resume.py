@@ -26,7 +26,6 @@ from stretto.training import (
     Trainer,
     shard_blocks,
 )
-from stretto.training.stepping import safety_net
 
 RANK = int(os.environ.get("RANK", "0"))
 IS_FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -101,9 +100,8 @@ def train(
         stop: the rank that gets SIGTERM, and the batch in which it does.
         kill: the rank that gets SIGKILL, and the batch, if torchrun starts it for the first time.
         checkpoint_every: when a checkpoint is due.
-        micro_batch_size: of each pass; what is found is careful for four steps only.
+        micro_batch_size: of each pass.
     """
-    safety_net._CAREFUL_STEPS = 4
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(
         torch.randn(61, 5, generator=generator, dtype=torch.float64),

@@ -120,7 +120,7 @@ def main(settings: dict[str, Any], out: Path) -> None:
     except SystemExit as stop:
         ended = stop.code
     rank = int(os.environ.get("RANK", "0"))
-    net = trainer._loop.stepper.net
+    retry = trainer._loop.stepper.retry
     report = {
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
         "samples": remember.samples,
@@ -128,7 +128,7 @@ def main(settings: dict[str, Any], out: Path) -> None:
         "clock": trainer.timer.state_dict(),
         "stop_reason": trainer.stop_reason,
         "ended": ended,
-        "net": None if net is None else net.state_dict(),
+        "net": None if retry is None else retry.state_dict(),
     }
     (out / f"rank{rank}.json").write_text(json.dumps(report))
 

@@ -139,13 +139,13 @@ class NumberedRun:
     @property
     def splits(self) -> int:
         """How often memory ran out."""
-        net = self.trainer._loop.stepper.net
+        net = self.trainer._loop.stepper.retry
         assert net is not None
         return net.splits
 
     @property
     def size(self) -> int | None:
         """The most samples of a pass now."""
-        net = self.trainer._loop.stepper.net
+        net = self.trainer._loop.stepper.retry
         assert net is not None
         return net.size

@@ -151,7 +151,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_in_smaller_micro_batches(nam
     trainer.fit()
     other = trainer_of(name, micro_batch_size=4)
     other.fit()
-    net_of_it = trainer._loop.stepper.net
+    net_of_it = trainer._loop.stepper.retry
     assert net_of_it is not None
     assert net_of_it.splits == 1
     assert_same(trainer, other)

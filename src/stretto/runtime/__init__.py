@@ -3,13 +3,11 @@
 from stretto.runtime.out_of_memory import attempt, is_out_of_memory, release_memory
 from stretto.runtime.packing import PackingError, pack, unpack
 from stretto.runtime.random_state import RandomState
-from stretto.runtime.rewind import Rewind
 from stretto.runtime.step import SupervisedStep, TrainStep
 
 __all__ = [
     "PackingError",
     "RandomState",
-    "Rewind",
     "SupervisedStep",
     "TrainStep",
     "attempt",

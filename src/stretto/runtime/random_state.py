@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import random
-import struct
 import sys
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, lru_cache
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,11 +15,6 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from stretto.runtime.packing import pack, unpack
-
-_MT19937_BYTES = 625 * 4
-"""The memory of Python's generator and of NumPy's usual one: 624 words and a position."""
-_MARK_BYTES = 10 * 4
-"""The position and nine words. A draw moves the position; all words change when it starts over."""
 
 
 class RandomState(NamedTuple):
@@ -41,45 +33,25 @@ class RandomState(NamedTuple):
     python_state: Any
     numpy_state: Any
     """None if NumPy has not been imported."""
-    python_mark: bytes | None = None
-    """A part of the memory of Python's generator that every draw changes. None: not known."""
-    numpy_mark: tuple[Any, bytes] | None = None
-    """NumPy's generator, and the same part of its memory."""
 
     @classmethod
-    def now(cls, before: RandomState | None = None, *, devices: bool = True) -> Self:
+    def now(cls, *, devices: bool = True) -> Self:
         """Return the present state.
 
         Args:
-            before: an earlier state. A generator that was not used since keeps its state from
-                there: comparing marks takes 0.3 us, reading a state 13 us (Python) or 85 (NumPy).
-            devices: whether to read those of accelerators too.
+            devices: whether to read the generators of accelerators too.
         """
-        python, numpy = _python_mark(), _numpy_mark()
-        if before is not None and python is not None and python == before.python_mark:
-            python_state = before.python_state
-        else:
-            python_state = random.getstate()
-        if before is not None and numpy is not None and numpy == before.numpy_mark:
-            numpy_state = before.numpy_state
-        else:
-            numpy_state = _numpy_state()
-            # The second of a pair of normal numbers is kept outside that memory.
-            numpy = None if numpy_state is None or numpy_state.get("has_gauss") else numpy
-        torch_state = torch.default_generator.get_state()
-        states = _device_states() if devices and torch.accelerator.is_available() else {}
-        return cls(torch_state, states, python_state, numpy_state, python, numpy)
+        return cls(
+            torch.default_generator.get_state(),
+            device_states() if devices else {},
+            random.getstate(),
+            _numpy_state(),
+        )
 
     def restore(self) -> None:
         """Restore all generators."""
         torch.default_generator.set_state(self.torch_state)
-        for kind, states in self.device_states.items():
-            module = torch.get_device_module(kind)
-            for index, state in states.items():
-                if kind == "mps":
-                    module.set_rng_state(state)
-                else:
-                    module.set_rng_state(state, index)
+        restore_devices(self.device_states)
         random.setstate(self.python_state)
         if self.numpy_state is not None and "numpy" in sys.modules:
             sys.modules["numpy"].random.set_state(self.numpy_state)
@@ -133,48 +105,6 @@ def kept_generators() -> Iterator[None]:
         state.restore()
 
 
-def _python_mark() -> bytes | None:
-    memory = python_mark()
-    if memory is None or GENERATOR.gauss_next is not None:
-        return None  # the second of a pair of normal numbers is kept elsewhere
-    mark: bytes = memory.raw
-    return mark
-
-
-GENERATOR: Any = random.random.__self__  # type: ignore[attr-defined]
-"""The generator behind the functions of `random`."""
-
-
-@cache
-def python_mark() -> Any:
-    """Where CPython keeps position and first words of its generator; None: they are not there."""
-    start = object.__basicsize__
-    if start + _MT19937_BYTES > type(GENERATOR).__basicsize__:
-        return None
-    words = (ctypes.c_char * _MT19937_BYTES).from_address(id(GENERATOR) + start)
-    *numbers, position = random.getstate()[1]
-    if words.raw != struct.pack("625I", position, *numbers):
-        return None
-    return (ctypes.c_char * _MARK_BYTES).from_buffer(words)
-
-
-def _numpy_mark() -> tuple[Any, bytes] | None:
-    """The mark of NumPy's generator; None if NumPy is not imported or uses another generator."""
-    numpy = sys.modules.get("numpy")
-    get = None if numpy is None else getattr(numpy.random, "get_bit_generator", None)
-    bits = None if get is None else get()
-    if numpy is None or bits is None or type(bits) is not numpy.random.MT19937:
-        return None
-    return bits, numpy_mark(bits).raw
-
-
-@lru_cache(maxsize=1)
-def numpy_mark(bits: Any) -> Any:
-    """Where a Mersenne Twister of NumPy keeps its last words and its position."""
-    end = bits.ctypes.state_address + _MT19937_BYTES
-    return (ctypes.c_char * _MARK_BYTES).from_address(end - _MARK_BYTES)
-
-
 def _numpy_state() -> Any:
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random.get_state(legacy=False)
@@ -203,8 +133,10 @@ def _without_words(state: Any) -> Any:
     return tuple(map(_without_words, state)) if isinstance(state, tuple) else state
 
 
-def _device_states() -> dict[str, dict[int, Tensor]]:
-    """The states of the accelerators that have begun to work; asking others would start them."""
+def device_states() -> dict[str, dict[int, Tensor]]:
+    """Return the states of the accelerators that are in use; asking others would start them."""
+    if not torch.accelerator.is_available():
+        return {}
     kind = _kind()
     module = torch.get_device_module(kind)
     if not getattr(module, "is_initialized", lambda: True)():
@@ -212,6 +144,17 @@ def _device_states() -> dict[str, dict[int, Tensor]]:
     if kind == "mps":
         return {kind: {0: module.get_rng_state()}}
     return {kind: {at: module.get_rng_state(at) for at in range(module.device_count())}}
+
+
+def restore_devices(states: Mapping[str, Mapping[int, Tensor]]) -> None:
+    """Restore what `device_states` returned."""
+    for kind, each in states.items():
+        module = torch.get_device_module(kind)
+        for index, state in each.items():
+            if kind == "mps":
+                module.set_rng_state(state)
+            else:
+                module.set_rng_state(state, index)
 
 
 def _kind() -> str:

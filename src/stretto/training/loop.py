@@ -32,7 +32,7 @@ from stretto.training.scaling import Timed
 from stretto.training.stepping.finite import not_finite, skipped_alone
 from stretto.training.stepping.gradient import Gradient
 from stretto.training.stepping.measuring import Measurements
-from stretto.training.stepping.safety_net import SafetyNet
+from stretto.training.stepping.retry import Retry
 from stretto.training.stepping.stepper import Stepper
 
 _EVALUATION_BATCH = 64
@@ -380,7 +380,7 @@ def make_loop(
         # Where nobody changes them, the loader has counted what the data have.
         count_tokens=spec.count_tokens if spec.tokens_vary else None,
     )
-    stepper.net = SafetyNet(
+    stepper.retry = Retry(
         step.model, spec, ranks, size=run.loader.micro_batch_size, is_found=is_found
     )
     evaluators = [

@@ -55,7 +55,7 @@ print(json.dumps({
     "policy": repr(trainer.loader.policy),
     "batches": trainer.timer.batch,
     "samples": trainer.timer.sample,
-    "splits": 0 if trainer._loop.stepper.net is None else trainer._loop.stepper.net.splits,
+    "splits": 0 if trainer._loop.stepper.retry is None else trainer._loop.stepper.retry.splits,
 }))
 """
 
@@ -190,8 +190,8 @@ def test_finding_leaves_no_trace() -> None:
 def test_a_resumed_run_goes_on_with_the_size_that_was_found(problem: Make, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing("2ba")}
     first = problem().trainer(micro_batch_size="auto", max_duration="4ba", batch_size=8, **settings)
-    first._loop.stepper.net.size = 4  # as if memory had run out
-    first._loop.stepper.net.splits = 1
+    first._loop.stepper.retry.size = 4  # as if memory had run out
+    first._loop.stepper.retry.splits = 1
     first.fit()
     # Planned with larger batches, it would find a larger size for itself.
     again = problem().trainer(
@@ -199,7 +199,7 @@ def test_a_resumed_run_goes_on_with_the_size_that_was_found(problem: Make, tmp_p
     )
     assert again.loader.micro_batch_size == 16
     again.resume()
-    net = again._loop.stepper.net
+    net = again._loop.stepper.retry
     assert (again.loader.micro_batch_size, net.size, net.splits) == (8, 4, 1)
     assert not any("micro_batch_size" in line for line in again.changes)
     again.fit()

@@ -226,7 +226,7 @@ class RunState:
         given = self._setup["micro_batch_size"]
         if records.get("setup", {}).get("micro_batch_size") != "auto":
             return False
-        return bool(given == (records.get("net") or {}).get("largest"))
+        return bool(given == (records.get("retry") or {}).get("largest"))
 
     def _restore_model(self, checkpoint: CheckpointReader, path: Path) -> None:
         own = self._model.state_dict()
@@ -249,11 +249,11 @@ class RunState:
     ) -> list[str]:
         """Restore the records; return the types of saved callbacks that the run lacks."""
         records = checkpoint.records
-        with section(path, "net"):
+        with section(path, "retry"):
             self._stepper.load_state_dict(records)
-        net = self._stepper.net
-        if net is not None and net.is_found and net.largest is not None:
-            self._run.set_micro_batch_size(net.largest)
+        retry = self._stepper.retry
+        if retry is not None and retry.is_found and retry.largest is not None:
+            self._run.set_micro_batch_size(retry.largest)
         with section(path, "loader"):
             for name in records["loader"]["clock"]:
                 count(records["loader"]["clock"], name)

@@ -165,21 +165,6 @@ class Ranks:
                 self._limit_waiting(group)
         return model
 
-    def share_buffers(self, model: nn.Module) -> None:
-        """Copy the first rank's buffers to all ranks now, instead of in the model's next pass.
-
-        A rank that fails in that pass would leave the others waiting. After the next `average`,
-        passes copy them again.
-
-        Args:
-            model: what `wrap` has returned.
-        """
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            if model.will_sync_module_buffers():
-                with self.peers.meeting():
-                    model._sync_buffers()  # what the pass would call
-            model.require_forward_param_sync = False
-
     def average(self, model: nn.Module) -> None:
         """Average over ranks what each has accumulated in a model that `wrap` has returned.
 

@@ -19,24 +19,23 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
 from stretto.errors import TrainingError
 from stretto.noise import NoiseSums
 from stretto.runtime import TrainStep
-from stretto.runtime.gradients import is_fully_sharded, scalar, sparse_tables
+from stretto.runtime.gradients import is_fully_sharded, scalar
 from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text
 from stretto.runtime.step import Info
 from stretto.settings import Stepping
 from stretto.training.checkpointing.records import UNFIT, unfit
 from stretto.training.distributed.fully_sharded import sync_gradients, zero_gradient
 from stretto.training.distributed.ranks import Ranks
-from stretto.training.stepping.allocation import allocate_state, no_memory
 from stretto.training.stepping.finite import FiniteCheck
 from stretto.training.stepping.gradient import Gradient, MicroLoss
 from stretto.training.stepping.noise_meter import NoiseMeter, Pass
-from stretto.training.stepping.safety_net import SafetyNet, meets_in_passes
+from stretto.training.stepping.retry import Retry
 from stretto.training.stepping.units import nothing_to_learn, unit_counter
 
 
@@ -75,7 +74,7 @@ class Stepper:
         self._parameters = step.parameters
         self.resumed_from: Path | None = None
         """The checkpoint that was loaded, until the first update after it."""
-        self.net: SafetyNet | None = None
+        self.retry: Retry | None = None
         """Repeats steps that run out of memory; None: they end the run."""
         self.meter: NoiseMeter | None = None
         """Measures the gradient noise; None: it is not needed."""
@@ -112,51 +111,41 @@ class Stepper:
         """
         if not self._is_warm:
             self._warm_up()
-        net = self.net
-        if net is None:
-            return self._gradient(step, step.micro_batches, averages=True)
-        # Most steps: one process, and memory has not run out.
-        if net.size is None and not net.is_on_trial and self._ranks.world_size == 1:
-            net.rewind.take()
+        retry = self.retry
+        if retry is None:
+            return self._gradient(step, step.micro_batches)
+        if self._ranks.world_size == 1:
+            retry.rewind.save()
+        while True:
+            pieces = step.micro_batches if retry.size is None else retry.pieces(step)
             try:
-                return self._gradient(step, step.micro_batches, averages=True)
+                return self._gradient(step, pieces)
             except Exception as error:  # noqa: BLE001  others are raised again
                 message = out_of_memory_text(error)
-            most = max(micro.num_samples for micro in step.micro_batches)
-            net.fall_back(step, most, message, clear=self.clear)
-        return net.take(
-            step,
-            compute=lambda pieces, averages: self._gradient(step, pieces, averages=averages),
-            clear=self.clear,
-            prepare=lambda: self._ranks.share_buffers(self._model),
-            average=lambda: self._ranks.average(self._model),
-        )
+            most = max(micro.num_samples for micro in pieces)
+            retry.fall_back(step, most, message, clear=self.clear)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the out-of-memory retry as JSON."""
-        return {"net": None if self.net is None else self.net.state_dict()}
+        return {"retry": None if self.retry is None else self.retry.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
-        if self.net is not None and state.get("net") is not None:
-            self.net.load_state_dict(state["net"])
+        if self.retry is not None and state.get("retry") is not None:
+            self.retry.load_state_dict(state["retry"])
 
     def _warm_up(self) -> None:
-        """Allocate the optimizer's state and average gradients once, before the first step.
+        """Average gradients once, before the first step.
 
         After its first pass, `DistributedDataParallel` changes the layout of its buckets. With
         three ranks or more, the layout decides the order of summation. After this extra pass, a
         resumed run sums in the same order as one that never stopped.
         """
         self._is_warm = True
-        for optimizer in self._step.optimizers:
-            allocate_state(optimizer, leave_out=sparse_tables(self._model))
         self._ranks.average(self._model)
         self.clear()
 
-    def _gradient(
-        self, step: Step, micro_batches: Sequence[MicroBatch], *, averages: bool
-    ) -> Gradient:
+    def _gradient(self, step: Step, micro_batches: Sequence[MicroBatch]) -> Gradient:
         num_micro_batches, meter = len(micro_batches), self.meter
         if self._is_plain and meter is None and not self._step.transforms:
             own = []
@@ -178,7 +167,7 @@ class Stepper:
         losses = []
         for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
             is_last = index == len(micro_batches) - 1
-            meets = averages and is_last and self._averages_itself
+            meets = is_last and self._averages_itself
             one = Pass(micro, units, divisor=whole, is_last=is_last, is_averaged=meets)
             measured = _NOTHING if meter is None else meter.measure(one)
             factor = 1 if self._is_sum else units
@@ -188,7 +177,7 @@ class Stepper:
                     losses.append(MicroLoss(loss, factor, units))
                 elif self._passes_meet:  # other ranks wait for it
                     self._step.forward_backward(self._moved(micro.batch), 0.0)
-        if averages and not (self._averages_itself or self._is_alone):
+        if not (self._averages_itself or self._is_alone):
             self._ranks.average(self._model)
         own_units = sum(counts) if self._divides_late else 0
         tokens = self._tokens(micro_batches) if self._step.transforms else None
@@ -298,10 +287,10 @@ class Stepper:
                 if self.resumed_from is not None and isinstance(error, UNFIT):
                     raise unfit(self.resumed_from, optimizers, error) from error
                 raise
-            raise no_memory(
+            message = " ".join(str(error).split())[:200] or type(error).__name__
+            raise TrainingError.cannot(
                 f"update the weights with {optimizers}",
-                "memory ran out, and some weights may have changed already",
-                error,
+                why=f"memory ran out, and some weights may have changed already ({message})",
                 instead="resume from the last checkpoint with foreach=False in the optimizer, an "
                 "optimizer that keeps less state, or a smaller micro_batch_size",
             ) from error
@@ -381,3 +370,14 @@ class Stepper:
 
 _LOSS = attrgetter("loss")
 _NOTHING = contextlib.nullcontext()
+
+
+def meets_in_passes(model: nn.Module) -> bool:
+    """Return whether ranks communicate in each forward pass of a model.
+
+    >>> meets_in_passes(nn.BatchNorm1d(2)), meets_in_passes(nn.SyncBatchNorm(2))
+    (False, True)
+    """
+    return is_fully_sharded(model) or any(
+        isinstance(module, nn.SyncBatchNorm) for module in model.modules()
+    )

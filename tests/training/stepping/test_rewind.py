@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.runtime.random_state import RandomState
-from stretto.runtime.rewind import Rewind
+from stretto.training.stepping.retry import Rewind
 
 
 def draws() -> list[float]:
@@ -46,7 +46,7 @@ def test_a_step_that_is_done_again_is_the_same_to_the_last_bit() -> None:
     model, batch = make_model(), torch.randn(6, 4)
     rewind = Rewind(model)
     for _ in range(3):
-        rewind.take()
+        rewind.save()
         first = gradients(model, batch)
         after = {name: buffer.clone() for name, buffer in model.named_buffers()}
         for _ in range(2):
@@ -80,13 +80,13 @@ def test_buffers_that_are_replaced() -> None:
     model = Replacing()
     before = model.average
     rewind = Rewind(model)
-    rewind.take()
+    rewind.save()
     model(torch.ones(2))
     rewind.restore()
     assert model.average is before
     assert model.average.tolist() == [0, 0]
     model(torch.ones(2))
-    rewind.take()
+    rewind.save()
     kept = model.average
     model(torch.ones(2))
     rewind.restore()
@@ -97,56 +97,23 @@ def test_buffers_that_are_replaced() -> None:
 def test_large_buffers_are_put_back_when_they_were_written_to() -> None:
     model = Replacing()
     rewind = Rewind(model)
-    rewind.take()
+    rewind.save()
     model(torch.ones(2), writes=True)
     rewind.restore()
     assert bool(model.mask.all())
     model(torch.ones(2), writes=True)
-    rewind.take()
+    rewind.save()
     model.mask[1] = False
     rewind.restore()
     assert model.mask[:3].tolist() == [False, True, True]
-
-
-def test_a_state_is_read_again_only_after_a_draw() -> None:
-    random.seed(1)
-    np.random.seed(1)  # noqa: NPY002
-    first = RandomState.now()
-    second = RandomState.now(first)
-    assert second.numpy_state is first.numpy_state
-    assert second.python_state is first.python_state
-    np.random.rand()  # noqa: NPY002
-    third = RandomState.now(second)
-    assert third.numpy_state["state"]["pos"] != first.numpy_state["state"]["pos"]
-    assert third.python_state is first.python_state
-    random.random()
-    fourth = RandomState.now(third)
-    assert fourth.python_state == random.getstate() != first.python_state
-
-
-def test_as_many_draws_as_a_generator_has_words_are_noticed() -> None:
-    """The position is then where it was; the words are others."""
-    random.seed(1)
-    np.random.seed(1)  # noqa: NPY002
-    random.random(), np.random.bytes(8)  # noqa: NPY002
-    first = RandomState.now()
-    for _ in range(624):
-        random.getrandbits(32)
-    np.random.bytes(624 * 4)  # noqa: NPY002
-    second = RandomState.now(first)
-    assert second.python_state[1][-1] == first.python_state[1][-1]
-    assert second.numpy_state["state"]["pos"] == first.numpy_state["state"]["pos"]
-    assert second.python_state == random.getstate() != first.python_state
-    assert second.numpy_state is not first.numpy_state
 
 
 def test_normal_numbers_that_come_in_pairs_are_put_back() -> None:
     """The second of a pair is kept outside the generator, whose memory does not change then."""
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002
-    state = None
     for _ in range(5):
-        state = RandomState.now(state)
+        state = RandomState.now()
         first = random.gauss(0, 1), np.random.randn()  # noqa: NPY002
         state.restore()
         assert (random.gauss(0, 1), np.random.randn()) == first  # noqa: NPY002
@@ -157,7 +124,7 @@ def test_buffers_without_a_shape_or_for_inference_are_left_alone() -> None:
     with torch.inference_mode():
         model[1].average = torch.zeros(2)
     rewind = Rewind(model)
-    rewind.take()
+    rewind.save()
     model[0](torch.ones(3, 2))
     rewind.restore()  # a shape cannot be taken back, and what was counted without one is lost
     assert isinstance(model[0], nn.BatchNorm1d)

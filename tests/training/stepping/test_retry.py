@@ -16,8 +16,7 @@ from stretto.data import DataSpec
 from stretto.errors import DataError, TrainingError
 from stretto.report.ledger import read_ledger
 from stretto.training import Callback, Checkpointing, Loading, Stepping, Trainer
-from stretto.training.stepping import safety_net
-from stretto.training.stepping.safety_net import SafetyNet
+from stretto.training.stepping.retry import Retry
 
 Make = Callable[..., Any]
 pytestmark = pytest.mark.filterwarnings("ignore:memory ran out:RuntimeWarning")
@@ -96,12 +95,12 @@ def test_a_step_that_is_taken_again_is_the_step_of_the_smaller_size(
     memory = Memory((0, 16), (4, 4))
     trainer = noisy_trainer(memory, data, given)
     trainer.fit()
-    assert trainer._loop.stepper.net.splits == 1  # type: ignore[union-attr]
+    assert trainer._loop.stepper.retry.splits == 1  # type: ignore[union-attr]
 
     class Shrink(Callback):
         def on_batch_start(self, run: Any, step: Any) -> None:
             if step.timestamp.batch == 4:
-                other._loop.stepper.net.size = 4  # type: ignore[union-attr]
+                other._loop.stepper.retry.size = 4  # type: ignore[union-attr]
 
     free = Memory((0, 16))
     other = noisy_trainer(free, data, given)
@@ -127,58 +126,12 @@ def test_the_gradient_is_that_of_the_whole_batch(problem: Make, reduction: Any) 
         trainer = run.trainer(
             loss=loss, callbacks=[Count(memory)], stepping=Stepping(loss_reduction=reduction)
         )
-        net = SafetyNet(run.model, trainer.loader.spec, trainer._ranks, size=8)
-        trainer._loop.stepper.net = net
+        retry = Retry(run.model, trainer.loader.spec, trainer._ranks, size=8)
+        trainer._loop.stepper.retry = retry
         trainer.fit()
         runs.append(run.weights())
-    assert net.splits == 3  # 8, 4, 2, 1
+    assert retry.splits == 3  # 8, 4, 2, 1
     torch.testing.assert_close(runs[1], runs[0], rtol=1e-12, atol=1e-13)
-
-
-def test_it_grows_back_and_waits_longer_if_that_was_too_early(
-    problem: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(safety_net, "QUIET_STEPS", 5)
-    run, memory = problem(num_samples=480), Memory((0, 8), (2, 4), (20, 8))
-    trainer = run.trainer(loss=memory, callbacks=[Count(memory)], max_duration="60ba")
-    net = SafetyNet(run.model, trainer.loader.spec, trainer._ranks, size=8)
-    trainer._loop.stepper.net = net
-    trainer.fit()
-    largest: dict[int, int] = {}
-    for batch, size in memory.sizes:
-        largest[batch] = max(size, largest.get(batch, 0))
-    changes = [batch for batch in range(1, 60) if largest[batch] != largest[batch - 1]]
-    # Cut at 2; tried again, and cut, after 5 and after 10 more quiet steps; then 8 fit again.
-    assert (changes, net.splits) == ([2, 37], 3)
-    assert (largest[59], net.size) == (8, 8)
-
-
-def test_each_size_is_tried_after_equally_many_quiet_steps(
-    problem: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only a size that turns out to be too large makes the next try come later."""
-    monkeypatch.setattr(safety_net, "QUIET_STEPS", 5)
-    run, memory = problem(num_samples=480), Memory((0, 8), (2, 1), (3, 8))
-    trainer = run.trainer(loss=memory, callbacks=[Count(memory)], max_duration="30ba")
-    trainer.fit()
-    largest = dict(memory.sizes)
-    changes = [batch for batch in range(1, 30) if largest[batch] != largest[batch - 1]]
-    assert [(batch, largest[batch]) for batch in changes] == [(2, 1), (7, 2), (12, 4), (17, 8)]
-    net = trainer._loop.stepper.net
-    assert (net.splits, net.size) == (3, None)
-
-
-def test_a_size_that_fits_for_as_long_is_not_taken_back(
-    problem: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory that runs out long after a growth says nothing about the growth."""
-    monkeypatch.setattr(safety_net, "QUIET_STEPS", 5)
-    run, memory = problem(num_samples=480), Memory((0, 4), (1, 8), (20, 4), (21, 8))
-    trainer = run.trainer(loss=memory, callbacks=[Count(memory)], max_duration="40ba")
-    trainer.fit()
-    largest = dict(memory.sizes)
-    changes = [batch for batch in range(1, 40) if largest[batch] != largest[batch - 1]]
-    assert changes == [5, 20, 25]
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 8, 5])
@@ -236,7 +189,7 @@ def test_a_run_goes_on_with_the_size_it_came_to(problem: Make, tmp_path: Path) -
     for given in (None, 4):
         again = problem().trainer(micro_batch_size=given, max_duration="8ba", **settings)
         again.resume()
-        sizes.append(again._loop.stepper.net.size)
+        sizes.append(again._loop.stepper.retry.size)
         assert again.loader.micro_batch_size == given
     assert sizes == [2, 4]
 
@@ -264,7 +217,7 @@ def test_memory_that_runs_out_in_the_update_is_not_tried_again(problem: Make) ->
 def test_a_sample_that_does_not_fit_is_told(problem: Make) -> None:
     run, memory = problem(), Memory((0, 8), (1, 0))
     trainer = run.trainer(loss=memory, callbacks=[Count(memory)])
-    trainer._loop.stepper.net = SafetyNet(run.model, trainer.loader.spec, trainer._ranks, size=8)
+    trainer._loop.stepper.retry = Retry(run.model, trainer.loader.spec, trainer._ranks, size=8)
     with pytest.raises(TrainingError, match=r"at 8sp: memory runs out with one sample \(CUDA out"):
         trainer.fit()
 
@@ -276,7 +229,7 @@ def test_other_errors_pass(problem: Make) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     trainer = run.trainer(loss=loss)
-    trainer._loop.stepper.net = SafetyNet(run.model, trainer.loader.spec, trainer._ranks, size=8)
+    trainer._loop.stepper.retry = Retry(run.model, trainer.loader.spec, trainer._ranks, size=8)
     with pytest.raises(RuntimeError, match="device-side assert"):
         trainer.fit()
 
@@ -285,23 +238,22 @@ def test_its_state_goes_on(problem: Make) -> None:
     run = problem()
     ranks = run.trainer()._ranks
     spec = run.trainer().loader.spec
-    net = SafetyNet(run.model, spec, ranks, size=64, is_found=True)
-    net.size, net._successes, net._steps_until_larger, net.splits = 16, 7, 400, 2
-    net.is_on_trial = True
-    other = SafetyNet(run.model, spec, ranks, size=8, is_found=True)
-    other.load_state_dict(net.state_dict())
-    assert other.state_dict() == net.state_dict()
+    retry = Retry(run.model, spec, ranks, size=64, is_found=True)
+    retry.size, retry.splits = 16, 2
+    other = Retry(run.model, spec, ranks, size=8, is_found=True)
+    other.load_state_dict(retry.state_dict())
+    assert other.state_dict() == retry.state_dict()
 
 
 @pytest.mark.parametrize("size", [8, None])
 def test_a_size_that_was_given_anew_counts(problem: Make, size: int | None) -> None:
     run = problem()
     spec, ranks = run.trainer().loader.spec, run.trainer()._ranks
-    net = SafetyNet(run.model, spec, ranks, size=64)
-    net.size, net._steps_until_larger, net.splits = 16, 400, 2
-    other = SafetyNet(run.model, spec, ranks, size=size)
-    other.load_state_dict(net.state_dict())
+    retry = Retry(run.model, spec, ranks, size=64)
+    retry.size, retry.splits = 16, 2
+    other = Retry(run.model, spec, ranks, size=size)
+    other.load_state_dict(retry.state_dict())
     assert (other.largest, other.size, other.splits) == (size, size, 2)
-    again = SafetyNet(run.model, spec, ranks, size=64)
-    again.load_state_dict(net.state_dict())
+    again = Retry(run.model, spec, ranks, size=64)
+    again.load_state_dict(retry.state_dict())
     assert (again.largest, again.size, again.splits) == (64, 16, 2)

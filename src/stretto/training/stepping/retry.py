@@ -1,0 +1,258 @@
+"""Smaller micro-batches if memory runs out.
+
+The optimizer's batch never changes, only the number of passes. A step that runs out of memory is
+repeated from its beginning with the same random state of torch and the same buffers, so it computes
+what a run with the smaller size would have computed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from stretto.data import DataSpec, MicroBatch, Step
+from stretto.errors import DataError, TrainingError
+from stretto.ordering import evenly
+from stretto.runtime.out_of_memory import release_memory
+from stretto.runtime.random_state import device_states, restore_devices
+from stretto.training.checkpointing.records import count
+from stretto.training.distributed.ranks import Ranks
+
+_ALWAYS_COPIED_BYTES = 1 << 20
+"""Up to this size a buffer is copied without asking whether it has changed."""
+_SEARCHES = 2
+"""Number of steps before which all modules are searched for buffers: a first forward pass may
+create some. A search through a thousand modules takes a millisecond."""
+
+
+@final
+class Retry:
+    """Cuts steps into micro-batches of at most `size` samples, and halves it if memory runs out.
+
+    On several ranks, the others wait for the rank that ran out of memory in the middle of the step,
+    so the run ends with an error there.
+
+    Args:
+        model: its buffers are restored.
+        spec: cuts batches.
+        ranks: the processes of the run.
+        size: the most samples of a micro-batch; None: the whole share of a rank.
+        is_found: whether `size` was found by a search; a resumed run then keeps the saved one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: DataSpec,
+        ranks: Ranks,
+        *,
+        size: int | None,
+        is_found: bool = False,
+    ) -> None:
+        self.rewind = Rewind(model)
+        """Restores random state and buffers."""
+        self._spec = spec
+        self._ranks = ranks
+        self.largest = size
+        """The size that was given or found; None: the whole share of a rank."""
+        self.is_found = is_found
+        """Whether `largest` was found by a search."""
+        self.size = size
+        """The most samples of a micro-batch in force; None: the whole share of a rank."""
+        self.splits = 0
+        """How often memory ran out."""
+
+    def pieces(self, step: Step) -> Sequence[MicroBatch]:
+        """Return the micro-batches of a step."""
+        try:
+            return [piece for micro in step.micro_batches for piece in self._cut(micro)]
+        except DataError as error:
+            error.add_note("memory ran out, so the batch had to be cut into smaller micro-batches")
+            raise
+
+    def _cut(self, micro: MicroBatch) -> list[MicroBatch]:
+        number, most = micro.num_samples, self.size
+        if most is None or number <= most or not micro.weight:
+            return [micro]
+        pieces, start = [], 0
+        for size in evenly(number, most=most):
+            pieces.append(self._spec.cut(micro, slice(start, start + size)))
+            start += size
+        return pieces
+
+    def fall_back(self, step: Step, most: int, message: str, *, clear: Callable[[], None]) -> None:
+        """Undo a step that ran out of memory and choose a size below `most`.
+
+        Raises:
+            TrainingError: not even one sample fits, or other ranks wait.
+        """
+        at, brief = step.timestamp.get("sp"), " ".join(message.split())[:200]
+        if most == 1:
+            raise TrainingError.cannot(
+                f"take the step at {at}",
+                why=f"memory runs out with one sample ({brief})",
+                instead="use shorter samples, a smaller model, or precision='bf16'",
+            )
+        smaller = (most + 1) // 2
+        if self._ranks.world_size > 1:
+            raise TrainingError.cannot(
+                f"take the step at {at} in micro-batches of {most:,}",
+                why=f"memory ran out on rank {self._ranks.rank}, and the others wait for it in "
+                f"the middle of the step ({brief})",
+                instead=f"resume from the last checkpoint with micro_batch_size={smaller}",
+            )
+        clear()
+        release_memory()
+        self.rewind.restore()
+        self.size = smaller
+        self.splits += 1
+        warnings.warn(
+            f"memory ran out in the step at {at} with micro-batches of {most:,}; the step is "
+            f"repeated with micro-batches of {smaller:,}, and the batch size does not change",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the present size."""
+        return {
+            "largest": self.largest,
+            "is_found": self.is_found,
+            "size": self.size,
+            "splits": self.splits,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the saved size, unless another one was configured since."""
+        if self.is_found and state["is_found"]:
+            self.largest = self.size = count(state, "largest", least=1)
+        if self.largest == state["largest"]:
+            self.size = None if state["size"] is None else count(state, "size", least=1)
+        self.splits = count(state, "splits")
+
+
+@final
+class Rewind:
+    """Saves torch's random state and a model's buffers before a step, and restores them.
+
+    The generators of Python and NumPy are left alone: reading them would take longer than a small
+    step. The copies lie beside the buffers and are overwritten at each `save`. A large buffer, such
+    as a causal mask, is copied only when it was written to. A module that has its first buffer only
+    after some steps is not noticed.
+
+    Args:
+        model: whose buffers are kept.
+
+    >>> norm = nn.BatchNorm1d(3)
+    >>> rewind = Rewind(norm)
+    >>> rewind.save()
+    >>> _ = norm(torch.randn(8, 3))
+    >>> rewind.restore()
+    >>> norm.running_mean.tolist(), int(norm.num_batches_tracked)
+    ([0.0, 0.0, 0.0], 0)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._has_device = torch.accelerator.is_available()
+        self._random = torch.default_generator.get_state()
+        self._devices = device_states()
+        self._searches = 0
+        self._owners: list[nn.Module] = []
+        self._present: list[Tensor | None] = []
+        self._buffers: list[_Buffer] = []
+        self._small: tuple[list[Tensor], list[Tensor]] = ([], [])
+        """Copies and tensors of the buffers that are copied each time."""
+
+    def save(self) -> None:
+        """Save the present state."""
+        self._random = torch.default_generator.get_state()
+        if self._has_device:
+            self._devices = device_states()
+        if self._searches < _SEARCHES:
+            self._searches += 1
+            self._owners = [module for module in self._model.modules() if module._buffers]
+        if not self._owners:
+            return
+        present = [tensor for owner in self._owners for tensor in owner._buffers.values()]
+        if len(present) != len(self._present) or not all(map(is_, present, self._present)):
+            self._find()
+            self._present = present
+        for buffer in self._buffers:
+            if buffer.is_large:
+                buffer.save()
+        copies, tensors = self._small
+        if copies:
+            with torch.no_grad():
+                torch._foreach_copy_(copies, tensors)  # no public spelling of it
+
+    def restore(self) -> None:
+        """Return to the last `save`; can be called repeatedly."""
+        for buffer in self._buffers:
+            buffer.restore()
+        restore_devices(self._devices)
+        torch.default_generator.set_state(self._random)
+
+    def _find(self) -> None:
+        """Look at all buffers anew; copies of those that are still there are kept."""
+        known = {(id(one.owner), one.name): one for one in self._buffers}
+        self._buffers = []
+        for owner in self._owners:
+            for name, tensor in owner._buffers.items():
+                buffer = known.get((id(owner), name))
+                if buffer is None or buffer.tensor is not tensor:
+                    buffer = _Buffer(owner, name, tensor)
+                self._buffers.append(buffer)
+        pairs = [
+            (one.copy, one.tensor)
+            for one in self._buffers
+            if one.copy is not None and one.tensor is not None and not one.is_large
+        ]
+        self._small = [copy for copy, _ in pairs], [tensor for _, tensor in pairs]
+
+
+@final
+class _Buffer:
+    """A buffer and its copy."""
+
+    __slots__ = ("_version", "copy", "is_large", "name", "owner", "tensor")
+
+    def __init__(self, owner: nn.Module, name: str, tensor: Tensor | None) -> None:
+        self.owner = owner
+        self.name = name
+        self.tensor = tensor
+        self.copy: Tensor | None = None
+        """None if there is nothing to restore: no tensor, or one without a shape as yet."""
+        self.is_large = False
+        """Whether it is copied only when its version says that it was written to."""
+        self._version = -1
+        if tensor is not None and not is_lazy(tensor) and not tensor.is_inference():
+            self.copy = tensor.detach().clone()
+            self._version = tensor._version
+            # Batch normalisation writes its statistics without raising their version.
+            is_large = tensor.nbytes > _ALWAYS_COPIED_BYTES
+            self.is_large = is_large and not hasattr(owner, "running_mean")
+
+    def save(self) -> None:
+        """Copy a large buffer if it was written to."""
+        assert self.copy is not None, "a large one has a copy"
+        assert self.tensor is not None, "as it is one of a tensor"
+        if self.tensor._version != self._version:
+            self.copy.copy_(self.tensor.detach())
+            self._version = self.tensor._version
+
+    def restore(self) -> None:
+        """Write the copy back, and restore the tensor itself."""
+        if self.tensor is not None and self.copy is not None:
+            if not self.is_large or self.tensor._version != self._version:
+                with torch.no_grad():
+                    self.tensor.copy_(self.copy)
+            self._version = self.tensor._version
+        # A forward may have put another tensor in its place.
+        self.owner._buffers[self.name] = self.tensor
