@@ -60,11 +60,11 @@ def test_they_are_those_of_the_whole_data_set(
     assert ranks[0][kind][name][0] == ranks[1][kind][name][0]
 
 
-def test_all_metrics_share_a_pass_on_each_rank(ranks: list[dict[str, Any]]) -> None:
+def test_all_objects_share_a_pass_on_each_rank(ranks: list[dict[str, Any]]) -> None:
     """Batches of 6 in two evaluations; a sharded model also runs for a rank without samples."""
-    for kind, of_second in (("whole", [10, 0, 2]), ("sharded", [12, 2, 4])):
+    for kind, of_second in (("whole", [30, 0, 6]), ("sharded", [36, 6, 12])):
         passes = [[rank[kind][name][1] for name in script.SIZES] for rank in ranks]
-        assert passes == [[12, 2, 4], of_second]
+        assert passes == [[36, 6, 12], of_second]
 
 
 def test_what_cannot_be_computed_over_ranks_is_refused(ranks: list[dict[str, Any]]) -> None:

@@ -27,7 +27,8 @@ class Evaluation:
 
     A metric is either a function like the loss, `metric(model, batch)`, whose mean over all samples
     is logged; or an object with `update`, `compute` and `reset`, such as a metric of torchmetrics,
-    which gets all batches and computes one value. All of them share one forward pass.
+    which gets all batches and computes one value. A function costs a forward pass of each batch;
+    all objects share the pass of `predict`.
 
     >>> Evaluation([1.0, 2.0], every="10%", name="test").trigger
     Every('0.1dur')

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, cast, final
 
 import torch
@@ -24,7 +23,6 @@ from stretto.training.criterion import CriterionLoss
 from stretto.training.distributed.fully_sharded import reshard
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.metrics import MetricObjects, check_predictable, is_object
-from stretto.training.evaluation.one_pass import OnePass
 from stretto.training.settings import Evaluation, LossFunction
 
 
@@ -32,7 +30,7 @@ from stretto.training.settings import Evaluation, LossFunction
 class Evaluator:
     """Evaluates the model on one data set; every rank takes its share of the samples.
 
-    The loss and all metrics share one forward pass of each batch.
+    The loss and each function cost a forward pass of each batch; all metric objects share one.
 
     Args:
         settings: the data and the metrics.
@@ -171,25 +169,13 @@ class Evaluator:
         """Return the sums of a batch, and the arguments of `update` of metric objects."""
         batch = move_batch(batch, self._ranks.device)
         units = num_samples if self._count is None else self._count(batch)
-        measured, arguments = self._measured(batch)
-        values = [_scalar(name, value) for name, value in measured.items()]
+        functions = {"loss": self._loss, **self._metrics}
+        values = [_scalar(name, one(self._model, batch)) for name, one in functions.items()]
+        arguments = self._objects.arguments(self._model, batch) if self._objects else ()
         loss, *means = torch.stack([value.to(self._ranks.device) for value in values]).tolist()
         # A mean over no units is nan; add nothing.
         total = 0.0 if not units else loss * (1 if self._loss_is_sum else units)
         return [total, units, *(mean * num_samples for mean in means), num_samples], arguments
-
-    def _measured(self, batch: Any) -> tuple[dict[str, Any], Sequence[Any]]:
-        if not self._metrics and not self._objects:
-            return {"loss": self._loss(self._model, batch)}, ()  # no metric shares the forward pass
-        arguments: Sequence[Any] = ()
-        with OnePass(self._model) as one_pass:
-            measured = {
-                name: one_pass.function(partial(function, self._model, batch))
-                for name, function in {"loss": self._loss, **self._metrics}.items()
-            }
-            if self._objects:
-                arguments = one_pass.function(partial(self._objects.arguments, self._model, batch))
-        return measured, arguments
 
     def _loader(self, batch_size: int) -> StepLoader:
         return StepLoader(
