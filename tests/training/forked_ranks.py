@@ -139,12 +139,12 @@ def make(folder: Path | None = None, **settings: Any) -> Trainer:
 SHORT = TensorDataset(DATA.tensors[0][:40])
 # What rank 1 alone has, and which setting the error names, with both values.
 UNLIKE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "seed": (lambda: {"loading": Loading(seed=3)}, "loading.seed is 0 on rank 0 and 3 on rank 1"),
-    "length": (lambda: {"max_duration": "7ba"}, "max_duration is '6ba' on rank 0 and '7ba'"),
+    "seed": (lambda: {"loading": Loading(seed=3)}, "seed is 0 on rank 0 and 3 on rank 1"),
+    "length": (lambda: {"max_duration": "7ba"}, "max_duration is 6ba on rank 0 and 7ba"),
     "batch": (lambda: {"batch_size": 16}, "batch_size is Fixed(8) on rank 0 and Fixed(16)"),
     "micro": (
         lambda: {"micro_batch_size": "auto"},
-        "micro_batch_size is None on rank 0 and 'auto'",
+        "micro_batch_size is None on rank 0 and auto",
     ),
     "data": (lambda: {"train_data": SHORT}, "data.num_samples is 60 on rank 0 and 40 on rank 1"),
     "rate": (lambda: {"rate": 0.2}, "optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1"),
@@ -161,8 +161,14 @@ UNLIKE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"log": Logging("3ba")},
         "log.every is Every('10ba') on rank 0 and Every('3ba')",
     ),
-    "evaluation": (lambda: {"evaluate": Evaluation(DATA)}, "number of evaluations is 0 on rank 0"),
-    "no checkpoint": (lambda: {"checkpoint": None}, "checkpoint is 'given' on rank 0 and None on"),
+    "evaluation": (
+        lambda: {"evaluate": Evaluation(DATA)},
+        "evaluate.validation.every is missing on rank 0",
+    ),
+    "no checkpoint": (
+        lambda: {"checkpoint": None},
+        "checkpoint.every is Every('2ba') on rank 0 and missing on",
+    ),
     "checkpoint": (
         lambda: {"checkpoint": Checkpointing("3ba")},
         "checkpoint.every is Every('2ba') on rank 0 and Every('3ba') on rank 1",

@@ -105,7 +105,11 @@ def compare_ranks(
     """
     if ranks.world_size == 1:
         return
-    shared = {key: str(one) for key, one in described.items() if key not in _OWN_OF_A_RANK}
+    shared = {
+        key: str(one)
+        for key, one in described.items()
+        if key not in _OWN_OF_A_RANK and not key.startswith("model")
+    }
     # Others may be on one rank alone, such as one that shows progress.
     shared["callbacks that change batches or listen to noise"] = as_text(
         [
