@@ -25,7 +25,7 @@ MEASURE = """
 import json, resource, sys, time
 import torch
 import stretto
-from stretto.data.fetching.indices import IndexStream
+from stretto.data.indices import IndexStream
 from stretto.ordering import SampleOrder
 
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from study_arms import ARMS, BASELINE, LARGEST, RATES, WARMUPS, Setting
 
 from stretto._optional import import_optional
-from stretto.batching.adaptive.averages import student
+from stretto.batching.noise_scale import student
 from stretto.report.drawing import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE, STYLE, short
 
 CONFIDENCE = 0.95

@@ -12,8 +12,8 @@ import pytest
 
 import stretto
 from stretto import errors
-from stretto.cli.converting import as_option
-from stretto.config.reading.source import as_key
+from stretto.cli.reporting import as_option
+from stretto.config.source import as_key
 from stretto.errors import (
     Argument,
     ConfigError,

@@ -17,7 +17,7 @@ from stretto.batching import RuleLike, as_rule
 from stretto.errors import ConfigError, TrainingError, nearest, shown
 from stretto.schedules import fields
 from stretto.timing import LastBatch, Time, TimeLike, Trigger, parse_trigger, read_wall_clock
-from stretto.timing.number import checked_whole
+from stretto.timing.grammar import checked_whole
 
 __all__ = ["Checkpointing", "Loading", "Precision", "Stepping", "one_of"]
 

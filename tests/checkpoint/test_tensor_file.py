@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from stretto.checkpoint import read_checkpoint, tensor_file, write_checkpoint
-from stretto.checkpoint.tensor_file import DTYPES, write_tensors
+from stretto.checkpoint import parts as tensor_file
+from stretto.checkpoint import read_checkpoint, write_checkpoint
+from stretto.checkpoint.parts import DTYPES, write_tensors
 from stretto.errors import CheckpointError
 
 shapes = st.lists(st.integers(0, 3), max_size=3)

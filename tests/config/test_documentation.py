@@ -9,9 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from stretto.config.reading.yaml_text import parse_yaml
 from stretto.config.run import RunConfig
 from stretto.config.schema import run_file_schema
+from stretto.config.yaml import parse_yaml
 
 PAGE = Path(__file__).parents[2] / "docs" / "run-file.md"
 BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)

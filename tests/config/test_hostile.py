@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from stretto.config.building.plans import build_plan
 from stretto.config.files import parse_run_file, read_run_file
-from stretto.config.reading.yaml_text import MAX_BYTES
+from stretto.config.plans import build_plan
+from stretto.config.yaml import MAX_BYTES
 from stretto.errors import ConfigError, StrettoError
 
 GOOD = 'max_duration: 2ep\ndata: {target: "my.data:make", num_samples: 1000}\nbatch_size: 64\n'

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.config.reading.yaml_text import parse_yaml
 from stretto.config.run import RunConfig
 from stretto.config.schema import field_texts, run_file_schema
+from stretto.config.yaml import parse_yaml
 from stretto.timing import Time
 
 SCHEMA = run_file_schema()

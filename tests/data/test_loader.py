@@ -31,7 +31,7 @@ from stretto.batching import (
     SizeFunction,
 )
 from stretto.data import DataSpec, StepLoader
-from stretto.data.fetching.shares import Part
+from stretto.data.fetch import Part
 from stretto.data.ranks import agreed
 from stretto.errors import BatchSizeError, ConversionError, DataError, PlanError
 from stretto.ordering import SampleOrder, share

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.data import sample_seed
-from stretto.data.randomness import seed_generators
+from stretto.data.indices import seed_generators
 from stretto.runtime.random_state import kept_generators
 
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from stretto.config import RunConfig, build_plan, build_trainer, dump_run_file, parse_run_file
-from stretto.config.building.training import resolved
+from stretto.config.training import resolved
 from stretto.errors import ConfigError
 from stretto.training import Checkpointing, Trainer
 

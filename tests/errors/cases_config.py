@@ -8,21 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stretto.cli.converting import convert
-from stretto.cli.files import find_run_file
 from stretto.cli.planning import plan as plan_verb
+from stretto.cli.reporting import convert, find_run_file
 from stretto.cli.training import unnamed_run_file
-from stretto.config.building.plans import build_plan
+from stretto.config.fields import Target
 from stretto.config.files import parse_run_file, read_run_file
-from stretto.config.reading.source import Source
-from stretto.config.reading.yaml_text import parse_yaml
+from stretto.config.plans import build_plan
 from stretto.config.run import RunConfig
-from stretto.config.values.fields import Target
-from stretto.config.values.targets import bound_target, call_target, import_target
+from stretto.config.source import Source
+from stretto.config.targets import bound_target, call_target, import_target
+from stretto.config.yaml import parse_yaml
 from stretto.planning import plan
 from stretto.report.drawing import check_format
 from stretto.report.ledger import compare
-from stretto.report.plan_picture import plan_curves
+from stretto.report.pictures import plan_curves
 from stretto.report.run import read_metrics
 from stretto.timing import Horizon
 
@@ -56,7 +55,7 @@ def trained(**changes: Any) -> Callable[[], object]:
     """A case of a run file that describes no training."""
 
     def build() -> object:
-        from stretto.config.building.training import build_trainer
+        from stretto.config.training import build_trainer
 
         values: Mapping[str, Any] = {
             "max_duration": "2ep",

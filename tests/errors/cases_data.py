@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from stretto.data import DataSpec, StepLoader, count_samples, count_target_tokens, take_samples
-from stretto.data.fetching.shares import Part
-from stretto.data.iterables.chunks import ChunkSource
-from stretto.data.iterables.streams import OwnStreams
+from stretto.data.chunks import ChunkSource
+from stretto.data.fetch import Part
+from stretto.data.streams import OwnStreams
 from stretto.ordering import SampleOrder
 
 NUMBERS = TensorDataset(torch.arange(10))

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 from stretto.batching import LinearRule
-from stretto.batching.adaptive.following import measured_value
+from stretto.batching.following import measured_value
 from stretto.checkpoint import read_checkpoint, write_checkpoint
 from stretto.optim import Hyperparameters, from_torch
 from stretto.schedules import Linear

@@ -20,10 +20,9 @@ import torch
 from stretto.checkpoint import manifest, read_checkpoint, write_checkpoint
 from stretto.checkpoint.manifest import MANIFEST, RECORDS
 from stretto.config.files import dump_run_file, parse_run_file
-from stretto.config.reading.overrides import apply_overrides
-from stretto.config.reading.source import Source
-from stretto.config.reading.yaml_text import check_mapping, parse_yaml
 from stretto.config.run import RunConfig
+from stretto.config.source import Source
+from stretto.config.yaml import apply_overrides, check_mapping, parse_yaml
 from stretto.errors import CheckpointError, ConfigError, TimeError
 from stretto.timing import Time
 

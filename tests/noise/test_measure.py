@@ -12,7 +12,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from stretto.noise import MicroGradients
-from stretto.noise.norms import Norms, read_squares
+from stretto.noise.measure import Norms, read_squares
 
 DataParallel = Callable[[nn.Module], nn.parallel.DistributedDataParallel]
 

@@ -14,8 +14,8 @@ from stretto.errors import ConfigError, FitError
 from stretto.memory import Answer, find_batch_size
 from stretto.memory.finding.result import Cost
 from stretto.memory.measuring.limits import MemoryLimit
-from stretto.report.memory_picture import draw_memory, memory_areas
-from stretto.report.memory_table import memory_table
+from stretto.report.pictures import draw_memory, memory_areas
+from stretto.report.tables import memory_table
 from stretto.runtime import SupervisedStep
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.schedules.glide import cosine_left, glide, line, way
+from stretto.schedules.schedule import cosine_left, glide, line, way
 from stretto.schedules.scope import RunScope, Span
 from stretto.timing import Horizon, Time, Timestamp
 

@@ -35,7 +35,7 @@ from stretto.schedules import (
     as_schedule,
 )
 from stretto.timing import Horizon, Time, Timer, Timestamp
-from stretto.timing.known import KnownCounts, unknown_counters
+from stretto.timing.epochs import KnownCounts, unknown_counters
 
 ENDLESS = 10**30
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from stretto.errors import TimeError
 from stretto.testing import times
 from stretto.timing import Time, TimeUnit
-from stretto.timing.grammar import MAX_TEXT, parse, show
-from stretto.timing.number import MAX_DIGITS
+from stretto.timing.grammar import MAX_DIGITS, MAX_TEXT, parse, show
 
 ACCEPTED = [
     ("90ep", 90, "ep", "90ep"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stretto.timing import Horizon, Timer, Timestamp
-from stretto.timing.known import KnownCounts, UnknownCountError, unknown_counters
+from stretto.timing.epochs import KnownCounts, UnknownCountError, unknown_counters
 
 WALL = {"run_nanoseconds", "job_nanoseconds", "epoch_nanoseconds", "batch_nanoseconds"}
 TOKENS = {"token", "token_in_epoch"}

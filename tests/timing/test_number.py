@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import TimeError
-from stretto.timing.number import exact, is_number, whole
+from stretto.timing.grammar import exact, is_number, whole
 
 
 class Size(IntEnum):

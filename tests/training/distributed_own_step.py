@@ -66,20 +66,6 @@ class Noiseless(nn.Module):
         return made
 
 
-def short(step: TrainStep) -> TrainStep:
-    """The same on a rank that has no memory for more than two samples."""
-    take = step.forward_backward
-
-    def forward_backward(batch: Any, weight: float) -> Tensor:
-        found = take(batch, weight)
-        if RANK == 1 and len(batch[0]) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return found
-
-    step.forward_backward = forward_backward  # type: ignore[method-assign]
-    return step
-
-
 def train(step: TrainStep, data: Any = DATA, **settings: Any) -> list[float]:
     trainer = Trainer(
         step, data, max_duration="2ep", batch_size="0sp:7 20sp:9", micro_batch_size=3, **settings
@@ -93,7 +79,6 @@ def main(out: Path) -> None:
     warnings.simplefilter("ignore")
     made: dict[str, Callable[[], list[float]]] = {
         "SAM": lambda: train(sam(square)),
-        "SAM, out of memory": lambda: train(short(sam(square))),
         "SAM, by tokens": lambda: train(sam(masked), stepping=Stepping(loss_weight=num_targets)),
         "Muon": lambda: train(MuonStep(net(), square, lr=0.01)),
         "GAN": lambda: train(GANStep(Noiseless(), net(1), sgd, noise=5), list(INPUTS)),

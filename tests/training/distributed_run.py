@@ -49,26 +49,6 @@ def num_targets(batch: Any) -> int:
     return int((batch[1] != -100).sum())
 
 
-class Shortage(Callback):
-    """From a batch on, one rank has memory for no more than a few samples at once."""
-
-    def __init__(self, rank: int, batch: int, room: int) -> None:
-        self.is_here = rank == int(os.environ.get("RANK", "0"))
-        self.first, self.room, self.batch = batch, room, 0
-
-    def on_batch_start(self, run: Run, step: Any) -> None:
-        self.batch = step.timestamp.batch
-
-    def around(self, loss: Any) -> Any:
-        def limited(model: nn.Module, batch: Any) -> torch.Tensor:
-            result: torch.Tensor = loss(model, batch)
-            if self.is_here and self.batch >= self.first and len(batch[0]) > self.room:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            return result
-
-        return limited
-
-
 class Remember(Callback):
     def __init__(self, stop_rank: int | None) -> None:
         self.samples: list[list[float]] = []
@@ -96,19 +76,18 @@ def main(settings: dict[str, Any], out: Path) -> None:
     by_tokens = settings.pop("by_tokens", False)
     resume = settings.pop("resume", None)
     last_batch = settings.pop("last_batch", "keep")
-    shortage = Shortage(*settings.pop("shortage", (-1, 0, 0)))
     trainer = Trainer(
         model,
         data,
         optimizer=optimizer,
-        loss=shortage.around(token_loss if by_tokens else sample_loss),
+        loss=token_loss if by_tokens else sample_loss,
         device="cpu",
         stepping=Stepping(loss_weight=num_targets if by_tokens else "samples"),
         loading=Loading(last_batch=last_batch),
         evaluate=Evaluation(data, "1ep"),
         checkpoint=Checkpointing("1ep"),
         log=Logging("1ba"),
-        callbacks=[remember, shortage],
+        callbacks=[remember],
         folder=out / "run",
         **settings,
     )
@@ -120,7 +99,6 @@ def main(settings: dict[str, Any], out: Path) -> None:
     except SystemExit as stop:
         ended = stop.code
     rank = int(os.environ.get("RANK", "0"))
-    retry = trainer._loop.stepper.retry
     report = {
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
         "samples": remember.samples,
@@ -128,7 +106,6 @@ def main(settings: dict[str, Any], out: Path) -> None:
         "clock": trainer.timer.state_dict(),
         "stop_reason": trainer.stop_reason,
         "ended": ended,
-        "net": None if retry is None else retry.state_dict(),
     }
     (out / f"rank{rank}.json").write_text(json.dumps(report))
 

@@ -44,23 +44,6 @@ def launch(launch_ranks: Callable[..., Any]) -> Launch:
 RAMP = {"batch_size": "0sp:7 50sp:13", "max_duration": "2ep", "micro_batch_size": 3}
 
 
-@pytest.mark.filterwarnings("ignore:memory ran out:RuntimeWarning")
-@pytest.mark.parametrize("by_tokens", [False, True], ids=["samples", "tokens"])
-def test_a_rank_whose_memory_runs_out_leaves_nobody_waiting(
-    tmp_path: Path, launch: Launch, by_tokens: bool
-) -> None:
-    """Both take the step again in smaller pieces; the gradient stays that of the whole batch."""
-    run = {**RAMP, "micro_batch_size": "auto", "by_tokens": by_tokens}
-    (one,) = launch(1, tmp_path / "one", **{**run, "micro_batch_size": None})
-    two = launch(2, tmp_path / "two", shortage=(1, 3, 2), **run)
-    expected = torch.tensor(one["weights"])
-    for rank in two:
-        assert torch.allclose(torch.tensor(rank["weights"]), expected, rtol=0, atol=1e-12)
-        assert rank["losses"] == pytest.approx(one["losses"], rel=1e-12)
-        assert (rank["net"]["size"], rank["net"]["splits"]) == (2, two[0]["net"]["splits"])
-    assert sorted(two[0]["samples"] + two[1]["samples"]) == sorted(one["samples"])
-
-
 @pytest.mark.parametrize("by_tokens", [False, True], ids=["samples", "tokens"])
 def test_two_ranks_train_like_one(tmp_path: Path, launch: Launch, by_tokens: bool) -> None:
     """Uneven shares, uneven micro-batches and token weights: the gradient is one big batch's."""

@@ -13,7 +13,7 @@ from stretto.schedules import Cosine, StepDecay
 from stretto.timing import At, Every, Time
 from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run
 from stretto.training.algorithms import LayerFreezing
-from stretto.training.scaling import Timed
+from stretto.training.settings import Timed
 
 Make = Callable[..., Any]
 

@@ -1,24 +1,21 @@
 """Batch size policies, how a batch is split, and learning rates that follow its size."""
 
-from stretto.batching.adaptive.hysteresis import Hysteresis
-from stretto.batching.adaptive.noise_scale import NoiseScale, NormTest
-from stretto.batching.adaptive.plateau import Plateau
-from stretto.batching.coupled.coupling import Coupling
-from stretto.batching.coupled.seesaw import (
-    IncreaseInsteadOfDecay,
-    Seesaw,
-    check_pairs,
-    couplings_in,
-)
+from stretto.batching.following import Plateau
+from stretto.batching.functions import IncreaseFunction, SizeFunction, awaits_maximum, with_maximum
+from stretto.batching.noise_scale import NoiseScale, NormTest
 from stretto.batching.parse import PolicyLike, as_policy
+from stretto.batching.periods import PeriodSizes
 from stretto.batching.policy import (
+    NO_SIGNALS,
     BatchSizePolicy,
     BoundPolicy,
     Hold,
     PolicyState,
+    Signals,
     TimedPolicy,
     checked_size,
 )
+from stretto.batching.ramps import DoublingRamp, LinearRamp, StagedRamp, rampup
 from stretto.batching.rules import (
     FunctionRule,
     LearningRateRule,
@@ -28,14 +25,16 @@ from stretto.batching.rules import (
     SquareRootRule,
     as_rule,
 )
-from stretto.batching.scheduled.fixed import Fixed, Steps
-from stretto.batching.scheduled.functions import SizeFunction
-from stretto.batching.scheduled.increase import IncreaseFunction, awaits_maximum, with_maximum
-from stretto.batching.scheduled.periods import PeriodSizes
-from stretto.batching.scheduled.ramps import DoublingRamp, LinearRamp, StagedRamp, rampup
-from stretto.batching.signals import NO_SIGNALS, Signals
+from stretto.batching.seesaw import (
+    Coupling,
+    IncreaseInsteadOfDecay,
+    Seesaw,
+    check_pairs,
+    couplings_in,
+)
 from stretto.batching.split import Split, split
-from stretto.batching.wrappers import AtLeast, AtMost, Monotone, MultipleOf, PowerOfTwo
+from stretto.batching.steps import Fixed, Steps
+from stretto.batching.wrappers import AtLeast, AtMost, Hysteresis, Monotone, MultipleOf, PowerOfTwo
 
 __all__ = [
     "AtLeast",

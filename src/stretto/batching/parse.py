@@ -13,10 +13,20 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, TypeAlias, final
 
-from stretto.batching.policy import BatchSizePolicy, checked_size
-from stretto.batching.scheduled.fixed import Fixed, Steps
-from stretto.batching.scheduled.functions import SizeCallable, SizeFunction
-from stretto.batching.written import COUPLED, ORDER, RAMPS, WAYS, WRAPPERS, Path, Way, flag
+from stretto.batching.functions import SizeCallable, SizeFunction
+from stretto.batching.policy import (
+    COUPLED,
+    ORDER,
+    RAMPS,
+    WAYS,
+    WRAPPERS,
+    BatchSizePolicy,
+    Path,
+    Way,
+    checked_size,
+    flag,
+)
+from stretto.batching.steps import Fixed, Steps
 from stretto.errors import Argument, BatchSizeError, Text, TimeError, nearest, shown
 from stretto.timing import Horizon, Time
 

@@ -1,18 +1,81 @@
-"""What a batch size policy is: a pure function of the clock, its own state and the signals."""
+"""Batch size policies, what they return when bound, and the signals that they read."""
 
 from __future__ import annotations
 
+import inspect
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Self, TypeAlias, cast, final
+from typing import Annotated, Any, Self, TypeAlias, TypeVar, cast, final
 
-from stretto.batching.signals import Signals
 from stretto.errors import BatchSizeError, Text, shown
 from stretto.schedules.fields import Check, Timed
 from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
-from stretto.timing.number import whole
+from stretto.timing.grammar import whole
 from stretto.timing.time import Number
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signals:
+    """What the last step measured; None for what it did not.
+
+    Any value may be nan or infinite: a policy must still decide.
+
+    >>> Signals(loss=2.5).metric is None
+    True
+
+    Raises:
+        BatchSizeError: a value is not a number.
+    """
+
+    loss: float | None = None
+    """The mean loss of the last batch."""
+    metric: float | None = None
+    """The metric of the last evaluation, if there was one since the last batch."""
+    noise_numerator: float | None = None
+    """An unbiased estimate of tr(Sigma), the variance of a sample's gradient."""
+    noise_denominator: float | None = None
+    """An unbiased estimate of |G|^2, the squared norm of the true gradient."""
+    num_samples: float | None = None
+    """The samples of that batch, which weight its noise beside that of other batches. If you leave
+    it out, the loader fills it in."""
+
+    def __post_init__(self) -> None:
+        # NumPy numbers and tensors become floats: a checkpoint could not store them.
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value is not None and type(value) is not float:
+                object.__setattr__(self, name, _as_signal(name, value))
+
+
+def as_float(value: float) -> float:
+    """Return a number of any library as a float; too large ones become infinite.
+
+    >>> as_float(3), as_float(-(10**400))
+    (3.0, -inf)
+    """
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _as_signal(name: str, value: object) -> float:
+    try:
+        return as_float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several elements
+        raise BatchSizeError.cannot(
+            f"decide by the signal {name}={shown(value)}",
+            why="it is not a number",
+            instead="pass a number, or leave it out where nothing was measured",
+        ) from None
+
+
+NO_SIGNALS = Signals()
+"""No measurement: the input of static policies, which ignore signals."""
+
 
 PolicyState: TypeAlias = Mapping[str, "int | float | str | PolicyState | None"]
 """The state of a policy: a small record that JSON keeps exactly. Replaced, never edited."""
@@ -268,3 +331,67 @@ def _fields(state: object) -> object:
     if not isinstance(state, Mapping):
         return None
     return {name: _fields(one) for name, one in state.items()}
+
+
+Path: TypeAlias = tuple[str | int, ...]
+"""The keys and list indices that lead to a value."""
+Class = TypeVar("Class", bound=type)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One form of a mapping: what it makes, and the key that names it."""
+
+    make: Callable[..., Any]
+    key: str
+    argument: str | None
+    """The argument that the key's value fills; None: the key only names the form."""
+
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """Return the parameter of each key.
+
+        >>> [*WAYS["noise_scale"].parameters()][:3]
+        ['start', 'maximum', 'minimum']
+        """
+        found = inspect.signature(self.make).parameters.values()
+        return {self.key if one.name == self.argument else one.name: one for one in found}
+
+
+WAYS: dict[str, Way] = {}
+"""The forms of independent batch sizes except ramps, by key."""
+RAMPS: dict[str, Way] = {}
+"""The values of `ramp`."""
+COUPLED: dict[str, Way] = {}
+"""The forms of batch sizes coupled to a schedule."""
+WRAPPERS: dict[str, Way] = {}
+"""Further keys, which change the sizes."""
+ORDER = ("power_of_two", "multiple_of", "hysteresis", "monotone", "at_least", "at_most")
+"""The order in which wrappers apply, whatever the order of the keys; bounds come last."""
+
+
+def written(
+    table: dict[str, Way], name: str, argument: str | None = None
+) -> Callable[[Class], Class]:
+    """Declare the key of a class in a mapping, and the argument that the value of the key sets."""
+
+    def declare(kind: Class) -> Class:
+        table[name] = Way(kind, "ramp" if table is RAMPS else name, argument)
+        return kind
+
+    return declare
+
+
+def flag(key: str, value: object) -> bool:
+    """Return a value that is true or false.
+
+    Raises:
+        BatchSizeError: it is neither.
+    """
+    if isinstance(value, bool):
+        return value
+    raise BatchSizeError.cannot(
+        f"use {shown(value)} as {key}",
+        why="it is neither true nor false",
+        instead="write true or false",
+    )

@@ -8,7 +8,7 @@ from typing import final
 from stretto.batching.policy import checked_size, checked_world_size
 from stretto.errors import Argument, BatchSizeError, Text, shown
 from stretto.ordering import evenly, stream_start
-from stretto.timing.number import whole
+from stretto.timing.grammar import whole
 
 
 @final

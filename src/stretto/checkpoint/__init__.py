@@ -1,17 +1,25 @@
 """Checkpoints on disk: atomic, verified when read, never unpickled."""
 
-from stretto.checkpoint.description import Description, TensorGroup, describe
 from stretto.checkpoint.folder import checkpoint_path, checkpoints, keep, latest_good
 from stretto.checkpoint.optimizer import pack_optimizer, unpack_optimizer
 from stretto.checkpoint.reading import (
     Checkpoint,
     CheckpointReader,
+    Description,
+    TensorGroup,
+    describe,
     load_weights,
     open_checkpoint,
     read_checkpoint,
 )
-from stretto.checkpoint.sharding import LazyTensor, Shard, TensorSlice, shard_like, to_shard
-from stretto.checkpoint.staging import HostCopies
+from stretto.checkpoint.sharding import (
+    HostCopies,
+    LazyTensor,
+    Shard,
+    TensorSlice,
+    shard_like,
+    to_shard,
+)
 from stretto.checkpoint.writing import (
     abandon_checkpoint,
     begin_checkpoint,

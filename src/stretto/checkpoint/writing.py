@@ -28,10 +28,8 @@ from stretto.checkpoint.manifest import (
     Entry,
     manifest_text,
 )
-from stretto.checkpoint.rank_part import RankPart, ShardEntry, merge
-from stretto.checkpoint.sharding import Shard
-from stretto.checkpoint.staging import HostCopies, Staged, Tensors
-from stretto.checkpoint.tensor_file import write_tensors
+from stretto.checkpoint.parts import RankPart, ShardEntry, merge, write_tensors
+from stretto.checkpoint.sharding import HostCopies, Shard, Staged, Tensors
 from stretto.errors import CheckpointError
 
 UNFINISHED = ".tmp"

@@ -287,7 +287,7 @@ def inspect(
     json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Say what a checkpoint is, when it was written, what is in it, and whether it is whole."""
-    from stretto.cli.inspecting import inspect as run
+    from stretto.cli.reporting import inspect as run
 
     run(path, as_json=json)
 
@@ -315,7 +315,7 @@ def convert(
     ] = False,
 ) -> None:
     """Say a time in another unit: stretto convert 0.1dur --to ep --max-duration 90ep."""
-    from stretto.cli.converting import convert as run
+    from stretto.cli.reporting import convert as run
 
     run(
         time,

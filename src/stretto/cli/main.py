@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except StrettoError as error:
         if shows_traceback:
             raise
-        from stretto.config.reading.source import as_key
+        from stretto.config.source import as_key
 
         in_keys = error.recast(StrettoError, word=as_key)
         text = "\n".join([str(in_keys), *getattr(error, "__notes__", ())])

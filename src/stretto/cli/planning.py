@@ -9,9 +9,8 @@ from pathlib import Path
 import typer
 
 from stretto.batching import BatchSizePolicy
-from stretto.cli.files import PLAN, add_working_folder, read_arguments
-from stretto.config.building.plans import ends_of, plan_of, prepare_run
-from stretto.config.building.times_and_sizes import build_run
+from stretto.cli.reporting import PLAN, add_working_folder, read_arguments
+from stretto.config.plans import build_run, ends_of, plan_of, prepare_run
 from stretto.config.run import RunConfig
 from stretto.errors import ConfigError, PlanError
 from stretto.planning import Plan
@@ -59,7 +58,7 @@ def plan(
             instead="set data.num_samples, or write last_batch: carry",
         )
     if plot is not None:
-        from stretto.report.plan_picture import draw_plan
+        from stretto.report.pictures import draw_plan
 
         draw_plan(planned, plot, unit=unit)
         typer.echo(f"drew {plot}", err=True)

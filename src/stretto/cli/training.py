@@ -12,11 +12,17 @@ from typing import TYPE_CHECKING, final
 from rich.console import Console
 
 from stretto._location import local_path
-from stretto.cli.files import PLAN, RUN_FILE, add_working_folder, packaged_run_file, split_arguments
-from stretto.config.building.training import build_trainer, resolved
+from stretto.cli.reporting import (
+    PLAN,
+    RUN_FILE,
+    add_working_folder,
+    packaged_run_file,
+    split_arguments,
+)
 from stretto.config.files import dump_run_file, read_run_file
-from stretto.config.reading.overrides import parse_override
 from stretto.config.run import RunConfig
+from stretto.config.training import build_trainer, resolved
+from stretto.config.yaml import parse_override
 from stretto.errors import ConfigError
 from stretto.planning import UnknownSizes, bound_of
 from stretto.timing import TimeUnit

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stretto.config.building.plans import build_plan
 from stretto.config.files import dump_run_file, parse_run_file, read_run_file
-from stretto.config.reading.source import Source
+from stretto.config.plans import build_plan
 from stretto.config.run import RunConfig
+from stretto.config.source import Source
 
 if TYPE_CHECKING:
-    from stretto.config.building.training import build_trainer
     from stretto.config.schema import run_file_schema
+    from stretto.config.training import build_trainer
 
 __all__ = [
     "RunConfig",
@@ -28,7 +28,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     # A plan of stated sizes needs neither torch nor the schema, so they wait until they are wanted.
     if name == "build_trainer":
-        from stretto.config.building.training import build_trainer
+        from stretto.config.training import build_trainer
 
         return build_trainer
     if name == "run_file_schema":

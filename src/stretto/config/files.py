@@ -8,10 +8,9 @@ from typing import Any
 
 import yaml
 
-from stretto.config.reading.overrides import apply_overrides
-from stretto.config.reading.source import Source, source_name
-from stretto.config.reading.yaml_text import MAX_BYTES, check_mapping, parse_scalar, parse_yaml
 from stretto.config.run import RunConfig
+from stretto.config.source import Source, source_name
+from stretto.config.yaml import MAX_BYTES, apply_overrides, check_mapping, parse_scalar, parse_yaml
 from stretto.errors import ConfigError
 
 

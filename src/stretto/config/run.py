@@ -17,9 +17,7 @@ from pydantic import (
 
 from stretto._location import local_path
 from stretto.batching.parse import without_nulls
-from stretto.config.reading.source import NO_SOURCE, Source
-from stretto.config.values.batch_sizes import BatchSize, coupled_key
-from stretto.config.values.fields import (
+from stretto.config.fields import (
     Count,
     CountOrAuto,
     RunLength,
@@ -27,9 +25,8 @@ from stretto.config.values.fields import (
     Target,
     shape_of,
 )
-from stretto.config.values.messages import explain
-from stretto.config.values.schedules import ScheduleText
-from stretto.config.values.settings import (
+from stretto.config.messages import explain
+from stretto.config.settings import (
     AnyRule,
     Checkpoint,
     Data,
@@ -39,6 +36,8 @@ from stretto.config.values.settings import (
     Optimizer,
     SteppingSection,
 )
+from stretto.config.source import NO_SOURCE, Source
+from stretto.config.values import BatchSize, ScheduleText, coupled_key
 from stretto.errors import ConfigError
 from stretto.schedules.names import parse_name
 from stretto.settings import Precision

@@ -1,8 +1,8 @@
 """Data: any batches, cut into exact ones; the position is kept in samples."""
 
 from stretto.data.containers import count_samples, move_batch, take_samples
+from stretto.data.indices import sample_seed
 from stretto.data.loader import StepLoader
-from stretto.data.randomness import sample_seed
 from stretto.data.spec import DataSpec
 from stretto.data.step import MicroBatch, Step
 from stretto.data.tokens import count_target_tokens, count_tokens

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from stretto.batching import NO_SIGNALS, PolicyState, Signals
 from stretto.data import state as saved
-from stretto.data.fetching.shares import Plans
+from stretto.data.fetch import Plans
 from stretto.planning import Prepared, StepPlan, next_step, walk
 from stretto.timing import Timer, Timestamp, TimeUnit
 from stretto.timing.epochs import end_tick, equal_batches, repeats_before

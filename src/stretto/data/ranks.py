@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.batching import checked_size
-from stretto.data.fetching.shares import Part
+from stretto.data.fetch import Part
 from stretto.errors import DataError
 from stretto.planning import Prepared, check_least
 from stretto.planning.plan import plan_prepared
@@ -24,7 +24,7 @@ from stretto.runtime.collectives import (
     marks,
 )
 from stretto.timing import Timestamp
-from stretto.timing.number import whole
+from stretto.timing.grammar import whole
 
 
 def part_of(rank: int | None, world_size: int | None, micro_batch_size: int | None) -> Part:

@@ -1,15 +1,18 @@
-"""`Source`: what a loader reads from, built for its data, workers and sizes."""
+"""The run and the source of a loader."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
 from torch.utils.data import DataLoader, RandomSampler
 
-from stretto.data.fetching.fetch import Fetch
-from stretto.data.fetching.map_style import (
+from stretto.batching import PolicyLike
+from stretto.data.chunks import ChunkSource, check_streams, record_of_all, record_of_rank
+from stretto.data.fetch import Fetch, Part, Steps
+from stretto.data.map_style import (
     Chunks,
     MapSource,
     chunk_steps,
@@ -17,19 +20,56 @@ from stretto.data.fetching.map_style import (
     planned_steps,
     sample_steps,
 )
-from stretto.data.fetching.shares import Part, Steps
-from stretto.data.fetching.workers import Workers, batched
-from stretto.data.iterables.chunks import ChunkSource
-from stretto.data.iterables.shards import check_streams, record_of_all, record_of_rank
-from stretto.data.iterables.steps import cut_steps
-from stretto.data.iterables.streams import OwnStreams, SameStream, Stream
 from stretto.data.ranks import gathered
 from stretto.data.spec import DataSpec, is_one_shot
-from stretto.errors import DataError
+from stretto.data.streams import OwnStreams, SameStream, Stream, cut_steps
+from stretto.data.workers import Workers, batched
+from stretto.errors import DataError, shown
 from stretto.ordering import SampleOrder
-from stretto.planning import Prepared
+from stretto.planning import Prepared, bind_run
 from stretto.runtime.random_state import kept_generators
-from stretto.timing import Horizon, Timestamp, TimeUnit
+from stretto.timing import Horizon, LastBatch, TimeLike, Timestamp, TimeUnit
+
+
+def prepared_for(
+    spec: DataSpec,
+    batch_size: PolicyLike | Prepared,
+    max_duration: TimeLike | None,
+    last_batch: LastBatch | None,
+) -> Prepared:
+    """Return the run of a loader: the given one, or one that is bound here.
+
+    Raises:
+        DataError: the run has other data, or its length is given twice or not at all.
+    """
+    if isinstance(batch_size, Prepared):
+        _check_run(batch_size, spec, {"max_duration": max_duration, "last_batch": last_batch})
+        return batch_size
+    if max_duration is None:
+        raise DataError.cannot(
+            "load data",
+            why="the length of the run is not known",
+            instead="pass max_duration='90ep', or a run that bind_run() has bound",
+        )
+    return bind_run(spec.horizon(max_duration, last_batch), batch_size)
+
+
+def _check_run(run: Prepared, spec: DataSpec, given: Mapping[str, object]) -> None:
+    """Refuse a run of other data, and arguments that repeat the run's."""
+    for name, value in given.items():
+        if value is not None:
+            raise DataError.cannot(
+                f"load data with {name}={shown(value)} and a run that bind_run() has bound",
+                why=f"the run has its own {name}",
+                instead=f"leave {name} out, or write it in the Horizon",
+            )
+    if run.facts.dataset_num_samples != spec.known_num_samples:
+        raise DataError.cannot(
+            f"load data with {spec.known_num_samples} samples",
+            why=f"the run was prepared for {run.facts.dataset_num_samples}",
+            instead="pass Horizon(..., dataset_num_samples=...) of these data to bind_run()",
+        )
+
 
 LEAST_CHUNK = 128  # a batch from a worker costs 0.7 ms, whatever its size: few large ones are best
 

@@ -1,7 +1,8 @@
-"""`DataSpec`: data and the facts that a run needs about them."""
+"""`DataSpec`: the data, and how their samples and tokens are counted."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -16,12 +17,68 @@ from torch.utils.data import (
 )
 
 from stretto.data.containers import count_samples, take_samples
-from stretto.data.own_counts import own_count, own_counter
 from stretto.data.step import MicroBatch
 from stretto.data.tokens import count_tokens, longest_sequence
 from stretto.errors import DataError, shown
 from stretto.timing import Horizon, LastBatch, TimeLike
-from stretto.timing.number import checked_whole
+from stretto.timing.grammar import checked_whole, whole
+
+
+def own_count(data: Any, *names: str) -> int | None:
+    """Return a count of a data set: an attribute, or a method without arguments.
+
+    >>> class Text:
+    ...     def get_num_tokens(self):
+    ...         return 900
+    >>> own_count(Text(), "num_tokens", "get_num_tokens")
+    900
+
+    Raises:
+        DataError: a method returns neither an integer of at least 1 nor None.
+    """
+    for name in names:
+        value: Any = getattr(data, name, None)
+        if _takes(value, 0):
+            value = value()
+            if value is not None:
+                what = f"use {shown(value)}, which {type(data).__name__}.{name}() returns"
+                instead = "return how many there are, or None if that is not known"
+                return checked_whole(value, DataError, what, instead)
+        number = whole(value)
+        if number is not None and number > 0:
+            return number
+    return None
+
+
+def own_counter(data: Any, *names: str) -> Callable[[Any], int] | None:
+    """Return a data set's method, by one of several names, that counts in a batch.
+
+    >>> class Text:
+    ...     def get_batch_size(self, batch):
+    ...         return len(batch)
+    >>> own_counter(Text(), "get_batch_size")([1, 2])
+    2
+    """
+    methods = (getattr(data, name, None) for name in names)
+    return next((method for method in methods if _takes(method, 1)), None)
+
+
+def _takes(method: object, count: int) -> bool:
+    """Return whether something is a method of so many arguments; an optional `batch` counts."""
+    if not callable(method):
+        return False
+    try:
+        parameters = inspect.signature(method).parameters
+    except (TypeError, ValueError):
+        return False
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = {
+        name
+        for name, one in parameters.items()
+        if one.default is one.empty and one.kind not in several
+    }
+    return count in {len(needed), len(needed | ({"batch"} & parameters.keys()))}
+
 
 _COUNTERS = {
     "get_num_samples_in_batch": "get_batch_size",

@@ -1,6 +1,5 @@
 """Runs inside training loops and trainers that are not stretto's."""
 
-from stretto.integrations.meter import StepMeter
-from stretto.integrations.scheduler import ClockScheduler
+from stretto.integrations.shared import ClockScheduler, StepMeter
 
 __all__ = ["ClockScheduler", "StepMeter"]

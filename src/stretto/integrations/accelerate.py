@@ -29,8 +29,7 @@ from torch.utils.data import DataLoader
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
 from stretto.data import DataSpec, move_batch
 from stretto.errors import TrainingError
-from stretto.integrations.meter import StepMeter
-from stretto.integrations.scheduler import ClockScheduler
+from stretto.integrations.shared import ClockScheduler, StepMeter
 from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
 from stretto.training.run import Run, prepare

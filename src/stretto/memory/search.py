@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from stretto.errors import FitError, shown
-from stretto.timing.number import checked_whole
+from stretto.timing.grammar import checked_whole
 
 MAXIMUM = 1 << 24
 """The default largest size."""

@@ -2,22 +2,251 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from stretto.batching import LearningRateRule, NoRule, RuleLike, as_rule, check_pairs
-from stretto.errors import ScheduleError
-from stretto.optim.base_values import BaseValue, plain, restore_base_values, write
-from stretto.optim.joined import each_of
-from stretto.optim.reading import group_name, read_schedules
+from stretto.errors import ScheduleError, shown
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
-from stretto.schedules.names import parse_name
+from stretto.schedules.names import find_name, parse_name
 from stretto.schedules.schedule import product_of
 from stretto.timing import Horizon, Timestamp
+
+
+def joined(optimizers: Sequence[Optimizer]) -> Optimizer:
+    """Return a single optimizer itself, or one with the parameter groups of several.
+
+    >>> import torch
+    >>> one, two = (torch.optim.SGD([torch.zeros(1)], lr=lr) for lr in (0.1, 0.2))
+    >>> joined([one]) is one, [group["lr"] for group in joined([one, two]).param_groups]
+    (True, [0.1, 0.2])
+    """
+    return optimizers[0] if len(optimizers) == 1 else Joined(optimizers)
+
+
+def each_of(optimizer: Optimizer) -> Sequence[Optimizer]:
+    """Return the optimizers behind a joined one; or the optimizer itself."""
+    return optimizer.optimizers if isinstance(optimizer, Joined) else (optimizer,)
+
+
+@final
+class Joined(Optimizer):
+    """The parameter groups of several optimizers, in order; made by `joined`."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        # Do not call super().__init__: it has no state of its own.
+        self.optimizers = tuple(optimizers)
+        self.defaults: dict[str, Any] = {}
+        for one in optimizers:
+            self.defaults |= one.defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The present groups of all optimizers."""
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    def __repr__(self) -> str:
+        return f"joined({list(self.optimizers)!r})"
+
+
+def read_schedules(optimizer: Optimizer, schedules: Mapping[str, Any]) -> dict[str, Schedule]:
+    """Return the schedules of an optimizer, each as one, with that of the learning rate.
+
+    Raises:
+        ScheduleError: there is no such hyper-parameter or group, or they are not given by name.
+    """
+    check_names(schedules)
+    found = {name: as_one_schedule(value) for name, value in schedules.items()}
+    groups = optimizer.param_groups
+    for name in found:
+        _check(name, groups)
+    # Set even where nothing moves it: else a resumed run would keep the rate it was saved with,
+    # whatever its optimizer is now built with and its plan says.
+    return {"lr": as_schedule(1.0), **found} if "lr" in groups[0] else found
+
+
+def check_names(schedules: Any) -> None:
+    """Refuse schedules that are not given by the name of what they set.
+
+    Raises:
+        ScheduleError: they are not.
+    """
+    if not isinstance(schedules, Mapping):
+        raise ScheduleError.cannot(
+            f"read {shown(schedules)} as schedules",
+            why="it does not say what each is for",
+            instead="write {'lr': ...}",
+        )
+
+
+def as_one_schedule(value: Any) -> Schedule:
+    """Return a schedule as it is given, or the product of several."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return Product(*value)
+    return as_schedule(value)
+
+
+def _check(text: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a name that no parameter group has."""
+    name = find_name(text, groups[0])
+    names = [group_name(number, other) for number, other in enumerate(groups)]
+    if name.group is not None and name.group not in names:
+        raise ScheduleError.cannot(
+            f"schedule {text!r}",
+            why=f"the optimizer has no such parameter group (it has {', '.join(names)})",
+            instead=f"write '{name.key}@{names[0]}', or give the group that name",
+        )
+
+
+def group_name(number: int, group: Mapping[str, Any]) -> str:
+    """Return the name of a parameter group; of one without a name, its number."""
+    return str(group.get("name", number))
+
+
+GroupKey: TypeAlias = tuple[int, str]
+"""The number of a parameter group, and a key in it."""
+GroupValues = dict[str, Any]
+"""The values of a parameter group, by key."""
+
+
+@final
+class BaseValue:
+    """The base value of a schedule, and the value that was last written."""
+
+    __slots__ = ("value", "written")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.written = value
+
+
+_SCHEDULED: WeakKeyDictionary[Optimizer, dict[GroupKey, BaseValue]] = WeakKeyDictionary()
+
+
+def restore_base_values(optimizer: Optimizer) -> dict[GroupKey, BaseValue]:
+    """Restore the base values of an optimizer and return their record.
+
+    Torch stores `initial_lr` in the parameter group for this. Here the record belongs to the
+    optimizer object. It covers every key, not only `lr`, and is not part of `state_dict()`. So
+    checkpoints are unchanged, and a loaded state does not bring the base of another run. If a value
+    differs from the last written one, you have set it, and it becomes the new base.
+
+    Copies of the optimizer (`copy.deepcopy`, `pickle`) have no record.
+    """
+    optimizer = _unwrapped(optimizer)
+    if optimizer not in _SCHEDULED:
+        _SCHEDULED[optimizer] = {}
+        # A loaded value was written by a schedule, so it is not a base value.
+        with suppress(AttributeError):  # not an optimizer of torch, so it has no hooks
+            optimizer.register_load_state_dict_post_hook(_note_loaded)
+    record = _SCHEDULED[optimizer]
+    for place, base in list(record.items()):
+        group, key = _group(optimizer, place)
+        if key not in group or not _is_equal(group[key], base.written):
+            del record[place]
+        else:
+            write(group, key, base.value)
+            base.written = base.value
+    return record
+
+
+def read_base_values(optimizer: Optimizer, given: Mapping[str, float]) -> list[GroupValues]:
+    """Return the base values of each parameter group.
+
+    The base of a learning rate is its `initial_lr`, which torch's schedulers and `set_base_values`
+    write and checkpoints keep; else `lr`.
+
+    Args:
+        optimizer: the optimizer.
+        given: base values by name, which take precedence: `{"lr": 0.1, "lr@head": 0.01}`.
+
+    Raises:
+        ScheduleError: the optimizer has no value of a given name.
+    """
+    restore_base_values(optimizer)  # what a schedule of an earlier run has written
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        values = {key: plain(value) for key, value in group.items() if key != "params"}
+        if "lr" in values:
+            values["lr"] = plain(values.get("initial_lr", values["lr"]))
+        for text, value in given.items():
+            name = find_name(text, group)
+            if name.group in (None, group_name(number, group)):
+                values[name.key] = value
+        found.append(values)
+    return found
+
+
+def set_base_values(
+    optimizer: Optimizer, values: Sequence[GroupValues], names: Iterable[str]
+) -> None:
+    """Write the base values of what is scheduled to the groups of an optimizer.
+
+    Raises:
+        ScheduleError: the optimizer has another number of groups.
+    """
+    groups = optimizer.param_groups
+    if len(groups) != len(values):
+        raise ScheduleError.cannot(
+            f"schedule an optimizer with {len(groups)} parameter groups",
+            why=f"the run was bound to one with {len(values)} before",
+            instead="pass an optimizer with the same groups, or prepare a new run",
+        )
+    for group, base in zip(groups, values, strict=True):
+        for key in {"lr", *(parse_name(text).of(group).key for text in names)} & group.keys():
+            write(group, key, base[key])
+        if "lr" in base:
+            group["initial_lr"] = base["lr"]
+
+
+def write(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a value of a parameter group; tensors are filled in place, for compiled steps."""
+    current = group[key]
+    if isinstance(current, Tensor):
+        current.fill_(value)
+    elif isinstance(current, tuple) and isinstance(current[0], Tensor):
+        for tensor, number in zip(current, value, strict=True):
+            tensor.fill_(number)
+    else:
+        group[key] = value
+
+
+def plain(value: Any) -> Any:
+    """Return a value without tensors, which are overwritten in place."""
+    if isinstance(value, tuple):
+        return tuple(float(item) for item in value)
+    return float(value) if isinstance(value, Tensor) else value
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside wrappers such as Accelerate's and Lightning's."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def _note_loaded(optimizer: Optimizer) -> None:
+    for place, base in _SCHEDULED.get(optimizer, {}).items():
+        group, key = _group(optimizer, place)
+        base.written = plain(group.get(key))
+
+
+def _group(optimizer: Optimizer, place: GroupKey) -> tuple[dict[str, Any], str]:
+    number, key = place
+    groups = optimizer.param_groups
+    return (groups[number] if number < len(groups) else {}), key
+
+
+def _is_equal(value: Any, written: Any) -> bool:
+    if isinstance(value, tuple) and isinstance(written, tuple):
+        return len(value) == len(written) and all(map(_is_equal, value, written))
+    return bool(value == written)
 
 
 @final

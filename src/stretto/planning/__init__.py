@@ -1,12 +1,10 @@
 """Plans of runs: where every batch begins, its size, and the events."""
 
 from stretto.planning.bind import Prepared, bind_run
-from stretto.planning.clock import StepPlan, next_step, walk
-from stretto.planning.events import Event
 from stretto.planning.plan import Plan, PlannedBatch, plan
 from stretto.planning.plan_warnings import bound_of
-from stretto.planning.sizes import PlannedSizes, UnknownSizes
-from stretto.planning.stages import FirstLast, Stage, check_least
+from stretto.planning.sizes import PlannedSizes, StepPlan, UnknownSizes, next_step, walk
+from stretto.planning.stages import Event, FirstLast, Stage, check_least
 
 __all__ = [
     "Event",

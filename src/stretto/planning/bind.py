@@ -22,7 +22,7 @@ from stretto.errors import PlanError, shown
 from stretto.planning.sizes import PlannedSizes, UnknownSizes, horizon_of
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike, as_schedule
 from stretto.timing import BoundTrigger, Horizon, TimeLike, TimeUnit, Trigger, parse_trigger
-from stretto.timing.number import MAX_DIGITS
+from stretto.timing.grammar import MAX_DIGITS
 
 _LIMIT = 10 ** (MAX_DIGITS - 2)
 At: TypeAlias = Callable[..., AbstractContextManager[object]]

@@ -9,22 +9,21 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast, final
 
 from stretto.batching import BatchSizePolicy, BoundPolicy, PolicyLike, RuleLike
-from stretto.batching.policy import checked_size, checked_world_size
+from stretto.batching.policy import as_float, checked_size, checked_world_size
 from stretto.batching.rules import is_learning_rate
-from stretto.batching.signals import as_float
 from stretto.batching.split import split
 from stretto.errors import PlanError, shown
 from stretto.planning.bind import Prepared, bind_run, check_tokens
-from stretto.planning.clock import walk
-from stretto.planning.events import Event, make_event
 from stretto.planning.plan_warnings import growth_alone, warnings_of
-from stretto.planning.sizes import PlannedSizes
+from stretto.planning.sizes import PlannedSizes, walk
 from stretto.planning.stages import (
+    Event,
     Stage,
     Values,
     check_stage,
     hyperparameters,
     known_schedules,
+    make_event,
     make_stage,
 )
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike
@@ -157,7 +156,7 @@ class Plan:
         >>> plan(Horizon("20sp"), 8).to_json()["num_batches"]
         3
         """
-        from stretto.planning.record import to_record
+        from stretto.planning.table import to_record
 
         return to_record(self)
 

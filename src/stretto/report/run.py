@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from stretto._location import local_path
-from stretto.batching.signals import as_float
+from stretto.batching.policy import as_float
 from stretto.errors import DataError
 
 METRICS = "metrics.jsonl"

@@ -1,10 +1,17 @@
 """Schedules: factors as pure functions of time, bound to a run once."""
 
-from stretto.schedules.curves import Cosine, Curve, Linear, Polynomial
+from stretto.schedules.curves import (
+    WSD,
+    Cosine,
+    CosineRestarts,
+    Curve,
+    DecayShape,
+    InverseSqrt,
+    Linear,
+    Polynomial,
+)
 from stretto.schedules.intervals import Exponential, MultiStep, StepDecay
-from stretto.schedules.inverse_sqrt import InverseSqrt
 from stretto.schedules.periods import Periods, Rest
-from stretto.schedules.restarts import CosineRestarts
 from stretto.schedules.schedule import (
     Constant,
     Custom,
@@ -14,7 +21,6 @@ from stretto.schedules.schedule import (
     as_schedule,
 )
 from stretto.schedules.scope import BoundSchedule, RunScope, Scope
-from stretto.schedules.wsd import WSD, DecayShape
 
 __all__ = [
     "BoundSchedule",

@@ -1,18 +1,38 @@
-"""Schedules from one factor to another: `Linear`, `Cosine`, `Polynomial`, `Curve`."""
+"""Schedules from one factor to another, with restarts, and those that hold in between."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import Literal, TypeAlias, final, get_args
 
 from stretto.errors import ScheduleError, shown
-from stretto.schedules.fields import Factor, Length, Positive, check_fields, checked_factor
-from stretto.schedules.glide import cosine_left, glide, way
-from stretto.schedules.schedule import WarmedUp
-from stretto.schedules.scope import END, BoundSchedule, Span
+from stretto.schedules.fields import (
+    Factor,
+    Interval,
+    Length,
+    Positive,
+    check_fields,
+    checked_factor,
+    one_of,
+)
+from stretto.schedules.intervals import BEYOND
+from stretto.schedules.periods import Periods
+from stretto.schedules.schedule import (
+    Constant,
+    Rise,
+    Schedule,
+    WarmedUp,
+    after_warmup,
+    cosine_left,
+    glide,
+    warmup_text,
+    way,
+)
+from stretto.schedules.scope import END, BoundSchedule, Scope, Span, integers
 from stretto.timing import Time, Timestamp
 
 
@@ -210,3 +230,268 @@ class Curve(WarmedUp):
         """Return the schedule in words."""
         name = getattr(self.function, "__name__", type(self.function).__name__)
         return f"curve {name}" + ("" if self.over == END else f" over {self.over}")
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class InverseSqrt(Schedule):
+    """Decay with the square root of time; needs no end of the run.
+
+    Formula: `max(floor, end + (1 - end) * sqrt(s / (s + t)))`, where `t` is the time since the
+    warm-up and `s` is the time scale; with `s` equal to the warm-up `w`, the root is
+    `sqrt(w / time)`. Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 3; transformers'
+    `get_inverse_sqrt_schedule`. Megatron and Levanter have a `floor` (`min_lr`), OLMo-core an
+    `end` (`alpha_f`).
+
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = InverseSqrt(warmup="4ba").bind(Horizon("64ba"))
+    >>> [factor(Timestamp(batch=batch)) for batch in (0, 2, 4, 16, 64)]
+    [0.0, 0.5, 1.0, 0.5, 0.25]
+
+    Args:
+        timescale: the time scale; by default, as long as the warm-up.
+        end: the factor that the decay tends to.
+        floor: the smallest factor after the warm-up; the decay stops there.
+        warmup: rise from `warmup_start` to 1 over this time first.
+        warmup_start: the factor of the first batch of a warm-up.
+
+    Raises:
+        ScheduleError: there is neither a time scale nor a warm-up, one is not positive, a factor is
+            not finite or is negative, or the floor is above 1.
+        TimeError: a text is not a time.
+    """
+
+    timescale: Interval | None = None
+    end: Factor = field(default=0.0, kw_only=True)
+    floor: Factor = field(default=0.0, kw_only=True)
+    warmup: Length | None = field(default=None, kw_only=True)
+    warmup_start: Factor = field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.floor > 1:
+            raise ScheduleError.cannot(
+                f"use floor={self.floor:g}",
+                why="the decay begins at 1",
+                instead="write a number from 0 to 1 such as 0.1",
+            )
+        if not (self.timescale or self.warmup):
+            raise ScheduleError.cannot(
+                "decay with the inverse square root of time",
+                why="there is neither a warm-up nor a time scale to measure it by",
+                instead="write InverseSqrt(warmup='1000ba') or InverseSqrt('1000ba')",
+            )
+
+    def within(self, scope: Scope) -> BoundSchedule:
+        """Return the factor over `scope` as a function of the timestamp."""
+        span = scope.span(self.times())
+
+        def decay(rest: Span) -> BoundSchedule:
+            # Without a time scale, the length of the warm-up counts: all before `rest`.
+            timescale = rest.start - span.start
+            if self.timescale is not None:
+                timescale = rest.length(Time(self.timescale))
+            stop = rest.start + BEYOND if rest.end is None else rest.end
+            scale, first, unit, last = integers(rest.start, timescale, stop)
+            # A fraction of a period of length 0 is 0. Any unit will do, since no time passes.
+            read, unit, last = rest.smooth().axis.read, max(unit, 1), last - first
+            end, fall, floor = self.end, 1.0 - self.end, self.floor
+
+            def value(timestamp: Timestamp) -> float:
+                passed = read(timestamp) * scale - first
+                if passed <= 0:
+                    return 1.0
+                left = math.sqrt(unit / (unit + (passed if passed < last else last)))
+                return max(floor, end + fall * left)
+
+            return value
+
+        if self.warmup is None:
+            return decay(span)
+        return after_warmup(span, Rise(Time(self.warmup), self.warmup_start, 1.0), decay)
+
+    def __str__(self) -> str:
+        scale = "" if self.timescale is None else f" on the scale of {self.timescale}"
+        warmup = warmup_text(self.warmup, self.warmup_start)
+        end = f" to {self.end:g}" if self.end else ""
+        floor = f", at least {self.floor:g}" if self.floor else ""
+        return f"inverse square root of time{scale}{end}{floor}{warmup}"
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class CosineRestarts(WarmedUp):
+    """Cosine decay from `start` to `end` that starts anew, each cycle `multiplier` times as long.
+
+    Formula: `end + (start - end) * (1 + cos(pi * t / t_i)) / 2`, where `t` is the time since the
+    last restart and cycle `i` is `t_i = t_0 * multiplier ** i` long. Source: Loshchilov and Hutter
+    2017, SGDR (arXiv 1608.03983), equation 5, with `T_mult` an integer as there;
+    `torch.optim.lr_scheduler.CosineAnnealingWarmRestarts`.
+
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = CosineRestarts("4ba", 2).bind(Horizon("12ba"))
+    >>> [round(factor(Timestamp(batch=batch)), 4) for batch in (0, 2, 3, 4, 8, 12)]
+    [1.0, 0.5, 0.1464, 1.0, 0.5, 0.0]
+
+    Args:
+        t_0: the length of the first cycle.
+        multiplier: how many times as long each cycle is as the one before; an integer from 1.
+        start: the factor at each restart.
+        end: the factor that each cycle falls to.
+        warmup: rise from `warmup_start` to `start` over this time first.
+        warmup_start: the factor of the first batch of a warm-up.
+
+    Raises:
+        ScheduleError: a factor is not finite or is negative, `t_0` is not positive, or the
+            multiplier is not an integer of at least 1.
+        TimeError: a text is not a time.
+    """
+
+    t_0: Interval
+    multiplier: int = 1
+    start: Factor = field(default=1.0, kw_only=True)
+    end: Factor = field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if type(self.multiplier) is not int or self.multiplier < 1:
+            raise ScheduleError.cannot(
+                f"use multiplier={shown(self.multiplier)}",
+                why="it is not an integer of at least 1",
+                instead="write 1 for cycles of one length, 2 to double them",
+            )
+
+    def first_factor(self) -> float:
+        """Return the factor at each restart."""
+        return self.start
+
+    def over_rest(self, span: Span) -> BoundSchedule:
+        """Return the cycles from the start of `span` on."""
+        t_0 = Time(self.t_0)
+        own = span.along(t_0.unit).smooth()
+        end = own.start + BEYOND if own.end is None else own.end
+        scale, first, cycle, last = integers(own.start, own.length(t_0), end)
+        # A fraction of a period of length 0 is 0. Any cycle will do, since none ever starts.
+        read, cycle, last = own.axis.read, max(cycle, 1), last - first
+        is_even, starts, lengths = self.multiplier == 1, *_cycles(cycle, self.multiplier, last)
+        top, bottom, fall = self.start, self.end, self.start - self.end
+        low, high = min(top, bottom), max(top, bottom)
+
+        def at(passed: int) -> float:
+            if is_even:
+                part = passed % cycle / cycle
+            else:
+                number = bisect_right(starts, passed) - 1
+                part = (passed - starts[number]) / lengths[number]
+            result = bottom + fall * cosine_left(part)
+            # Rounding may exceed an end by one unit in the last place.
+            if result > high:
+                return high
+            return result if result > low else low
+
+        # A restart that falls on the end is not taken: the last value is the one before it.
+        is_restart = last % cycle == 0 if is_even else last in starts
+        last_value = bottom if is_restart else at(last)
+
+        def value(timestamp: Timestamp) -> float:
+            passed = read(timestamp) * scale - first
+            if passed >= last:
+                return last_value
+            return at(passed) if passed > 0 else top
+
+        return value
+
+    def shape(self) -> str:
+        """Return the schedule in words."""
+        growth = f", each {self.multiplier} times as long" if self.multiplier > 1 else ""
+        way = f"from {self.start:g} to {self.end:g}"
+        return f"cosine {way} with restarts after {self.t_0}{growth}"
+
+
+def _cycles(cycle: int, multiplier: int, last: int) -> tuple[list[int], list[int]]:
+    """Return the starts and lengths of growing cycles up to `last`; there are few."""
+    starts, lengths = [0], [cycle]
+    while multiplier > 1 and starts[-1] + lengths[-1] <= last:
+        starts.append(starts[-1] + lengths[-1])
+        lengths.append(lengths[-1] * multiplier)
+    return starts, lengths
+
+
+DecayShape: TypeAlias = Literal["linear", "cosine", "1-sqrt", "exponential"]
+"""The decays of `WSD`: `1 - x`, `(1 + cos(pi * x)) / 2`, `1 - sqrt(x)` or `2 ** (1 - x) - 1`."""
+
+_LEFT: Mapping[str, Callable[[float], float]] = {
+    "1-sqrt": lambda passed: 1.0 - math.sqrt(passed),
+    "exponential": lambda passed: math.pow(2.0, 1.0 - passed) - 1.0,
+}
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class WSD(Schedule):
+    """Warm-up, stable at 1, then decay at the end of the run.
+
+    The three are periods of one run, so `warmup="5%"` and `decay="20%"` are both fractions of the
+    whole run: `Periods([("5%", Linear(0, 1)), ("rest", 1), ("20%", Linear(1, 0))])`.
+
+    Formula: 1 until the decay, then `end + (1 - end) * shape(x)`, where `x` in [0, 1] is the
+    elapsed fraction of the decay. Source: Hu et al. 2024, MiniCPM (arXiv 2404.06395), for the
+    three stages; Hägele et al. 2024 (arXiv 2405.18392) for the shape `1-sqrt`; Megatron-LM's
+    `--lr-wsd-decay-style` for `exponential`.
+
+    >>> from stretto.timing import Horizon, Timestamp
+    >>> factor = WSD("20%", warmup="5%").bind(Horizon("100ba"))
+    >>> [factor(Timestamp(batch=batch)) for batch in (0, 1, 5, 80, 90, 100)]
+    [0.0, 0.2, 1.0, 1.0, 0.5, 0.0]
+
+    Args:
+        decay: the duration of the decay, which ends with the run.
+        end: the last factor.
+        shape: how the factor falls.
+        warmup: rise from `warmup_start` to 1 over this time first.
+        warmup_start: the factor of the first batch of a warm-up.
+
+    Raises:
+        ScheduleError: a factor is not finite or is negative, a time is negative, or there is no
+            such shape; at binding, warm-up and decay are together longer than the run.
+        TimeError: a text is not a time.
+    """
+
+    decay: Length
+    end: Factor = 0.0
+    shape: DecayShape = field(default="linear", kw_only=True)
+    warmup: Length | None = field(default=None, kw_only=True)
+    warmup_start: Factor = field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        one_of(self.shape, "shape", get_args(DecayShape))
+
+    def times(self) -> tuple[Time, ...]:
+        """Return the times that must be placed on one axis."""
+        return self._periods().times()
+
+    def within(self, scope: Scope) -> BoundSchedule:
+        """Return the factor over `scope` as a function of the timestamp.
+
+        Raises:
+            ConversionError: a time needs a fact that is not known; the message names it.
+            ScheduleError: warm-up and decay are together longer than the scope.
+        """
+        return self._periods().within(scope)
+
+    def _periods(self) -> Periods:
+        rise = [] if self.warmup is None else [(self.warmup, Linear(self.warmup_start, 1.0))]
+        return Periods([*rise, ("rest", Constant()), (self.decay, self._fall())])
+
+    def _fall(self) -> Schedule:
+        if self.shape == "linear":
+            return Linear(1.0, self.end)
+        if self.shape == "cosine":
+            return Cosine(1.0, self.end)
+        end, left = self.end, _LEFT[self.shape]
+        return Curve(lambda passed: end + (1.0 - end) * left(passed))
+
+    def __str__(self) -> str:
+        warmup = warmup_text(self.warmup, self.warmup_start)
+        return f"constant 1, then {self.shape} to {self.end:g} over the last {self.decay}{warmup}"

@@ -26,7 +26,7 @@ from stretto._foreign import check_foreign
 from stretto.errors import Argument, ScheduleError, StrettoError, nearest, shown
 from stretto.timing import Time, TimeLike, TimeUnit
 from stretto.timing.conversion import rounded
-from stretto.timing.number import exact, is_number
+from stretto.timing.grammar import exact, is_number
 from stretto.timing.time import Number
 
 

@@ -1,15 +1,14 @@
 """Exact time: units, amounts, the clock, the length of a run, conversion and triggers."""
 
-from stretto.timing.axis import Axis
 from stretto.timing.batch_sizes import BatchSizes, LastBatch
 from stretto.timing.conversion import convert
 from stretto.timing.epochs import advance, tick
+from stretto.timing.grammar import TimeUnit
 from stretto.timing.horizon import Horizon
 from stretto.timing.time import Time, TimeLike, read_wall_clock
 from stretto.timing.timer import Timer
-from stretto.timing.timestamp import Timestamp
+from stretto.timing.timestamp import Axis, Timestamp
 from stretto.timing.triggers import AnyOf, At, BoundTrigger, Every, Trigger, parse_trigger
-from stretto.timing.unit import TimeUnit
 
 __all__ = [
     "AnyOf",

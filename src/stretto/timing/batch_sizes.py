@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, final, runtime_checkable
 
 from stretto.errors import Argument, BatchSizeError, shown
-from stretto.timing.axis import Axis
-from stretto.timing.number import checked_whole
-from stretto.timing.timestamp import Timestamp
-from stretto.timing.unit import TimeUnit
+from stretto.timing.grammar import TimeUnit, checked_whole
+from stretto.timing.timestamp import Axis, Timestamp
 
 LastBatch: TypeAlias = Literal["keep", "drop", "carry"]
 """What happens if an epoch ends inside a batch.

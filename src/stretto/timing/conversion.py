@@ -10,9 +10,8 @@ from typing import TypeVar, cast, final
 
 from stretto.errors import Argument, ConversionError, Text, shown
 from stretto.timing.batch_sizes import BatchSizes, LastBatch, constant_batches
-from stretto.timing.number import checked_whole
+from stretto.timing.grammar import NAMES, WHOLE, TimeUnit, checked_whole, parse_unit
 from stretto.timing.time import Time, TimeLike
-from stretto.timing.unit import NAMES, WHOLE, TimeUnit, parse_unit
 
 _EP, _BA, _SP, _TOK = TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN
 _DUR, _SEC = TimeUnit.DURATION, TimeUnit.SECOND

@@ -1,19 +1,174 @@
-"""How a time is written: text to (amount, unit) and back, exactly.
-
-The grammar is small on purpose: one number with one unit (`90ep`, `3e4tok`, `1.5Msp`, `10%`), or a
-wall-clock length in falling parts (`1h30m`, `2d12h`, `90s`). Its cost is bounded for any text, so
-hostile run files can't make it work hard: see `MAX_TEXT`, `MAX_DIGITS`.
-"""
+"""Units, exact numbers, and the text of times."""
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Collection
+from decimal import Decimal, InvalidOperation
+from enum import StrEnum
 from fractions import Fraction
+from numbers import Number, Rational
 
-from stretto.errors import TimeError, nearest, shown
-from stretto.timing.number import MAX_DIGITS
-from stretto.timing.unit import NAMES, WHOLE, TimeUnit
+from stretto.errors import StrettoError, Text, TimeError, nearest, shown
+
+
+class TimeUnit(StrEnum):
+    """A unit of time in a training run; its value is how it is written.
+
+    >>> TimeUnit("ep") is TimeUnit.EPOCH
+    True
+    """
+
+    EPOCH = "ep"
+    """Passes over the data set; may be fractional."""
+    BATCH = "ba"
+    """Optimizer steps."""
+    SAMPLE = "sp"
+    """Samples, counted over all ranks."""
+    TOKEN = "tok"
+    """Tokens, counted over all ranks."""
+    DURATION = "dur"
+    """A fraction of the run, relative to its `max_duration`."""
+    SECOND = "sec"
+    """Seconds of wall clock."""
+
+
+NAMES = {
+    TimeUnit.EPOCH: "epochs",
+    TimeUnit.BATCH: "batches",
+    TimeUnit.SAMPLE: "samples",
+    TimeUnit.TOKEN: "tokens",
+    TimeUnit.DURATION: "fractions of the run",
+    TimeUnit.SECOND: "seconds",
+}
+"""The name of each unit in messages and tables."""
+
+WHOLE = frozenset({TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN})
+"""Units that come in whole numbers only."""
+
+
+def parse_unit(value: object) -> TimeUnit:
+    """Return the unit that `value` names.
+
+    >>> parse_unit("sp")
+    <TimeUnit.SAMPLE: 'sp'>
+
+    Raises:
+        TimeError: `value` is not the short name of a unit.
+    """
+    try:
+        return TimeUnit(value)  # type: ignore[arg-type]
+    except ValueError:
+        raise TimeError.cannot(
+            f"read {shown(value)} as a unit of time",
+            why="there is no such unit",
+            instead="write one of 'ep', 'ba', 'sp', 'tok', 'dur', 'sec'",
+        ) from None
+
+
+MAX_DIGITS = 200
+"""Most digits in the numerator and the denominator of an amount: enough for a dozen float factors,
+and few enough that every amount can be printed, read back and converted to a float."""
+
+
+def exact(number: object) -> Fraction:
+    """Return the exact value of a number; a float counts as the decimal that it prints as.
+
+    NumPy scalars count, too: they are registered as `numbers.Rational` and `numbers.Real`, so this
+    does not import NumPy.
+
+    >>> exact(0.29)
+    Fraction(29, 100)
+
+    Raises:
+        TimeError: it is not a finite number, or it is a boolean.
+    """
+    if type(number) is int:
+        return Fraction(number)
+    if type(number) is Fraction:
+        return number
+    if not isinstance(number, (float, bool)) and isinstance(number, Rational):
+        # int(): the arithmetic of NumPy's integers wraps around at 64 bits.
+        return Fraction(int(number.numerator), int(number.denominator))
+    decimal = _decimal(number)
+    if decimal is None:
+        raise TimeError.cannot(
+            f"take {shown(number)} as an amount of time",
+            why=f"it is not a finite number of at most {MAX_DIGITS} digits",
+            instead="write an int, a finite float, a Fraction or a Decimal",
+        )
+    # Not Fraction(decimal): its type checks cost as much again.
+    return Fraction(*decimal.as_integer_ratio())
+
+
+def is_number(value: object) -> bool:
+    """Return whether `value` is a number of any type; a boolean is none.
+
+    >>> is_number(0.5), is_number(True)
+    (True, False)
+    """
+    return isinstance(value, Number) and not isinstance(value, (bool, complex))
+
+
+def whole(value: object) -> int | None:
+    """Return `value` as an int if it is a whole number of any integer type, else None.
+
+    Booleans and floats are not whole numbers here: `True` samples or `32.0` samples are mistakes.
+
+    >>> whole(5), whole(5.0)
+    (5, None)
+    """
+    if type(value) is int:
+        return value
+    if isinstance(value, bool):
+        return None
+    try:
+        return int(operator.index(value))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+
+
+def checked_whole(
+    value: object,
+    kind: type[StrettoError],
+    what: Text,
+    instead: Text,
+    *,
+    least: int = 1,
+) -> int:
+    """Return `value` as an int; refuse all but integers of at least `least`.
+
+    Raises:
+        StrettoError: of the `kind`; it is something else.
+    """
+    number = whole(value)
+    if number is None or number < least:
+        why = f"it is not an integer of at least {least}"
+        raise kind.cannot(what, why=why, instead=instead)
+    return number
+
+
+def _decimal(number: object) -> Decimal | None:
+    """Return the decimal that a number prints as.
+
+    None if there is none, or if it is too long to expand, such as Decimal('1e999999999').
+    """
+    if not is_number(number):
+        return None
+    try:
+        # Not repr(): NumPy's float64 is a float whose repr is 'np.float64(0.29)'.
+        decimal = Decimal(float.__repr__(number) if isinstance(number, float) else str(number))
+    except InvalidOperation:
+        return None
+    if not decimal:
+        return Decimal(0)
+    if not decimal.is_finite():
+        return None
+    exponent = decimal.as_tuple().exponent
+    fits = decimal.adjusted() <= 2 * MAX_DIGITS and int(exponent) >= -2 * MAX_DIGITS
+    return decimal if fits else None
+
 
 MAX_TEXT = 500
 """Longest text that is parsed, in characters; `show` writes at most 420."""
@@ -104,7 +259,7 @@ def check(amount: Fraction, unit: TimeUnit, text: str | None = None) -> Fraction
     if below != 1 and unit in WHOLE:
         floor = above // below
         raise _refused(
-            text or f"{_decimal(amount)}{unit}",
+            text or f"{_decimal_text(amount)}{unit}",
             f"{NAMES[unit]} come in whole numbers",
             f"write '{floor}{unit}' or '{floor + 1}{unit}'",
         )
@@ -118,18 +273,18 @@ def show(amount: Fraction, unit: TimeUnit) -> str:
     '1h30m'
     """
     if unit is not TimeUnit.SECOND:
-        return f"{_decimal(amount)}{unit}"
+        return f"{_decimal_text(amount)}{unit}"
     if amount == 0:
         return "0s"
     sign, rest, text = ("-" if amount < 0 else ""), abs(amount), ""
     for part, length in _CLOCK.items():
         count = rest if part == "s" else Fraction(rest // length)
         rest -= count * length
-        text += f"{_decimal(count)}{part}" if count else ""
+        text += f"{_decimal_text(count)}{part}" if count else ""
     return sign + text
 
 
-def _decimal(amount: Fraction) -> str:
+def _decimal_text(amount: Fraction) -> str:
     """Return a decimal of at most 15 places if one is exact, else a fraction such as 1/3."""
     if amount.denominator == 1:
         return str(amount.numerator)

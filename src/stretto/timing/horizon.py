@@ -9,13 +9,11 @@ from fractions import Fraction
 from typing import Any, final, get_args
 
 from stretto.errors import Argument, ConversionError, shown
-from stretto.timing.axis import Axis, axes
 from stretto.timing.batch_sizes import BatchSizes, EqualBatches, LastBatch
 from stretto.timing.conversion import Facts, check_run, checked_count, rounded
-from stretto.timing.number import exact
+from stretto.timing.grammar import TimeUnit, exact, parse_unit
 from stretto.timing.time import Number, Time, TimeLike
-from stretto.timing.timestamp import Timestamp
-from stretto.timing.unit import TimeUnit, parse_unit
+from stretto.timing.timestamp import Axis, Timestamp, axes
 
 
 @final

@@ -11,8 +11,7 @@ from typing import ClassVar, NoReturn, TypeAlias, final
 
 from stretto.errors import TimeError, UnitError, shown
 from stretto.timing import grammar
-from stretto.timing.number import exact, is_number, whole
-from stretto.timing.unit import NAMES, TimeUnit, parse_unit
+from stretto.timing.grammar import NAMES, TimeUnit, exact, is_number, parse_unit, whole
 
 Number: TypeAlias = int | float | Fraction | Decimal
 

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias, final
 
 from stretto.errors import TimeError, shown
+from stretto.timing.grammar import TimeUnit, parse_unit, whole
 from stretto.timing.horizon import Horizon
-from stretto.timing.number import whole
 from stretto.timing.time import Time
 from stretto.timing.timestamp import NANOSECONDS, Timestamp, nanoseconds
-from stretto.timing.unit import TimeUnit, parse_unit
 
 PeriodClock: TypeAlias = Callable[[Timestamp, TimeUnit], Time]
 """Returns the time since the start of the period in a unit; for `dur`, as a fraction."""

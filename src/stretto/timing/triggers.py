@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 from stretto.errors import TimeError
-from stretto.timing.axis import Axis
 from stretto.timing.conversion import rounded
+from stretto.timing.grammar import TimeUnit, exact
 from stretto.timing.horizon import Horizon
-from stretto.timing.number import exact
 from stretto.timing.time import Number, Time, TimeLike
-from stretto.timing.timestamp import Timestamp
-from stretto.timing.unit import TimeUnit
+from stretto.timing.timestamp import Axis, Timestamp
 
 Count: TypeAlias = Callable[[Timestamp, Timestamp], int]
 """How many boundaries lie in `(before, after]`."""

@@ -25,12 +25,11 @@ from stretto.training.evaluation.best import Best
 from stretto.training.evaluation.evaluate import Evaluator
 from stretto.training.interrupt import SIGNALS, Interrupts
 from stretto.training.logs.console import ConsoleLogger, has_terminal
+from stretto.training.logs.logged import mean_loss
 from stretto.training.logs.recorder import MOST_PENDING, Finished, Recorder
-from stretto.training.logs.running_loss import mean_loss
 from stretto.training.run import Run
-from stretto.training.scaling import Timed
-from stretto.training.stepping.finite import not_finite, skipped_alone
-from stretto.training.stepping.gradient import Gradient
+from stretto.training.settings import Timed
+from stretto.training.stepping.finite import Gradient, not_finite, skipped_alone
 from stretto.training.stepping.measuring import Measurements
 from stretto.training.stepping.retry import Retry
 from stretto.training.stepping.stepper import Stepper

@@ -14,14 +14,18 @@ from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
 from stretto.batching import NO_SIGNALS, NoRule, PolicyLike, RuleLike, Signals
-from stretto.batching.coupled.coupling import Coupling
-from stretto.batching.coupled.seesaw import paired
+from stretto.batching.seesaw import Coupling, paired
 from stretto.data import DataSpec, Step, StepLoader
 from stretto.errors import CheckpointError, TrainingError
 from stretto.optim import Hyperparameters
-from stretto.optim.base_values import GroupValues, read_base_values, set_base_values
-from stretto.optim.joined import joined
-from stretto.optim.reading import as_one_schedule, check_names
+from stretto.optim.hyperparameters import (
+    GroupValues,
+    as_one_schedule,
+    check_names,
+    joined,
+    read_base_values,
+    set_base_values,
+)
 from stretto.planning import Plan, Prepared, bind_run, counts
 from stretto.planning.counts import Count
 from stretto.planning.plan import plan_prepared

@@ -16,15 +16,12 @@ from torch.optim import Optimizer
 from stretto._foreign import knows_foreign
 from stretto._location import local_path
 from stretto.batching import PolicyLike
-from stretto.batching.coupled.coupling import Coupling
-from stretto.batching.coupled.seesaw import paired
+from stretto.batching.seesaw import Coupling, paired
 from stretto.checkpoint import checkpoint_path
 from stretto.data import DataSpec, StepLoader
 from stretto.errors import PlanError, TrainingError
 from stretto.optim import Hyperparameters
-from stretto.optim.base_values import restore_base_values
-from stretto.optim.joined import joined
-from stretto.optim.reading import check_names, read_schedules
+from stretto.optim.hyperparameters import check_names, joined, read_schedules, restore_base_values
 from stretto.planning import Plan, Prepared, bind_run
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.packing import packed
@@ -41,8 +38,8 @@ from stretto.settings import (
 from stretto.timing import Horizon, TimeLike, Timer, Trigger
 from stretto.timing.time import Number
 from stretto.training.callback import Callback, Events
-from stretto.training.checkpointing.callback_state import check_states
 from stretto.training.checkpointing.resuming import find_checkpoint, open_run, open_verified
+from stretto.training.checkpointing.state import check_states
 from stretto.training.checks import check_parts, given_size, read_evaluations
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
 from stretto.training.describe import BuiltWith, compare_ranks, describe
@@ -53,8 +50,7 @@ from stretto.training.evaluation.metrics import check_merging
 from stretto.training.interrupt import raise_for
 from stretto.training.loop import make_loop
 from stretto.training.run import Run
-from stretto.training.scaling import Timed
-from stretto.training.settings import Logging, LossFunction
+from stretto.training.settings import Logging, LossFunction, Timed
 from stretto.training.stepping.fitting import find_fitting, largest_share, with_found_maximum
 from stretto.training.stepping.measuring import keeps_gradients_apart
 

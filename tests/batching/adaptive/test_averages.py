@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.batching.adaptive.averages import RatioAverage, checked_confidence, student
+from stretto.batching.noise_scale import RatioAverage, checked_confidence, student
 from stretto.errors import BatchSizeError
 
 # Two-sided, from the usual tables.

@@ -36,7 +36,7 @@ from stretto.batching import (
     Signals,
     as_policy,
 )
-from stretto.batching.adaptive.averages import STEADY, Interval, RatioAverage
+from stretto.batching.noise_scale import STEADY, Interval, RatioAverage
 from stretto.errors import BatchSizeError, PlanError
 from stretto.noise import noise_terms
 from stretto.planning import plan

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from stretto.config.building.hyperparameters import base_values
-from stretto.config.building.plans import build_plan
+from stretto.config.plans import base_values, build_plan
 from stretto.config.run import RunConfig
 from stretto.errors import ConfigError
 

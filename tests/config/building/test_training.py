@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from stretto.batching import BoundPolicy, SquareRootRule, Steps
-from stretto.config.building.finding import build_finding
-from stretto.config.building.parts import make_loggers
-from stretto.config.building.plans import build_plan
-from stretto.config.building.training import build_trainer, resolved
 from stretto.config.files import dump_run_file, parse_run_file
+from stretto.config.parts import make_loggers
+from stretto.config.plans import build_plan
 from stretto.config.run import RunConfig
+from stretto.config.training import build_finding, build_trainer, resolved
 from stretto.errors import ConfigError, StrettoError
 from stretto.report.ledger import compare
 from stretto.timing import Horizon, Time

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.config.reading.yaml_text import MAX_BYTES, Document, parse_scalar, parse_yaml
+from stretto.config.yaml import MAX_BYTES, Document, parse_scalar, parse_yaml
 from stretto.errors import ConfigError
 
 

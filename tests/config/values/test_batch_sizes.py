@@ -26,10 +26,10 @@ from stretto.batching import (
     Steps,
     as_policy,
 )
-from stretto.config.reading.source import as_key
 from stretto.config.run import RunConfig
-from stretto.config.values.batch_sizes import build_sizes
-from stretto.config.values.context import Building
+from stretto.config.settings import Building
+from stretto.config.source import as_key
+from stretto.config.values import build_sizes
 from stretto.errors import ConfigError, StrettoError
 from stretto.timing import Timestamp
 

@@ -9,7 +9,7 @@ import pytest
 
 from stretto.batching import Coupling, DoublingRamp, IncreaseInsteadOfDecay, Seesaw
 from stretto.config import build_plan, dump_run_file, parse_run_file
-from stretto.config.building.times_and_sizes import build_run
+from stretto.config.plans import build_run
 from stretto.config.run import RunConfig
 from stretto.config.schema import run_file_schema
 from stretto.errors import ConfigError

@@ -9,9 +9,9 @@ import pytest
 
 from stretto import schedules as all_schedules
 from stretto.config.run import RunConfig
-from stretto.config.values.context import Building
-from stretto.config.values.schedules import KINDS, build_schedule
-from stretto.config.values.written_schema import schedule_schemas
+from stretto.config.schema import schedule_schemas
+from stretto.config.settings import Building
+from stretto.config.values import KINDS, build_schedule
 from stretto.errors import ConfigError
 from stretto.schedules import (
     WSD,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from stretto.config.reading.source import Source
-from stretto.config.values.fields import Target
-from stretto.config.values.targets import (
+from stretto.config.fields import Target
+from stretto.config.source import Source
+from stretto.config.targets import (
     accepts,
     bound_target,
     call_target,

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.data.fetching.indices import IndexStream, permuted_block
+from stretto.data.indices import IndexStream, permuted_block
 from stretto.ordering import SampleOrder
 
 SIZES = st.one_of(st.integers(1, 50), st.sampled_from([255, 256, 4000, 65535, 65536, 10**9, 2**62]))

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from stretto.data import DataSpec
-from stretto.data.fetching.fetch import Fetch
-from stretto.data.fetching.map_style import Chunks, MapSource, chunk_steps
-from stretto.data.fetching.shares import FetchedStep, Part, Plans
-from stretto.data.fetching.workers import Workers
+from stretto.data.fetch import Fetch, FetchedStep, Part, Plans
+from stretto.data.map_style import Chunks, MapSource, chunk_steps
+from stretto.data.workers import Workers
 from stretto.ordering import SampleOrder, evenly, share
 from stretto.planning import StepPlan
 from stretto.timing import Timestamp

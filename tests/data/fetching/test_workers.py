@@ -35,7 +35,7 @@ from stretto.batching import (
     SizeFunction,
 )
 from stretto.data import DataSpec, StepLoader, sample_seed
-from stretto.data.fetching.bundle import Bundle
+from stretto.data.indices import Bundle
 from stretto.errors import DataError
 from stretto.ordering import SampleOrder, share
 from stretto.testing.data import assert_resumes, read

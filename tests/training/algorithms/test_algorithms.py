@@ -18,7 +18,7 @@ from stretto.training.algorithms import (
     SequenceLengthWarmup,
     StochasticDepth,
 )
-from stretto.training.algorithms.window import progress
+from stretto.training.algorithms.modules import progress
 
 
 class Watch(Callback):

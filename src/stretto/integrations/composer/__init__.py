@@ -28,6 +28,7 @@ from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike
 from stretto.data import DataSpec
 from stretto.errors import TrainingError
 from stretto.integrations.composer.batches import (
+    Noise,
     Steps,
     check_size,
     ends_epoch,
@@ -39,8 +40,7 @@ from stretto.integrations.composer.checks import (
     check_schedulers,
     check_trainer,
 )
-from stretto.integrations.composer.noise import Noise
-from stretto.integrations.meter import StepMeter
+from stretto.integrations.shared import StepMeter
 from stretto.planning.counts import UNKNOWN, smallest_step
 from stretto.settings import Loading
 from stretto.training.run import Run, prepare

@@ -21,10 +21,9 @@ from typing import Any, TypeVar
 from transformers import Trainer
 
 from stretto.batching import PolicyLike, RuleLike
-from stretto.batching.coupled.coupling import Coupling
-from stretto.integrations.huggingface.callback import Attached, StrettoCallback
+from stretto.batching.seesaw import Coupling
 from stretto.integrations.huggingface.checks import check_best, check_events, check_trainer
-from stretto.integrations.huggingface.trainer import Follows
+from stretto.integrations.huggingface.trainer import Attached, Follows, StrettoCallback
 from stretto.timing import LastBatch, TimeLike, Trigger
 
 __all__ = ["Attached", "StrettoCallback", "attach"]

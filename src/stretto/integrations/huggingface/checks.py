@@ -11,7 +11,7 @@ from transformers import __version__ as transformers_version
 
 from stretto.batching import split
 from stretto.errors import TrainingError
-from stretto.integrations.huggingface.callback import EVENTS
+from stretto.integrations.huggingface.trainer import EVENTS
 from stretto.training.run import Run
 
 _MEANS = frozenset(

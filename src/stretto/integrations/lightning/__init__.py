@@ -29,8 +29,7 @@ from torch.utils.data import DataLoader
 
 from stretto.batching import PolicyLike, RuleLike
 from stretto.data import DataSpec
-from stretto.integrations.lightning.batches import MicroBatches
-from stretto.integrations.lightning.callback import FollowRun
+from stretto.integrations.lightning.callback import FollowRun, MicroBatches
 from stretto.integrations.lightning.checks import (
     check_events,
     check_trainer,

@@ -22,7 +22,7 @@ from stretto.memory.prediction.cuda.sharding import Shard
 from stretto.memory.search import MAXIMUM, CandidateSizes
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
-from stretto.timing.number import checked_whole
+from stretto.timing.grammar import checked_whole
 
 FindMethod = Literal["auto", "predict", "probe", "try", "halve"]
 MARGIN = "1.5%"

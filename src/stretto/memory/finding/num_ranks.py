@@ -17,7 +17,7 @@ from stretto.memory.prediction.cuda.sharding import Shard
 from stretto.memory.prediction.predict import predict
 from stretto.memory.step import WholeStep
 from stretto.runtime import TrainStep
-from stretto.timing.number import checked_whole
+from stretto.timing.grammar import checked_whole
 
 MOST_RANKS = 4096
 """The default largest number of ranks."""

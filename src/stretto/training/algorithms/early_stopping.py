@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, final
 
-from stretto.batching.adaptive.following import measured_value
+from stretto.batching.following import measured_value
 from stretto.settings import one_of
 from stretto.timing import Time, TimeLike
 from stretto.training.callback import Callback

@@ -11,7 +11,7 @@ from typing import Any, final
 from torch.optim import SGD
 
 from stretto.batching import NoiseScale, NoRule, PolicyState, Signals, checked_size, couplings_in
-from stretto.batching.adaptive.averages import RatioAverage
+from stretto.batching.noise_scale import RatioAverage
 from stretto.data import Step
 from stretto.noise import NoiseEstimator, NoiseTerms
 from stretto.training.callback import Callback

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from stretto.errors import TrainingError
-from stretto.training.logs.appending import check_appendable
+from stretto.training.logs.loggers import check_appendable
 
 LOCK = "run.lock"
 

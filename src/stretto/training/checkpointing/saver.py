@@ -24,7 +24,7 @@ from stretto.checkpoint import (
     keep,
     write_part,
 )
-from stretto.checkpoint.staging import Staged
+from stretto.checkpoint.sharding import Staged
 from stretto.errors import CheckpointError, TrainingError
 from stretto.settings import Checkpointing
 from stretto.timing import Timestamp
@@ -33,7 +33,7 @@ from stretto.training.checkpointing.resuming import FOLDER
 from stretto.training.checkpointing.state import RunState
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.best import Best
-from stretto.training.logs.appending import synchronize_file
+from stretto.training.logs.loggers import synchronize_file
 
 
 class Progress(NamedTuple):

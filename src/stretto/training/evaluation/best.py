@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from stretto.batching.adaptive.following import check_monitored, measured_value, metrics_of
+from stretto.batching.following import check_monitored, measured_value, metrics_of
 from stretto.checkpoint import checkpoint_path
 from stretto.settings import Checkpointing
 from stretto.training.checkpointing.records import count, number

@@ -14,12 +14,18 @@ from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.checkpointing.lock import set_aside, unwritable
 from stretto.training.checkpointing.records import count
-from stretto.training.logs.appending import Appender, check_appendable, cut_with_note
 from stretto.training.logs.console import ConsoleLogger
-from stretto.training.logs.loggers import Guarded, Logger, json_line
-from stretto.training.logs.running_loss import RunningLoss
+from stretto.training.logs.logged import RunningLoss
+from stretto.training.logs.loggers import (
+    Appender,
+    Guarded,
+    Logger,
+    check_appendable,
+    cut_with_note,
+    json_line,
+)
 from stretto.training.run import Run
-from stretto.training.stepping.gradient import MicroLoss
+from stretto.training.stepping.finite import MicroLoss
 
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.csv"

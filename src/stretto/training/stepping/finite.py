@@ -1,4 +1,4 @@
-"""Checks that the losses and the gradient of a step are finite."""
+"""The result of a step, and checks that its losses and gradient are finite."""
 
 from __future__ import annotations
 
@@ -11,6 +11,27 @@ from torch import Tensor, nn
 from stretto.errors import Argument, TrainingError
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.records import count
+
+
+class MicroLoss(NamedTuple):
+    """The loss of one micro-batch: its sum over units is `loss * factor`, its units `weight`."""
+
+    loss: Tensor
+    factor: float
+    weight: float
+
+
+class Gradient(NamedTuple):
+    """The result of one step on this rank; the gradient itself is in the parameters."""
+
+    losses: list[MicroLoss]
+    units: int
+    """Units of this rank if they are summed over ranks later; otherwise 0."""
+    tokens: int | None
+    """Tokens of this rank if a callback changed the batches; None: the loader has counted them."""
+    num_micro_batches: int
+    """Micro-batches of this rank; more than the loader made if memory ran out."""
+
 
 MOST_IN_A_ROW = 20
 """Skipped steps in a row after which the run ends with an error."""

@@ -8,7 +8,7 @@ from typing import Literal, final
 import torch
 
 from stretto.batching import NO_SIGNALS, Signals
-from stretto.batching.adaptive.following import (
+from stretto.batching.following import (
     LOSS,
     NOISE,
     followed_metric,
@@ -21,7 +21,7 @@ from stretto.noise import NoiseSums
 from stretto.settings import Stepping
 from stretto.training.callback import Callback, Events
 from stretto.training.settings import Evaluation
-from stretto.training.stepping.gradient import Gradient
+from stretto.training.stepping.finite import Gradient
 from stretto.training.stepping.noise_meter import NOTHING
 from stretto.training.stepping.stepper import Stepper
 

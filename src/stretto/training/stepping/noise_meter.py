@@ -19,7 +19,7 @@ from stretto.checkpoint.sharding import is_dtensor
 from stretto.data import DataSpec, MicroBatch, Step
 from stretto.errors import DataError
 from stretto.noise import MicroGradients, NoiseSums
-from stretto.noise.norms import total
+from stretto.noise.measure import total
 from stretto.training.distributed.ranks import Ranks
 
 NOTHING = NoiseSums(0.0, 0.0, 0.0, 0.0)

@@ -32,11 +32,10 @@ from stretto.settings import Stepping
 from stretto.training.checkpointing.records import UNFIT, unfit
 from stretto.training.distributed.fully_sharded import sync_gradients, zero_gradient
 from stretto.training.distributed.ranks import Ranks
-from stretto.training.stepping.finite import FiniteCheck
-from stretto.training.stepping.gradient import Gradient, MicroLoss
+from stretto.training.stepping.finite import FiniteCheck, Gradient, MicroLoss
 from stretto.training.stepping.noise_meter import NoiseMeter, Pass
 from stretto.training.stepping.retry import Retry
-from stretto.training.stepping.units import nothing_to_learn, unit_counter
+from stretto.training.weights import nothing_to_learn, unit_counter
 
 
 @final

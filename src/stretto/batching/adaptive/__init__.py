@@ -1,1 +1,0 @@
-"""Policies that follow what the run measures."""

@@ -1,1 +1,0 @@
-"""Policies that grow the batch where the learning rate would decay."""

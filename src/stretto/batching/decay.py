@@ -1,0 +1,235 @@
+"""Where the learning rate of a schedule falls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import final
+
+from stretto.batching.steps import line
+from stretto.errors import BatchSizeError, ConversionError, Text
+from stretto.schedules import BoundSchedule, Schedule
+from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
+
+_GRID = 1024
+"""Intervals of the run in each of which a schedule is looked at twice, at the beginning and at a
+place that differs from one to the next: where its peak is, and that it falls from there on. Places
+that are evenly spread alone would all be alike for a schedule with as many restarts."""
+_STRIDE = (5**0.5 - 1) / 2
+"""Multiples of the golden ratio leave no part of an interval out."""
+_NOISE = 1e-9
+"""A rise by less than this part is rounding."""
+_FARTHEST = 2**62
+"""More ticks than any run has where its end is not known."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Decay:
+    """A schedule on one run that rises to its peak, if it rises at all, and falls from there on."""
+
+    axis: Axis
+    """The one counter that it follows."""
+    value: BoundSchedule
+    peak: int
+    """The tick of its largest value."""
+    top: float
+    """Its largest value."""
+    end: int | None
+    """The tick at which the run ends; None where only the run can tell."""
+    _at: Callable[[int], Timestamp]
+
+    @classmethod
+    def on(cls, horizon: Horizon, schedule: Schedule) -> Decay:
+        """Return the decay of `schedule` on the run of `horizon`.
+
+        Raises:
+            BatchSizeError: it follows batches or the wall clock or several counters, does not
+                fall on this run, or rises again after it has fallen.
+            ConversionError: a time needs a fact that is not known.
+        """
+        axis = _axis(horizon, schedule)
+        value, at = schedule.bind(horizon), _timestamps(horizon, axis)
+        end = _end(horizon, axis)
+        reach = _reach(horizon, schedule, axis, end)
+        grid = sorted({*_grid(reach), *_edges(horizon, schedule, axis, reach)})
+        _check_counters(horizon, schedule, value, [at(tick) for tick in grid], axis)
+        values = [value(at(tick)) for tick in grid]
+        highest = max(range(len(grid)), key=values.__getitem__)
+        low, high = grid[max(highest - 1, 0)], grid[min(highest + 1, len(grid) - 1)]
+        peak = _highest(lambda tick: value(at(tick)), low, high)
+        if value(at(peak)) < values[highest]:
+            peak = grid[highest]
+        decay = cls(axis, value, peak, value(at(peak)), end, at)
+        after = [reading for tick, reading in zip(grid, values, strict=True) if tick >= peak]
+        _check_falls(schedule, [decay.top, *after])
+        return decay
+
+    @property
+    def last(self) -> float | None:
+        """The value of the last tick of the run; None where only the run can tell."""
+        return None if self.end is None else self.value(self._at(max(self.end - 1, 0)))
+
+    def is_before_peak(self, timestamp: Timestamp) -> bool:
+        """Return whether it still rises, or is at its peak."""
+        return self.axis.read(timestamp) <= self.peak
+
+    def cut_at(self, timestamp: Timestamp) -> float:
+        """Return by which factor it has fallen since its peak: 1 up to there, never above 1."""
+        if self.is_before_peak(timestamp):
+            return 1.0
+        return min(self.value(timestamp) / self.top, 1.0)
+
+    def next_change(self, timestamp: Timestamp, is_over: Callable[[float], bool]) -> int | None:
+        """Return the first tick after `timestamp` at which `is_over(cut)` holds; None for never.
+
+        `is_over` must hold for every smaller cut, too.
+        """
+        now = self.axis.read(timestamp)
+        limit = now + _FARTHEST if self.end is None else self.end
+        step, before = 1, now
+        while True:
+            after = min(now + step, limit)
+            if after <= before:
+                return None
+            if is_over(self.cut_at(self._at(after))):
+                return _first(lambda tick: is_over(self.cut_at(self._at(tick))), before, after)
+            before, step = after, 2 * step
+
+
+def _axis(horizon: Horizon, schedule: Schedule) -> Axis:
+    """The one counter that all times of a schedule are on; that of the run if it has none."""
+    axes: dict[Axis, TimeUnit] = {}
+    for unit in [time.unit for time in schedule.times()] or [TimeUnit.DURATION]:
+        axis = line(horizon, horizon.axis(unit))
+        if axis.unit in (TimeUnit.BATCH, TimeUnit.SECOND):
+            what = "batches, which it is to move" if axis.unit is TimeUnit.BATCH else "wall time"
+            raise cannot_grow(schedule, f"the schedule follows {what}", _UNITS)
+        axes.setdefault(axis, unit)
+    if len(axes) > 1:
+        units = " and ".join(f"'{axis.unit}'" for axis in axes)
+        raise cannot_grow(
+            schedule, f"the schedule mixes {units}", "write all its times in one unit"
+        )
+    return next(iter(axes))
+
+
+_UNITS = "write its times in 'ep', 'sp', 'tok' or 'dur', and max_duration in one of the first three"
+
+
+def _timestamps(horizon: Horizon, axis: Axis) -> Callable[[int], Timestamp]:
+    """What the clock reads at a tick, as far as that tick says it."""
+    num_samples, each = horizon.dataset_num_samples, horizon.tokens_per_sample or 0
+    if axis.unit is TimeUnit.TOKEN:
+        return lambda tick: Timestamp(token=tick)
+    if axis.unit is TimeUnit.EPOCH:
+        return lambda tick: Timestamp(epoch=tick)
+
+    def at(tick: int) -> Timestamp:
+        epoch, within = divmod(tick, num_samples) if num_samples else (0, 0)
+        return Timestamp(
+            epoch=epoch,
+            sample=tick,
+            token=tick * each,
+            sample_in_epoch=within,
+            token_in_epoch=within * each,
+        )
+
+    return at
+
+
+def _end(horizon: Horizon, axis: Axis) -> int | None:
+    try:
+        end = horizon.ticks(horizon.max_duration, axis)
+    except ConversionError:
+        return None
+    return -(-end.numerator // end.denominator)
+
+
+def _reach(horizon: Horizon, schedule: Schedule, axis: Axis, end: int | None) -> int:
+    """Up to which tick a schedule is looked at: the end, or all its times one after another."""
+    if end is not None:
+        return max(end - 1, 1)
+    lengths = [horizon.ticks(time, axis) for time in schedule.times()]
+    return int(sum(lengths, Fraction(1)))
+
+
+def _grid(reach: int) -> Iterator[int]:
+    """Ticks from 0 to `reach`: the ends of its intervals, and one inside each."""
+    count = min(_GRID, reach)
+    for number in range(count):
+        begin, end = reach * number // count, reach * (number + 1) // count
+        yield begin
+        yield begin + int((end - begin) * (number * _STRIDE % 1))
+    yield reach
+
+
+def _edges(horizon: Horizon, schedule: Schedule, axis: Axis, reach: int) -> Iterator[int]:
+    """Ticks around each time that the schedule is written with: where it may jump."""
+    for time in schedule.times():
+        tick = int(horizon.ticks(time, axis))
+        yield from (near for near in (tick - 1, tick, tick + 1) if 0 <= near <= reach)
+
+
+def _check_counters(
+    horizon: Horizon,
+    schedule: Schedule,
+    value: BoundSchedule,
+    timestamps: list[Timestamp],
+    axis: Axis,
+) -> None:
+    """Refuse a schedule that reads a counter that `axis` does not tell."""
+    known = {"sample"}
+    if horizon.dataset_num_samples is not None:
+        known |= {"epoch", "sample_in_epoch"}
+    if horizon.tokens_per_sample is not None:
+        known |= {"token"} | ({"token_in_epoch"} if "epoch" in known else set())
+    known = {TimeUnit.TOKEN: {"token"}, TimeUnit.EPOCH: {"epoch"}}.get(axis.unit, known)
+    others = [name for name in Timestamp._fields if name not in known]
+    for number, timestamp in enumerate(timestamps):
+        moved = timestamp._replace(**dict.fromkeys(others, 7**15 * number + 1))
+        if value(moved) != value(timestamp):
+            what = "the schedule reads other counters than that of its own time"
+            raise cannot_grow(schedule, what, _UNITS)
+
+
+def _check_falls(schedule: Schedule, values: list[float]) -> None:
+    if any(after > before * (1 + _NOISE) for before, after in pairwise(values)):
+        what = "the schedule rises again after it has fallen"
+        raise cannot_grow(
+            schedule, what, "write one that only falls after its warm-up, such as Cosine()"
+        )
+    if values[-1] >= values[0]:
+        what = "the schedule does not fall on this run"
+        raise cannot_grow(schedule, what, "write one that falls, such as Cosine(warmup='5%')")
+
+
+def _highest(value: Callable[[int], float], low: int, high: int) -> int:
+    """The tick of the largest value in [low, high], where there is one peak between them."""
+    while high - low > 2:
+        third = (high - low) // 3
+        left, right = low + third, high - third
+        if value(left) < value(right):
+            low = left
+        else:
+            high = right
+    return max(range(low, high + 1), key=value)
+
+
+def _first(holds: Callable[[int], bool], before: int, after: int) -> int:
+    """The first tick in (before, after] at which a condition holds that holds at `after`."""
+    while after - before > 1:
+        middle = (before + after) // 2
+        if holds(middle):
+            after = middle
+        else:
+            before = middle
+    return after
+
+
+def cannot_grow(schedule: object, why: str, instead: Text) -> BatchSizeError:
+    """Return the error for a schedule whose decay a batch size cannot take over."""
+    what = f"grow the batch with the decay of '{schedule}'"
+    return BatchSizeError.cannot(what, why=why, instead=instead)

@@ -1,0 +1,337 @@
+"""Batch sizes that grow over a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Annotated, Literal, TypeAlias, final
+
+from stretto.batching.policy import (
+    RAMPS,
+    BatchSizePolicy,
+    BoundPolicy,
+    Hold,
+    Size,
+    TimedPolicy,
+    checked_size,
+    checked_world_size,
+    written,
+)
+from stretto.batching.steps import BoundStairs, Fixed, line
+from stretto.errors import Argument, BatchSizeError, shown
+from stretto.schedules.fields import Check, Interval, check_fields, fill, one_of
+from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
+
+Equal: TypeAlias = Annotated[
+    Literal["time", "batches"],
+    Check(lambda value, name, error: one_of(value, name, ("time", "batches"), error)),
+]
+"""What the sizes of a ramp get equally much of."""
+
+
+def bound_stairs(
+    horizon: Horizon, sizes: tuple[int, ...], *, over: Time, equal: Equal
+) -> BoundPolicy:
+    """Return the ramp through the sizes."""
+    if len(sizes) == 1:
+        return BoundStairs((), sizes)
+    axis, ticks = _ticks(horizon, over, equal)
+    parts = sizes[:-1] if _grows_with_size(axis, equal) else (1,) * (len(sizes) - 1)
+    marks = [ticks * before / sum(parts) for before in itertools.accumulate(parts)]
+    _check_epochs(horizon, axis, marks)
+    return BoundStairs(tuple((axis, math.ceil(mark)) for mark in marks), sizes, is_aligned=True)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BoundLine(TimedPolicy):
+    """A linear ramp on one counter: `count` increments over `above / below` ticks.
+
+    Each size is held for an equal part of them, or if `grows`, for a part proportional to it.
+    """
+
+    axis: Axis
+    start_size: int
+    increment: int
+    count: int
+    above: int
+    below: int
+    grows: bool = False
+
+    @property
+    def units(self) -> frozenset[TimeUnit]:
+        """The unit of the counter."""
+        return frozenset({self.axis.unit})
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The start and the end."""
+        return self.start_size, self.start_size + self.increment * self.count
+
+    def size_at(self, timestamp: Timestamp) -> int:
+        """Return the size on the line, rounded down to an increment."""
+        return self.start_size + self.increment * self._level(timestamp)
+
+    def holds_until(self, timestamp: Timestamp, state: object) -> Hold:
+        """Return a hold until the next increment."""
+        del state
+        level = self._level(timestamp)
+        if level == self.count:
+            return Hold()
+        parts, before = self.parts(self.count), self.parts(level + 1)
+        return Hold(((self.axis, -(-self.above * before // (self.below * parts))),))
+
+    def _level(self, timestamp: Timestamp) -> int:
+        """How many increments are behind: exact, without a list of them."""
+        passed = self.parts(self.count) * self.axis.read(timestamp) * self.below // self.above
+        if not self.grows:
+            return min(self.count, passed)
+        return bisect_right(range(1, self.count + 1), passed, key=self.parts)
+
+    def parts(self, level: int) -> int:
+        """Return how many parts of the ramp the sizes before a level take together."""
+        if not self.grows:
+            return level
+        return level * self.start_size + self.increment * level * (level - 1) // 2
+
+
+def _ticks(horizon: Horizon, over: Time, equal: Equal) -> tuple[Axis, Fraction]:
+    """The counter that a ramp is read on, and how long the ramp is.
+
+    Raises:
+        BatchSizeError: equal batches over a wall time, of which a batch takes what it takes.
+    """
+    axis = line(horizon, horizon.axis(over.unit))
+    if equal == "batches" and axis.unit is TimeUnit.SECOND:
+        raise BatchSizeError.cannot(
+            f"hold each size for equally many batches over '{over}'",
+            why="how long a batch takes is not known",
+            instead="write the ramp's length in 'tok', 'sp', 'ep' or 'ba', or equal='time'",
+        )
+    return axis, horizon.ticks(over, axis)
+
+
+def _grows_with_size(axis: Axis, equal: Equal) -> bool:
+    """Whether a size is held for longer the larger it is: as long as equally many batches take."""
+    return equal == "batches" and axis.unit is not TimeUnit.BATCH
+
+
+def _check_epochs(horizon: Horizon, axis: Axis, marks: Iterable[Fraction]) -> None:
+    """Refuse a part of an epoch of unknown length, with the missing fact."""
+    if axis.unit is TimeUnit.EPOCH:
+        part = next((mark for mark in marks if mark.denominator != 1), None)
+        if part is not None:
+            horizon.ticks(Time(part, TimeUnit.EPOCH), axis)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Ramp(BatchSizePolicy):
+    """A ramp from `start` to `end`."""
+
+    start: Size
+    end: Size
+    over: Interval
+    equal: Equal = field(default="time", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.end < self.start:
+            steps = f"0ep:{self.start} 1ep:{self.end}"
+            raise BatchSizeError.cannot(
+                f"ramp the batch size from {self.start} to {self.end}",
+                why="a ramp does not shrink",
+                instead=(
+                    "write ",
+                    Argument("start", self.end),
+                    ", ",
+                    Argument("end", self.start),
+                    ", or ",
+                    Argument("steps", f"'{steps}'", python=f"Steps('{steps}')"),
+                ),
+            )
+
+    def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
+        """Return a line if the ramp has no stages."""
+        del horizon, largest
+        if self.start < self.end:
+            return ()
+        end = f"it starts at its end, {self.end:,} samples"
+        return (f"the batch size ramp has no stages left: {end}",)
+
+
+@written(RAMPS, "linear")
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class LinearRamp(_Ramp):
+    """Grows in equal increments, each held equally long: `start` at 0, `end` from `over` on.
+
+    At time t the size is `start + increment * floor(k * t / over)`, k increments in all. With an
+    increment of 1 it is a straight line; a larger one is what `--rampup-batch-size <start>
+    <increment> <samples>` did in Megatron, which ignores it since Megatron-LM pull request 4411.
+
+    With `equal="batches"` each size is held for equally many batches, so size `b` for a part of
+    `over` that is proportional to `b`: with an increment of 1, ModernBERT's
+    `BatchSizeWarmupScheduler`.
+
+    >>> LinearRamp(32, 256, "10%", increment=32)
+    LinearRamp(32, 256, '0.1dur', increment=32)
+
+    Args:
+        start: the size of the first batch.
+        end: the size from `over` on, at least `start`.
+        over: how long the ramp is, from the start of the run, in any unit.
+        increment: by how much the size grows at once.
+        equal: what each size gets equally much of: `time`, in the unit of `over`, or `batches`.
+
+    Raises:
+        BatchSizeError: a size is not an integer of at least 1, the end is below the start or not
+            a whole number of increments above it, the ramp has no length, or `equal` is neither.
+    """
+
+    increment: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _Ramp.__post_init__(self)
+        increment = checked_size(self.increment, "the increment of a ramp")
+        if rest := (self.end - self.start) % increment:
+            raise BatchSizeError.cannot(
+                f"ramp from {self.start} to {self.end} in increments of {increment}",
+                why=f"they differ by {self.end - self.start}",
+                instead=f"write an end such as {self.end - rest} or {self.end - rest + increment}",
+            )
+        fill(self, increment=increment)
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Resolve the length of the ramp for one run."""
+        count = (self.end - self.start) // self.increment
+        if count == 0:
+            return Fixed(self.start).bind(horizon)
+        axis, ticks = _ticks(horizon, Time(self.over), self.equal)
+        grows, above, below = _grows_with_size(axis, self.equal), ticks.numerator, ticks.denominator
+        bound = BoundLine(axis, self.start, self.increment, count, above, below, grows)
+        whole = bound.parts(count)
+        levels = range(1, count + 1) if grows else (1,)
+        _check_epochs(horizon, axis, (ticks * bound.parts(level) / whole for level in levels))
+        return bound
+
+
+@written(RAMPS, "double")
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class DoublingRamp(_Ramp):
+    """Doubles from `start` up to `end`, each size held equally long; `end` from `over` on.
+
+    From 8 to 64 there are three doublings, so 8, 16 and 32 are held for a third of `over` each.
+    Where the end is not a doubling of the start, the last step is smaller: 8, 16, 32, 48.
+
+    >>> DoublingRamp(8, 64, "40%").sizes
+    (8, 16, 32, 64)
+
+    Args:
+        start: the size of the first batch.
+        end: the size from `over` on, at least `start`.
+        over: how long the ramp is, from the start of the run, in any unit.
+        equal: what each size gets equally much of: `time`, in the unit of `over`, or `batches`.
+
+    Raises:
+        BatchSizeError: a size is not an integer of at least 1, the end is below the start, the
+            ramp has no length, or `equal` is neither.
+    """
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes in order, the last of them the end."""
+        sizes = [self.start]
+        while sizes[-1] < self.end:
+            sizes.append(min(2 * sizes[-1], self.end))
+        return tuple(sizes)
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Resolve the length of the ramp for one run."""
+        return bound_stairs(horizon, tuple(self.sizes), over=Time(self.over), equal=self.equal)
+
+
+@written(RAMPS, "stages")
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class StagedRamp(BatchSizePolicy):
+    """Grows through the given sizes, each held equally long; the last one from `over` on.
+
+    >>> StagedRamp([256, 512, 2048], "1Btok")
+    StagedRamp((256, 512, 2048), '1000000000tok')
+
+    Args:
+        sizes: two or more sizes in ascending order.
+        over: how long the ramp is, from the start of the run, in any unit.
+        equal: what each size gets equally much of: `time`, in the unit of `over`, or `batches`.
+
+    Raises:
+        BatchSizeError: the sizes are not integers of at least 1 in ascending order, the ramp has
+            no length, or `equal` is neither.
+    """
+
+    sizes: Sequence[int]
+    over: Interval
+    equal: Equal = field(default="time", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        checked = tuple(checked_size(size) for size in self.sizes)
+        ascending = all(a < b for a, b in itertools.pairwise(checked))
+        if len(checked) < 2 or not ascending:
+            raise BatchSizeError.cannot(
+                f"ramp through the sizes {shown(list(checked))}",
+                why="they are not in ascending order" if checked[1:] else "they are too few",
+                instead="write two or more in ascending order such as [256, 512, 2048]; "
+                "sizes that shrink are written as Steps",
+            )
+        fill(self, sizes=checked)
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Resolve the length of the ramp for one run."""
+        return bound_stairs(horizon, tuple(self.sizes), over=Time(self.over), equal=self.equal)
+
+
+def rampup(
+    final: int,
+    over: TimeLike,
+    *,
+    world_size: int,
+    micro_batch_size: int,
+    initial_global_train_batch_size: int | None = None,
+) -> BatchSizePolicy:
+    """Return the ramp that only drops gradient accumulation, so that the hardware is used evenly.
+
+    Every size is a multiple of `world_size * micro_batch_size`: all ranks always run full
+    micro-batches and the ramp is a number of accumulation steps that doubles.
+
+    >>> rampup(4096, "10%", world_size=8, micro_batch_size=128).sizes
+    (1024, 2048, 4096)
+
+    Args:
+        final: the size from `over` on.
+        over: how long the ramp is, from the start of the run, in any unit.
+        world_size: how many ranks there are.
+        micro_batch_size: samples in one forward and backward pass of a rank.
+        initial_global_train_batch_size: the size to start from; left out, the lowest possible
+            one, `world_size * micro_batch_size`.
+
+    Raises:
+        BatchSizeError: a size is not a multiple of `world_size * micro_batch_size`, or the final
+            size is below the initial one.
+    """
+    unit = checked_world_size(world_size) * checked_size(micro_batch_size, "a micro-batch size")
+    initial = unit if initial_global_train_batch_size is None else initial_global_train_batch_size
+    for name, size in (("the initial", initial), ("the final", final)):
+        if checked_size(size) % unit:
+            lower = max(unit, size - size % unit)
+            raise BatchSizeError.cannot(
+                f"use {size} as {name} batch size",
+                why=f"it is not a multiple of world_size * micro_batch_size = {unit}",
+                instead=f"write a multiple such as {lower} or {lower + unit}",
+            )
+    return DoublingRamp(initial, final, over)

@@ -1,1 +1,0 @@
-"""Policies whose sizes are known before the run."""

@@ -1,0 +1,296 @@
+"""Constant batch sizes and sizes that change at given times."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import NoReturn, TypeAlias, final
+
+from stretto.batching.policy import (
+    WAYS,
+    BatchSizePolicy,
+    BoundPolicy,
+    Hold,
+    Size,
+    TimedPolicy,
+    checked_size,
+    written,
+)
+from stretto.errors import BatchSizeError, ConversionError, shown
+from stretto.schedules.fields import fill
+from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
+from stretto.timing.epochs import equal_batches, next_epoch, outgrows_epoch
+from stretto.timing.time import Number
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BoundStairs(TimedPolicy):
+    """The size of the last step that has been reached, each step on a counter of its own.
+
+    There is one size more than there are edges: `sizes[0]` holds from the start of the run.
+    """
+
+    edges: tuple[tuple[Axis, int], ...]
+    sizes: tuple[int, ...]
+    is_aligned: bool = False
+    """Whether all edges are on one counter, so that they can be found by bisection."""
+
+    @classmethod
+    def on(
+        cls, horizon: Horizon, times: Sequence[Time], sizes: tuple[int, ...], *, what: str
+    ) -> BoundPolicy:
+        """Return the steps that begin at `times`, checked to be in order on this run.
+
+        Of steps that begin at the same sample or batch, the last one stays.
+        """
+        marks = [place(horizon, time) for time in times]
+        stay = [at for at, mark in enumerate(marks) if mark not in marks[at + 1 : at + 2]]
+        times, sizes = [times[at] for at in stay], (sizes[0], *(sizes[at + 1] for at in stay))
+        marks = [marks[at] for at in stay]
+        for number in range(1, len(marks)):
+            if not _in_order(horizon, times, marks, sizes, number):
+                before, after = times[number - 1], times[number]
+                raise BatchSizeError.cannot(
+                    f"follow {what}",
+                    why=f"on this run '{after}' does not come after '{before}'",
+                    instead="write times that come in ascending order, or all in one unit",
+                )
+        return cls(tuple(marks), sizes, len({id(axis) for axis, _ in marks}) == 1)
+
+    @property
+    def units(self) -> frozenset[TimeUnit]:
+        """The units of the edges."""
+        return frozenset(axis.unit for axis, _ in self.edges)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the largest of the sizes."""
+        return min(self.sizes), max(self.sizes)
+
+    def size_at(self, timestamp: Timestamp) -> int:
+        """Return the size of the last step that has been reached."""
+        return self.sizes[self._reached(timestamp)]
+
+    def holds_until(self, timestamp: Timestamp, state: object) -> Hold:
+        """Return a hold until the next step is reached; on several counters, any later one."""
+        del state
+        reached = self._reached(timestamp)
+        return Hold(self.edges[reached : reached + 1 if self.is_aligned else None])
+
+    def _reached(self, timestamp: Timestamp) -> int:
+        if self.is_aligned:
+            tick = self.edges[0][0].read(timestamp)
+            return bisect_right(self.edges, tick, key=itemgetter(1))
+        for number in range(len(self.edges), 0, -1):
+            axis, tick = self.edges[number - 1]
+            if axis.read(timestamp) >= tick:
+                return number
+        return 0
+
+
+def place(horizon: Horizon, time: Time) -> tuple[Axis, int]:
+    """Return the counter that `time` is read on, and the first tick at which it is reached.
+
+    What is a number of samples is put on the counter of samples, so that epochs, samples and
+    tokens of a known number per sample are compared exactly.
+    """
+    axis = line(horizon, horizon.axis(time.unit))
+    return axis, math.ceil(horizon.ticks(time, axis))
+
+
+def line(horizon: Horizon, axis: Axis) -> Axis:
+    """Return the counter of samples where `axis` counts nothing else, else `axis`."""
+    samples = horizon.axis(TimeUnit.SAMPLE)
+    if axis.unit is TimeUnit.EPOCH and horizon.dataset_num_samples is not None:
+        return samples
+    if axis.unit is TimeUnit.TOKEN and horizon.tokens_per_sample is not None:
+        return samples
+    return axis
+
+
+def _in_order(
+    horizon: Horizon,
+    times: Sequence[Time],
+    marks: Sequence[tuple[Axis, int]],
+    sizes: tuple[int, ...],
+    number: int,
+) -> bool:
+    """Whether step `number` is reached after the one before it, as far as this can be known."""
+    (axis_before, before), (axis, tick) = marks[number - 1], marks[number]
+    if axis is axis_before:
+        return before < tick
+    if TimeUnit.BATCH in (axis.unit, axis_before.unit):
+        # Where batches meet samples, the sizes up to here say which comes first.
+        now = Timestamp()
+        for (edge, at), size in zip(marks[:number], sizes, strict=False):
+            if outgrows_epoch(horizon, now, size):
+                now = next_epoch(horizon, now)
+            batches = equal_batches(horizon, now, size)
+            count = batches.count_until(edge, at)
+            if count is None or outgrows_epoch(horizon, now, size):
+                return True
+            now = batches.timestamp(count)
+        return axis.read(now) < tick
+    try:
+        shared = horizon.common_axis([times[number - 1], times[number]])
+        return horizon.ticks(times[number - 1], shared) < horizon.ticks(times[number], shared)
+    except ConversionError:
+        return True
+
+
+StepsLike: TypeAlias = str | Mapping[str, int] | Mapping[Time, int]
+"""Steps as they are written: text, or times and sizes."""
+
+
+@written(WAYS, "size", "size")
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Fixed(BatchSizePolicy):
+    """The same size for the whole run.
+
+    >>> policy = Fixed(64).bind(Horizon("1ep"))
+    >>> from stretto.timing import Timestamp
+    >>> policy.holds_until(Timestamp(), {})
+    Hold(limits=())
+
+    Args:
+        size: samples of one optimizer step, over all ranks.
+
+    Raises:
+        BatchSizeError: the size is not an integer of at least 1.
+    """
+
+    size: Size
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Return the constant."""
+        del horizon
+        return BoundStairs((), (self.size,))
+
+
+@written(WAYS, "steps", "steps")
+@final
+@dataclass(frozen=True, slots=True, init=False)
+class Steps(BatchSizePolicy):
+    """A size from each of some times on, the first of them 0.
+
+    Text is written as in Megatron's `--step-batch-size-schedule`, with units: spaces or commas
+    between the steps. Times of one unit may come in any order. Times of different units come in
+    ascending order: each is read on its own counter of the clock, so batches mix with samples and
+    epochs exactly.
+
+    >>> Steps("0tok:768 250Btok:1536")
+    Steps('0tok:768 250000000000tok:1536')
+    >>> Steps({"0ep": 32, "10%": 64, "3000ba": 128}) == Steps("0ep:32 0.1dur:64 3000ba:128")
+    True
+
+    Args:
+        steps: `"<time>:<size> <time>:<size> ..."`, or a mapping from times to sizes.
+
+    Raises:
+        BatchSizeError: there are no steps, the first is not at 0, a size is not an integer of at
+            least 1, or the times are not in ascending order.
+        TimeError: a time cannot be read.
+    """
+
+    steps: tuple[tuple[Time, int], ...]
+
+    def __init__(self, steps: StepsLike) -> None:
+        fill(self, steps=_checked(_pairs(steps)))
+
+    def bind(self, horizon: Horizon) -> BoundPolicy:
+        """Resolve the times of the steps for one run.
+
+        Raises:
+            BatchSizeError: on this run the times are out of order.
+            ConversionError: a time needs a fact that is not known.
+        """
+        times = [time for time, _ in self.steps[1:]]
+        sizes = tuple(size for _, size in self.steps)
+        return BoundStairs.on(horizon, times, sizes, what=f"the steps {str(self)!r}")
+
+    def scaled(self, ratio: Number) -> Steps:
+        """Return the steps at stretched times; of two that meet, the later one stays."""
+        return Steps(dict(BatchSizePolicy.scaled(self, ratio).steps))
+
+    def __str__(self) -> str:
+        return " ".join(f"{time}:{size}" for time, size in self.steps)
+
+    def __repr__(self) -> str:
+        return f"Steps({str(self)!r})"
+
+
+def _pairs(steps: object) -> list[tuple[Time, int]]:
+    if isinstance(steps, str):
+        return [_step(text, steps) for text in steps.replace(",", " ").split()]
+    if not isinstance(steps, Mapping):
+        _refuse(steps, "they are neither text nor a mapping", "'0ep:32 2ep:64'")
+    pairs = []
+    for time, size in steps.items():
+        if not isinstance(time, (Time, str)):
+            _refuse(dict(steps), f"{shown(time)} is not a time", "{'0ep': 32, '2ep': 64}")
+        pairs.append((Time(time), checked_size(size)))
+    return pairs
+
+
+def _step(text: str, whole: str) -> tuple[Time, int]:
+    time, colon, size = text.rpartition(":")
+    if not colon:
+        _refuse(whole, f"{shown(text)} is not '<time>:<size>'", "'0tok:768 250Btok:1536'")
+    digits = size.replace("_", "")
+    # 18 digits are more samples than any run has, and bound the work on a hostile text.
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
+        _refuse(whole, f"{shown(size)} is not a number of samples", "'0tok:768 250Btok:1536'")
+    if _BARE.fullmatch(time):
+        # Megatron counts tokens, or samples where it has no sequence length.
+        write = f"{_with_unit(whole, 'tok')} for tokens or {_with_unit(whole, 'sp')} for samples"
+        _refuse(whole, f"{shown(time)} has no unit", write)
+    return Time(time), checked_size(int(digits))
+
+
+_BARE = re.compile(r"[0-9][0-9_]{0,30}(\.[0-9]{1,30})?[KMBTkbt]?")
+"""A threshold as Megatron writes it; but `5m` is five minutes."""
+
+
+def _with_unit(steps: str, unit: str) -> str:
+    """Write steps again with a unit for each threshold that has none."""
+    words = []
+    for text in steps.replace(",", " ").split():
+        time, _, size = text.rpartition(":")
+        words.append(f"{time.upper()}{unit}:{size}" if _BARE.fullmatch(time) else text)
+    return shown(" ".join(words))
+
+
+def _checked(pairs: list[tuple[Time, int]]) -> tuple[tuple[Time, int], ...]:
+    pairs = _sorted(pairs)
+    shown = " ".join(f"{time}:{size}" for time, size in pairs)
+    if not pairs:
+        _refuse(shown, "there are none", "'0ep:32 2ep:64'")
+    if pairs[0][0].amount != 0:
+        first = Time(0, pairs[0][0].unit)
+        _refuse(shown, "the first one does not start at 0", f"'{first}:{pairs[0][1]} {shown}'")
+    for (before, _), (after, _) in itertools.pairwise(pairs):
+        if after.amount <= 0 or (after.unit is before.unit and after <= before):
+            _refuse(shown, f"'{after}' does not come after '{before}'", "them in ascending order")
+    return tuple(pairs)
+
+
+def _sorted(pairs: list[tuple[Time, int]]) -> list[tuple[Time, int]]:
+    """Put steps in order: 0 first, then the others if they share a unit, else as they are."""
+    zeros = [pair for pair in pairs if pair[0].amount == 0]
+    others = [pair for pair in pairs if pair[0].amount != 0]
+    if len({time.unit for time, _ in others}) == 1:
+        others.sort(key=lambda pair: pair[0].amount)
+    return zeros + others
+
+
+def _refuse(steps: object, why: str, write: str) -> NoReturn:
+    raise BatchSizeError.cannot(
+        f"read {shown(steps)} as batch size steps", why=why, instead=f"write {write}"
+    )

@@ -1,1 +1,0 @@
-"""A run file to objects: plan, data, model, trainer."""

@@ -1,0 +1,368 @@
+"""Batches of iterables, cut into views; fingerprints of streams."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from hashlib import blake2b
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from stretto.data.containers import nodes
+from stretto.data.fetch import Part
+from stretto.data.indices import sample_seed, seed_generators
+from stretto.data.ranks import gathered_texts, is_all
+from stretto.data.spec import DataSpec, is_one_shot
+from stretto.errors import CheckpointError, DataError
+from stretto.runtime.packing import packed, unpack
+from stretto.runtime.random_state import kept_generators
+
+_SKIPPED_AT_ONCE = 4096
+_SILENT_SAMPLES = 100_000  # skipping fewer samples is too quick for a progress bar
+
+
+class Chunk(NamedTuple):
+    """One batch of the source."""
+
+    batch: Any
+    num_samples: int
+    state: Any
+    """The source's own state before the read; None if it has none."""
+
+
+class Position(NamedTuple):
+    """A place in the source, between two samples."""
+
+    epoch: int
+    state: Any
+    """The source's own state from before the chunk that holds the next sample, or None."""
+    offset: int
+    """Samples of that chunk before the position."""
+    passed: int
+    """Samples of the epoch before the position."""
+
+
+class Range(NamedTuple):
+    """Some samples of a chunk."""
+
+    chunk: Chunk
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """How many samples."""
+        return self.stop - self.start
+
+
+@final
+class ChunkSource:
+    """Reads an iterable of collated batches one chunk ahead, to see the end of the epoch.
+
+    Args:
+        spec: counts the samples of a batch.
+        batches: the iterable; each epoch iterates over it anew, after `set_epoch(epoch)` if it, its
+            data set or its sampler has that method.
+        seed: seeds the random order of the source in each epoch, so it can be repeated.
+    """
+
+    def __init__(self, spec: DataSpec, batches: Iterable[Any], *, seed: int) -> None:
+        self._spec = spec
+        self._batches = batches
+        self._seed = seed
+        self._is_one_shot = is_one_shot(batches)
+        self._has_state = has_whole_state(batches)
+        self._iterator: Iterator[Any] | None = None
+        self._chunk: Chunk | None = None
+        self._offset = self._passed = 0
+        self._was_read = False
+        self._failed = False
+        self.epoch = 0
+        self.example: Chunk | None = None
+        """The last chunk that was read; None before the first one."""
+        self._kept = Position(0, None, 0, 0)
+
+    @property
+    def kind(self) -> str:
+        """The type of the source, for messages."""
+        return type(self._batches).__name__
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no sample of the epoch is left."""
+        return self._iterator is not None and self._chunk is None
+
+    def next_range(self) -> Range | None:
+        """Return the rest of the next chunk without taking it; None at the end."""
+        if self._iterator is None:
+            self.start_epoch(self.epoch)
+        return self._chunk and Range(self._chunk, self._offset, self._chunk.num_samples)
+
+    def take(self, count: int) -> list[Range]:
+        """Return the next `count` samples of the epoch; fewer if it ends before."""
+        if self._failed:
+            raise DataError.cannot(
+                f"go on reading data of type {self.kind}",
+                why="reading it has failed",
+                instead="resume from a saved position, in a new loader",
+            )
+        if self._iterator is None:
+            self.start_epoch(self.epoch)
+        ranges = []
+        while count and self._chunk is not None:
+            stop = min(self._chunk.num_samples, self._offset + count)
+            ranges.append(Range(self._chunk, self._offset, stop))
+            count -= stop - self._offset
+            self._passed += stop - self._offset
+            self._offset = stop
+            if stop == self._chunk.num_samples:
+                self._chunk, self._offset = self._read(), 0
+        return ranges
+
+    def start_epoch(self, epoch: int, *, state: Any = None, skip: int = 0) -> None:
+        """Go to the start of an epoch or to the source's own `state`, then `skip` samples.
+
+        Raises:
+            DataError: the source can be read only once, or ends before.
+        """
+        if self._is_one_shot and self._was_read:
+            raise DataError.cannot(
+                f"read epoch {epoch} of data of type {self.kind}",
+                why="it can be iterated over only once",
+                instead="pass an object whose __iter__ starts anew, or end the run with its data",
+            )
+        self._was_read, self._failed = True, False
+        self.epoch = epoch
+        _tell_epoch(self._batches, epoch)
+        with kept_generators():
+            seed_generators(sample_seed(self._seed, epoch, -1))
+            own = unpack(state)
+            if own is not None:
+                self._batches.load_state_dict(own)  # type: ignore[attr-defined]
+            self._iterator = iter(self._batches)
+            # Some sources set their state only when they are read: the first chunk has the state
+            # that was loaded, or is reached by counting.
+            self._chunk, self._offset = self._read(first=True, state=own), 0
+        self._passed = 0
+        self._skip(skip)
+
+    def next_epoch(self) -> None:
+        """End the epoch; the next one starts when its first samples are taken."""
+        self._iterator, self._chunk, self._offset, self._passed = None, None, 0, 0
+        self.epoch += 1
+
+    def keep(self) -> None:
+        """Mark the present place as the one that `state_dict` returns."""
+        state = None if self._chunk is None else self._chunk.state
+        self._kept = Position(self.epoch, state, self._offset, self._passed)
+
+    def state_dict(self, epoch: int) -> dict[str, Any]:
+        """Return the place of the last `keep`, as JSON: the source's own state and a skip.
+
+        The state is the one before the chunk with the first uncounted sample. Sources without a
+        state skip to it by reading.
+
+        Args:
+            epoch: the epoch of the clock; if it is later, the rest of the epoch was dropped.
+        """
+        kept = self._kept
+        if kept.epoch != epoch:
+            kept = Position(epoch, None, 0, 0)
+        own = packed(kept.state, "the position in the data", DataError)
+        skip = kept.passed if own is None else kept.offset
+        return {"epoch": epoch, "state": own, "skip": skip, "passed": kept.passed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Return to the position of `state_dict`."""
+        self.next_epoch()
+        self.epoch = state["epoch"]
+        if state["skip"] or state["state"] is not None:
+            self.start_epoch(state["epoch"], state=state["state"], skip=state["skip"])
+            self._passed = state["passed"]
+        self.keep()
+
+    def _read(self, *, first: bool = False, state: Any = None) -> Chunk | None:
+        assert self._iterator is not None
+        while True:
+            if self._has_state and not first:
+                state = copy.deepcopy(self._batches.state_dict())  # type: ignore[attr-defined]
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                return None
+            except BaseException:
+                self._failed = True  # after an error, most iterators only look exhausted
+                raise
+            num_samples = self._spec.count_samples(batch)
+            if num_samples:
+                self.example = Chunk(batch, num_samples, state)
+                return self.example
+            first = False
+
+    def _skip(self, count: int) -> None:
+        for start in _shown(range(0, count, _SKIPPED_AT_ONCE), count):
+            wanted = min(_SKIPPED_AT_ONCE, count - start)
+            found = sum(one.size for one in self.take(wanted))
+            if found < wanted:
+                raise DataError.cannot(
+                    f"return to sample {count} of the epoch",
+                    why=f"the data end after {start + found}",
+                    instead="resume with the data that the run was saved with",
+                )
+
+
+def has_whole_state(source: Any) -> bool:
+    """Return whether a source has its own complete state.
+
+    The state of a streaming data set of Hugging Face's `datasets` leaves out the content of a
+    shuffle buffer (documented at its `IterableDataset.state_dict`): after a resume those samples
+    never come. Such a source counts as one without a state.
+    """
+    if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
+        return False
+    # What a class of the user's or a loader reads from, and the chain of steps of `datasets`.
+    left, seen = [source, *getattr(source, "__dict__", {}).values()], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if type(one).__name__ == "BufferShuffledExamplesIterable":
+            return False
+        inside = getattr(one, "__dict__", {})
+        left += [
+            inside[name] for name in ("dataset", "_ex_iterable", "ex_iterable") if name in inside
+        ]
+        several = inside.get("ex_iterables")
+        left += several if isinstance(several, (list, tuple)) else ()
+    return True
+
+
+def _tell_epoch(batches: Any, epoch: int) -> None:
+    dataset = getattr(batches, "dataset", None)
+    sampler = getattr(batches, "sampler", None)
+    for one in (batches, dataset, sampler, getattr(batches, "batch_sampler", None)):
+        set_epoch = getattr(one, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
+def _shown(steps: range, num_samples: int) -> Iterable[int]:
+    """Show a progress bar on a terminal if many samples are skipped by reading."""
+    if num_samples < _SILENT_SAMPLES or not sys.stderr.isatty():
+        return steps
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(steps, "skipping samples already seen", console=console, transient=True)
+
+
+_FAILED = "failed"
+
+
+def check_streams(part: Part, source: ChunkSource, *, is_sharded: bool) -> None:
+    """Compare the next batch of all ranks: equal for one stream, different for sharded ones.
+
+    Every rank must call it. If the ranks are not connected, nothing is compared.
+
+    Raises:
+        DataError: the streams differ and are not said to be sharded, or are said to be and do not.
+    """
+    if part.world_size == 1 or not is_all(part):
+        return
+    left = source.next_range()
+    own = "" if left is None else f"{fingerprint(left.chunk.batch)} {left.start}"
+    found = gathered_texts(part, own)
+    if is_sharded:
+        same = Counter(one for one in found if one)
+        text, count = max(same.items(), key=lambda item: item[1], default=("", 0))
+        if count > 1:
+            ranks = " and ".join(str(rank) for rank, one in enumerate(found) if one == text)
+            raise DataError.cannot(
+                f"read data of type {source.kind} as streams that are sharded",
+                why=f"the first batch is the same on ranks {ranks}, and every sample would be "
+                "trained on several times",
+                instead="leave sharded=True out if the streams are the same; else give each "
+                "rank its own share of the samples",
+            )
+    elif len(set(found)) > 1:
+        raise DataError.cannot(
+            f"read data of type {source.kind} on {part.world_size} ranks",
+            why="the first batch is not the same on every rank, and each rank would keep only "
+            "its share of what it reads",
+            instead="pass DataSpec(data, sharded=True) if each rank has its own part of the "
+            "samples; else give all ranks the same order; write sharded=False if only random "
+            "augmentation differs",
+        )
+
+
+def fingerprint(batch: Any) -> str:
+    """Return a short text that is the same for equal batches.
+
+    >>> fingerprint([torch.zeros(2), "a"]) == fingerprint([torch.zeros(2), "a"])
+    True
+    >>> fingerprint([torch.zeros(2), "a"]) == fingerprint([torch.zeros(2), "b"])
+    False
+    """
+    digest = blake2b(digest_size=16)
+
+    for node in nodes(batch):
+        digest.update(type(node).__name__.encode())
+        if isinstance(node, Tensor):
+            digest.update(f"{node.dtype} {tuple(node.shape)}".encode())
+            digest.update(_bytes(node))
+        elif hasattr(node, "tobytes"):  # an array
+            digest.update(node.tobytes())
+        elif isinstance(node, (str, bytes, int, float)):
+            digest.update(repr(node).encode())
+    return digest.hexdigest()
+
+
+def record_of_all(part: Part, record: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the records of every rank as one, the same on each. Every rank must call it.
+
+    Raises:
+        DataError: one of them cannot be saved.
+    """
+    try:
+        own = record()
+    except DataError as error:
+        own = {_FAILED: pickle.dumps(error).hex()}
+    everybody = [json.loads(text) for text in gathered_texts(part, json.dumps(own))]
+    for one in everybody:
+        if _FAILED in one:
+            raise pickle.loads(bytes.fromhex(one[_FAILED]))  # noqa: S301  of a rank of this run
+    return {"ranks": everybody}
+
+
+def record_of_rank(part: Part, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this rank's record out of those of all ranks.
+
+    Raises:
+        CheckpointError: they are of another number of ranks.
+    """
+    ranks = saved["ranks"]
+    if len(ranks) != part.world_size:
+        raise CheckpointError.cannot(
+            f"go on from the saved position with world_size={part.world_size}",
+            why=f"it has the places in the streams of {len(ranks)} ranks, and others cannot go "
+            "on from them",
+            instead=f"resume with world_size={len(ranks)}, or start a new run from the weights",
+        )
+    own: dict[str, Any] = ranks[part.rank]
+    return own
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    try:
+        flat = tensor.detach().cpu().contiguous().flatten()
+        return flat.view(torch.uint8).numpy().tobytes()
+    except (RuntimeError, TypeError, NotImplementedError):  # sparse, nested or quantized
+        return b""

@@ -1,0 +1,173 @@
+"""Fetches samples: what a rank reads of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias, final
+
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
+
+from stretto.batching import Split
+from stretto.data.containers import mapped
+from stretto.data.indices import Bundle, IndexStream, sample_seed, seed_generators
+from stretto.data.spec import Collate, DataSpec
+from stretto.errors import DataError
+from stretto.planning import StepPlan
+from stretto.runtime.random_state import kept_generators
+
+
+@final
+class Fetch:
+    """Reads the samples of a map-style data set and collates them.
+
+    - a `TensorDataset` with the default collate function: one `index_select` for each tensor.
+    - a data set with `get_batch(indices)` and no other collate function: that.
+    - any other: its samples one by one (or by `__getitems__`), then the collate function.
+
+    Keyed randomness reads samples one by one.
+
+    Args:
+        dataset: the data set.
+        collate_fn: makes a batch of a list of samples; None: torch's default.
+        keyed_seed: seeds the randomness of each sample by its epoch and index; None: it is not
+            seeded.
+    """
+
+    def __init__(
+        self, dataset: Any, collate_fn: Collate | None = None, *, keyed_seed: int | None = None
+    ) -> None:
+        self.dataset = dataset
+        self.collate: Collate = default_collate if collate_fn is None else collate_fn
+        self._keyed_seed = keyed_seed
+        self._num_samples = len(dataset)
+        self.is_default = collate_fn is None or collate_fn is default_collate
+        """Whether batches are made by the data set itself or by torch's default."""
+        own = getattr(dataset, "get_batch", None)
+        is_whole = keyed_seed is None and self.is_default
+        self.tensors: tuple[Tensor, ...] | None = None
+        self._get_batch: Callable[[list[int]], Any] | None = None
+        if is_whole and type(dataset) is TensorDataset:
+            self.tensors = dataset.tensors
+        elif is_whole and callable(own):
+            self._get_batch = own
+
+    def uncollated(self) -> Fetch:
+        """Return a fetcher of bundles of samples."""
+        return Fetch(self.dataset, Bundle.of, keyed_seed=self._keyed_seed)
+
+    def read(self, stream: IndexStream, place: int, count: int) -> Any:
+        """Return the batch of `count` samples at `place` of a stream."""
+        if self.tensors is not None:
+            indices = stream.tensor(place, count)
+            return [tensor.index_select(0, indices) for tensor in self.tensors]
+        return self(stream.take(place, count))
+
+    def __call__(self, indices: list[int]) -> Any:
+        """Return the batch of the samples with these indices.
+
+        Raises:
+            DataError: the data set has no sample at an index below its length.
+        """
+        try:
+            return self._batch(indices)
+        except IndexError as error:
+            raise no_such_sample(self._num_samples, error) from error
+
+    def __getitem__(self, indices: list[int]) -> Any:
+        """Return the batch of the samples with these indices, as a worker asks for it."""
+        return self._batch(indices)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def _batch(self, indices: list[int]) -> Any:
+        if self._keyed_seed is not None:
+            return self.collate(self._keyed(indices, self._keyed_seed))
+        if self.tensors is not None:
+            return [tensor[indices] for tensor in self.tensors]
+        if self._get_batch is not None:
+            return self._get_batch(indices)
+        own = getattr(self.dataset, "__getitems__", None)
+        samples = own(indices) if own else [self.dataset[index] for index in indices]
+        return self.collate(samples)
+
+    def _keyed(self, indices: list[int], seed: int) -> list[Any]:
+        samples = []
+        with kept_generators():
+            for keyed_index in indices:
+                epoch, index = divmod(keyed_index, self._num_samples)
+                seed_generators(sample_seed(seed, epoch, index))
+                samples.append(self.dataset[index])
+        return samples
+
+
+def no_such_sample(num_samples: int, error: BaseException) -> DataError:
+    """Return the error for an IndexError of a data set."""
+    reason = str(error).strip().splitlines()[-1] if str(error).strip() else "no reason given"
+    return DataError.cannot(
+        f"read a sample of a data set of length {num_samples}",
+        why=f"it raised an IndexError ({reason})",
+        instead="let __len__ return how many samples there are",
+    )
+
+
+Plans: TypeAlias = Iterator[tuple[StepPlan, int]]
+"""What is decided for each batch, and the position at which it starts."""
+CountedBatch: TypeAlias = tuple[Any, int]
+"""A collated batch and its number of samples; 0 for a dummy, which holds one sample."""
+
+
+class FetchedStep(NamedTuple):
+    """What one step reads. Under `drop`: the rest of an epoch that is too small for a batch."""
+
+    plan: StepPlan
+    """What was decided."""
+    micro_batches: list[CountedBatch]
+    """This rank's micro-batches; empty if the batch is dropped."""
+    size: int
+    """Samples over all ranks; fewer than planned if data of unknown size have ended."""
+    crossings: tuple[int, ...] = ()
+    """The batch's samples after each epoch end inside it; only for data of unknown size."""
+
+
+Steps: TypeAlias = Callable[[Plans], Iterator[FetchedStep]]
+"""Yields this rank's part of each batch, in order.
+
+It takes a plan only when it needs it. If sizes follow measurements, that is when the loop asks for
+the batch.
+"""
+
+
+class Part(NamedTuple):
+    """The rank whose samples are read, and how many are read at once."""
+
+    rank: int
+    world_size: int
+    micro_batch_size: int | None
+
+
+def share_sizes(part: Part, size: int, start: int) -> tuple[int, ...]:
+    """Return this rank's micro-batches of the batch `[start, start + size)`; 0 for a dummy.
+
+    >>> share_sizes(Part(rank=1, world_size=2, micro_batch_size=2), 7, start=1)
+    (2, 2)
+    """
+    return _share_sizes(part, size, start % part.world_size)
+
+
+@lru_cache(maxsize=4096)  # sizes repeat
+def _share_sizes(part: Part, size: int, start: int) -> tuple[int, ...]:
+    split = Split(size, part.world_size, part.micro_batch_size, start)
+    return split.micro_batch_sizes(part.rank)
+
+
+def pinned(batch: Any) -> Any:
+    """Return a batch with its tensors in pinned memory."""
+    return mapped(lambda tensor: tensor.pin_memory(), batch)
+
+
+def first_sample(spec: DataSpec, batch: Any, num_samples: int) -> CountedBatch:
+    """Return a dummy: one sample of a batch, with weight 0."""
+    return spec.take_samples(batch, slice(0, 1), num_samples), 0

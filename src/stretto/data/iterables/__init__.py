@@ -1,1 +1,0 @@
-"""Data that can only be read in order, cut into exact batches."""

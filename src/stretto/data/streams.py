@@ -1,0 +1,276 @@
+"""Steps of iterables, and their position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias, final
+
+from stretto.batching import Split
+from stretto.data.chunks import ChunkSource, Range
+from stretto.data.fetch import (
+    CountedBatch,
+    FetchedStep,
+    Part,
+    Plans,
+    first_sample,
+    pinned,
+    share_sizes,
+)
+from stretto.data.spec import DataSpec
+from stretto.errors import DataError
+from stretto.ordering import evenly
+from stretto.planning import StepPlan
+from stretto.timing import Horizon
+
+Gather: TypeAlias = Callable[[Sequence[int]], Sequence[Sequence[int]]]
+"""Returns the values of every rank, in rank order; each rank must call it."""
+
+
+@final
+class SameStream:
+    """Every rank reads the whole stream and keeps its own positions.
+
+    Args:
+        source: the stream.
+        spec: cuts batches.
+        part: this rank's part.
+    """
+
+    def __init__(self, source: ChunkSource, spec: DataSpec, part: Part) -> None:
+        self._source = source
+        self._spec = spec
+        self._part = part
+        self._micro_batches: list[CountedBatch] = []
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no sample of the epoch is left."""
+        return self._source.is_at_end
+
+    def take(self, count: int, position: int) -> int:
+        """Take the next `count` samples; return how many the epoch still had."""
+        start = position
+        for one in self._source.take(count):
+            self._micro_batches += self._cut(one, position)
+            position += one.size
+        return position - start
+
+    def micro_batches(self) -> list[CountedBatch]:
+        """Return this rank's micro-batches of what was taken since the last call."""
+        micro_batches, self._micro_batches = self._micro_batches, []
+        return micro_batches
+
+    def next_epoch(self) -> None:
+        """End the epoch."""
+        self._source.next_epoch()
+
+    def _cut(self, one: Range, position: int) -> Iterator[CountedBatch]:
+        """Yield strided views of this rank's samples."""
+        rank, world = self._part.rank, self._part.world_size
+        batch, num_samples = one.chunk.batch, one.chunk.num_samples
+        first = one.start + (rank - position) % world
+        for count in share_sizes(self._part, one.size, position):
+            if count == 0:
+                yield first_sample(self._spec, batch, num_samples)
+            else:
+                part = slice(first, first + (count - 1) * world + 1, world)
+                yield self._spec.take_samples(batch, part, num_samples), count
+                first += count * world
+
+
+class _Taken(NamedTuple):
+    """What one rank has taken from its stream."""
+
+    samples: int
+    is_at_end: int
+    micro_batches: int
+    """Its micro-batches of this batch so far."""
+    has_sample: int
+    """Whether the rank has ever had a sample, which can serve as a dummy."""
+
+
+@final
+class OwnStreams:
+    """Every rank reads its own stream and takes its share of each batch from it.
+
+    If a stream has fewer samples left than its rank's share, the other ranks take the missing ones.
+    So every batch has its full size until all streams have ended. All ranks know what each has
+    taken, so they end the epoch together and run equally many micro-batches.
+
+    Args:
+        source: this rank's stream.
+        spec: cuts batches.
+        part: this rank's part.
+        gather: shares with all ranks what each has taken.
+    """
+
+    def __init__(self, source: ChunkSource, spec: DataSpec, part: Part, gather: Gather) -> None:
+        self._source = source
+        self._spec = spec
+        self._part = part
+        self._gather = gather
+        self._micro_batches: list[CountedBatch] = []
+        self._most_micro_batches = 0
+        self._is_at_end = False
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no rank has a sample of the epoch left."""
+        return self._is_at_end
+
+    def take(self, count: int, position: int) -> int:
+        """Take the next `count` samples over all ranks; return how many there were."""
+        world = self._part.world_size
+        # Samples taken for other ranks must not need more memory than a rank's own share.
+        most = self._part.micro_batch_size or -(-count // world)
+        shares, total = Split(count, world, None, position).shares, 0
+        while True:
+            own = self._take(shares[self._part.rank], most)
+            everybody = [_Taken(*row) for row in self._gather(own)]
+            _check_samples(self._source, everybody)
+            total += sum(one.samples for one in everybody)
+            self._most_micro_batches = max(one.micro_batches for one in everybody)
+            left = [rank for rank, one in enumerate(everybody) if not one.is_at_end]
+            self._is_at_end = not left
+            if total == count or not left:
+                return total
+            shares = _dealt(count - total, left, world)
+
+    def micro_batches(self) -> list[CountedBatch]:
+        """Return this rank's micro-batches, filled up with dummies if other ranks have more."""
+        micro_batches, self._micro_batches = self._micro_batches, []
+        missing = self._most_micro_batches - len(micro_batches)
+        if missing:
+            example = self._source.example
+            assert example is not None, "checked after each take"
+            dummy = first_sample(self._spec, example.batch, example.num_samples)
+            micro_batches += [dummy] * missing
+        return micro_batches
+
+    def next_epoch(self) -> None:
+        """End the epoch."""
+        self._source.next_epoch()
+
+    def _take(self, count: int, most: int) -> _Taken:
+        taken = 0
+        for one in self._source.take(count):
+            start, taken = one.start, taken + one.size
+            for size in evenly(one.size, most=most):
+                part = slice(start, start + size)
+                batch = self._spec.take_samples(one.chunk.batch, part, one.chunk.num_samples)
+                self._micro_batches.append((batch, size))
+                start += size
+        source = self._source
+        return _Taken(taken, source.is_at_end, len(self._micro_batches), source.example is not None)
+
+
+Stream: TypeAlias = SameStream | OwnStreams
+"""The samples of an iterable in global order."""
+
+
+def _dealt(count: int, ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """Deal samples to some of the ranks; return the share of each of all ranks.
+
+    >>> _dealt(5, [0, 2], 3)
+    (3, 0, 2)
+    """
+    each, larger = divmod(count, len(ranks))
+    shares = {rank: each + (place < larger) for place, rank in enumerate(ranks)}
+    return tuple(shares.get(rank, 0) for rank in range(world_size))
+
+
+def _check_samples(source: ChunkSource, everybody: Sequence[_Taken]) -> None:
+    without = next((rank for rank, one in enumerate(everybody) if not one.has_sample), None)
+    if without is not None and any(one.has_sample for one in everybody):
+        raise DataError.cannot(
+            f"share a batch of data of type {source.kind} over {len(everybody)} ranks",
+            why=f"the stream of rank {without} has no samples",
+            instead="give every rank at least one file or shard, or start fewer ranks",
+        )
+
+
+def cut_steps(
+    stream: Stream, kind: str, horizon: Horizon, plans: Plans, *, pins: bool
+) -> Iterator[FetchedStep]:
+    """Cut each batch out of the chunks of the data, as views.
+
+    Args:
+        stream: the data as read by the ranks.
+        kind: the type of the data, for messages.
+        horizon: the run; its `dataset_num_samples`, if known, must match the data.
+        plans: the decided batches.
+        pins: whether batches go to pinned memory.
+    """
+    is_sized = horizon.dataset_num_samples is not None
+    for plan, start in plans:
+        if is_sized and plan.skipped:
+            stream.next_epoch()
+        cut = _sized if is_sized else _unsized
+        size, crossings = cut(stream, kind, horizon, plan, start)
+        micro_batches = stream.micro_batches()
+        if not is_sized and horizon.last_batch == "drop" and size < plan.size:
+            micro_batches = []
+        elif pins:
+            micro_batches = [(pinned(batch), count) for batch, count in micro_batches]
+        yield FetchedStep(plan, micro_batches, size, crossings)
+
+
+def _sized(
+    stream: Stream, kind: str, horizon: Horizon, plan: StepPlan, start: int
+) -> tuple[int, tuple[int, ...]]:
+    """Take exactly the samples of the plan, from as many epochs as it spans."""
+    num_samples = horizon.dataset_num_samples
+    assert num_samples is not None
+    within, taken = plan.timestamp.sample_in_epoch + start - plan.timestamp.sample, 0
+    while taken < plan.size:
+        wanted = min(plan.size - taken, num_samples - within)
+        found = stream.take(wanted, start + taken)
+        if not found and not within:
+            raise _empty(kind)
+        if found < wanted:
+            raise _wrong_length(num_samples, f"they end after {within + found}")
+        taken, within = taken + wanted, within + wanted
+        if within == num_samples:
+            if not stream.is_at_end:
+                raise _wrong_length(num_samples, "they go on after that")
+            stream.next_epoch()
+            within = 0
+    if horizon.last_batch == "drop" and plan.ends_epochs and within:
+        stream.next_epoch()
+    return taken, ()
+
+
+def _unsized(
+    stream: Stream, kind: str, horizon: Horizon, plan: StepPlan, start: int
+) -> tuple[int, tuple[int, ...]]:
+    """Take up to the samples of the plan; an epoch ends with the data."""
+    taken, ends_at = 0, list[int]()
+    while taken < plan.size:
+        found = stream.take(plan.size - taken, start + taken)
+        if not found:
+            raise _empty(kind)
+        taken += found
+        if not stream.is_at_end:
+            break
+        ends_at.append(taken)
+        stream.next_epoch()
+        after = plan.timestamp._replace(epoch=plan.timestamp.epoch + len(ends_at))
+        if horizon.last_batch != "carry" or horizon.is_done(after):
+            break
+    return taken, tuple(taken - end for end in ends_at)
+
+
+def _empty(kind: str) -> DataError:
+    return DataError.cannot(
+        f"read data of type {kind}",
+        why="an epoch of it has no samples",
+        instead="pass an iterable that yields at least one batch each time",
+    )
+
+
+def _wrong_length(num_samples: int, why: str) -> DataError:
+    return DataError.cannot(
+        f"read an epoch of {num_samples} samples",
+        why=why,
+        instead="pass the right num_samples, or leave it out where no time needs it",
+    )

@@ -1,0 +1,230 @@
+"""Worker processes that fetch samples."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from stretto.data.fetch import Fetch
+from stretto.data.indices import sample_seed, seed_generators
+from stretto.data.spec import Collate, DataSpec
+from stretto.errors import DataError, shown
+from stretto.timing.grammar import checked_whole
+
+Element: TypeAlias = tuple[int, list[int]]
+"""What a worker fetches at once: the start in the rank's stream, and indices."""
+
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """How samples are fetched; None means the setting of the `DataLoader`, if given.
+
+    >>> Workers(num_workers=2).merged([1, 2, 3]).num_workers
+    2
+
+    Raises:
+        DataError: a number is out of range.
+    """
+
+    num_workers: int | None = None
+    """Processes that fetch; 0: the main process fetches."""
+    prefetch_factor: int | None = None
+    """Elements that each worker fetches ahead."""
+    pin_memory: bool | None = None
+    """Whether batches are copied to pinned memory; of no effect without an accelerator."""
+    collate_fn: Collate | None = None
+    """Makes a batch of a list of samples; None: torch's default."""
+    worker_init_fn: Callable[[int], None] | None = None
+    timeout: float = 0
+    multiprocessing_context: Any = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_workers", 0), ("prefetch_factor", 1)):
+            value = getattr(self, name)
+            if value is not None:
+                what = f"use {name}={shown(value)}"
+                instead = "write a number such as 2, or leave it out"
+                checked_whole(value, DataError, what, instead, least=least)
+        if self.prefetch_factor is not None and self.num_workers == 0:
+            raise DataError.cannot(
+                f"use prefetch_factor={self.prefetch_factor}",
+                why="nothing is fetched ahead without workers",
+                instead="write num_workers=2, or leave it out",
+            )
+
+    def merged(self, data: Any) -> Workers:
+        """Return the settings with None replaced by those of `data`, if it is a `DataLoader`."""
+        if not isinstance(data, DataLoader):
+            return self
+        num_workers = data.num_workers if self.num_workers is None else self.num_workers
+        factor = data.prefetch_factor if self.prefetch_factor is None else self.prefetch_factor
+        return Workers(
+            num_workers=num_workers,
+            prefetch_factor=factor if num_workers else None,
+            pin_memory=data.pin_memory if self.pin_memory is None else self.pin_memory,
+            collate_fn=data.collate_fn if self.collate_fn is None else self.collate_fn,
+            worker_init_fn=data.worker_init_fn,
+            timeout=data.timeout if num_workers else 0,
+            multiprocessing_context=data.multiprocessing_context if num_workers else None,
+        )
+
+    @property
+    def pins(self) -> bool:
+        """Whether batches go to pinned memory."""
+        return bool(self.pin_memory) and torch.accelerator.is_available()
+
+
+def start_workers(
+    fetch: Fetch,
+    elements: Iterator[Element],
+    workers: Workers,
+    *,
+    seed: int,
+    rank: int,
+) -> Iterator[Any]:
+    """Return an iterator over the batches of `elements`, fetched ahead by workers.
+
+    One iterator serves the whole run: workers start once, not for each epoch (1.26 times the
+    throughput for short epochs). Torch's global generator is not used. A worker seeds its
+    generators for each element by the seed, the rank and the element's place. So random
+    augmentation is the same after a resume and for any number of workers.
+    """
+    generator = torch.Generator()
+    generator.manual_seed(sample_seed(seed, -1, rank))
+    loader: DataLoader[Any] = DataLoader(
+        _Seeded(fetch, seed, rank),  # type: ignore[arg-type]  # a data set of whole batches
+        sampler=elements,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=workers.num_workers or 0,
+        prefetch_factor=workers.prefetch_factor,
+        pin_memory=workers.pins,
+        worker_init_fn=_WorkerStart(workers.worker_init_fn, fetch.dataset),
+        timeout=workers.timeout,
+        multiprocessing_context=workers.multiprocessing_context,
+        generator=generator,
+    )
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except (RuntimeError, EOFError, OSError) as error:
+            # An error of the data set says that it was caught; a dead worker cannot, and where the
+            # batch was half way between two processes only the connection breaks.
+            is_caught = str(error).startswith("Caught")
+            if is_caught or (type(error) is RuntimeError and "DataLoader worker" not in str(error)):
+                raise
+            _end(batches)
+            said = " ".join(str(error).split())[:200] or type(error).__name__
+            raise DataError.cannot(
+                "read samples with these workers",
+                why=f"one of them ended ({said})",
+                instead="use fewer of them if memory ran out, or num_workers=0 to see an error of "
+                "the data set itself; then resume",
+            ) from error
+        yield batch
+
+
+def batched(spec: DataSpec, workers: Workers, chunk_size: int) -> Iterable[Any]:
+    """Return the batches of an iterable; a torch `IterableDataset` yields samples."""
+    data = spec.data
+    if isinstance(data, IterableDataset):
+        return DataLoader(
+            data,
+            batch_size=chunk_size,
+            num_workers=workers.num_workers or 0,
+            prefetch_factor=workers.prefetch_factor,
+            collate_fn=workers.collate_fn,
+            worker_init_fn=_WorkerStart(),
+        )
+    if type(data) is DataLoader and data.num_workers:
+        data = copy.copy(data)  # do not change the user's own
+        data.worker_init_fn = _WorkerStart(data.worker_init_fn)
+    if not isinstance(data, DataLoader):
+        given = {"num_workers": workers.num_workers or None, "collate_fn": workers.collate_fn}
+        for name, value in given.items():
+            if value is not None:
+                raise DataError.cannot(
+                    f"use {name}={shown(value)} with data of type {type(data).__name__}",
+                    why="they are batches already",
+                    instead=f"leave it out, or pass a DataLoader that has its own {name}",
+                )
+    batches: Iterable[Any] = data
+    return batches
+
+
+@final
+class _Seeded:
+    """Fetches each element with its own seed."""
+
+    def __init__(self, fetch: Fetch, seed: int, rank: int) -> None:
+        self._fetch = fetch
+        self._seed = seed
+        self._rank = rank
+
+    def __getitem__(self, element: Element) -> Any:
+        place, indices = element
+        if self._fetch.tensors is None:
+            seed_generators(sample_seed(self._seed, -2 - self._rank, place))
+        return self._fetch[indices]
+
+    def __len__(self) -> int:
+        return len(self._fetch)
+
+
+@final
+class _WorkerStart:
+    """The start of a worker: it will end with its rank, and calls the user's function.
+
+    A forked worker holds the sockets of its rank: while it lives, other ranks do not see that their
+    peer was killed. Torch's workers check their parent every 5 seconds; Linux can end them at once.
+    For Linux, the parent is the thread that started them, so this only works in the main thread.
+    """
+
+    def __init__(
+        self, function: Callable[[int], None] | None = None, dataset: Any | None = None
+    ) -> None:
+        self._function = function
+        self._dataset = dataset
+        self._is_main_thread = threading.current_thread() is threading.main_thread()
+
+    def __call__(self, worker: int) -> None:
+        if sys.platform == "linux" and self._is_main_thread:
+            ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        if self._dataset is not None:
+            # The user's function sees the user's own data set, not what is around it. The record
+            # is frozen; that it names our wrapper is nothing for users.
+            object.__setattr__(get_worker_info(), "dataset", self._dataset)
+        if self._function is not None:
+            self._function(worker)
+
+
+def _end(batches: Iterator[Any]) -> None:
+    """End the remaining workers here, not when the iterator is collected.
+
+    The connection breaks just before the system reports the end of the worker. Torch then raises
+    an error at any point; in a finalizer it could not be caught.
+    """
+    shutdown = getattr(batches, "_shutdown_workers", None)  # torch has no public way
+    if shutdown is not None:
+        with suppress(RuntimeError):
+            shutdown()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

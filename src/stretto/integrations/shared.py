@@ -1,0 +1,201 @@
+"""Parts that several adapters use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import Any, final
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from stretto.batching import Signals
+from stretto.data import MicroBatch, Step, StepLoader
+from stretto.errors import DataError
+from stretto.noise import NoiseSums
+from stretto.runtime.gradients import is_fully_sharded
+from stretto.timing import Timer
+from stretto.training.distributed.ranks import Ranks
+from stretto.training.run import Run
+from stretto.training.stepping.noise_meter import NoiseMeter, Pass
+
+
+@final
+class ClockScheduler(LRScheduler):
+    """Reports the learning rates that a run sets; its `step` changes nothing.
+
+    Frameworks call `step` once for each step, micro-batch, rank or
+    epoch, each in its own way; the run sets the values for the time and size of each step.
+
+    Args:
+        optimizer: whose learning rates it reports.
+        timer: the clock of the run.
+    """
+
+    def __init__(self, optimizer: Optimizer, timer: Timer) -> None:
+        # Do not call super().__init__: it writes learning rates and wraps optimizer.step.
+        self.optimizer = optimizer
+        self._timer = timer
+        self.base_lrs = [
+            float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups
+        ]
+
+    @property
+    def last_epoch(self) -> int:  # type: ignore[override]
+        """The number of finished steps, as torch names it."""
+        return self._timer.batch
+
+    @property
+    def _last_lr(self) -> list[float]:  # type: ignore[override]
+        return self.get_last_lr()
+
+    def step(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    def get_last_lr(self) -> list[float]:  # type: ignore[override]
+        """Return the present learning rates."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    get_lr = get_last_lr  # type: ignore[assignment]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the state of the run has it."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing."""
+
+
+@final
+class StepMeter:
+    """Measures the noise of a step's gradient from its micro-batches and ranks.
+
+    Each step, in this order:
+
+    1. `micro_batches(step)` returns what to compute. A step of one micro-batch on one rank is cut
+       into two, since it takes two to compare.
+    2. Each backward pass runs in `watch`.
+    3. `signals()` returns what `Run.finish` takes. Call it before gradients are clipped.
+
+    Args:
+        model: the model that the loss is computed with, wrapped if it is (DDP, FSDP2).
+        loader: the loader of the run.
+    """
+
+    def __init__(self, model: nn.Module, loader: StepLoader) -> None:
+        parameters = [one for one in model.parameters() if one.requires_grad]
+        self._ranks = Ranks(parameters[0].device)
+        self._meter = NoiseMeter(
+            model,
+            parameters,
+            spec=loader.spec,
+            ranks=self._ranks,
+            every=1,
+            is_sharded=is_fully_sharded(model),
+        )
+        self._is_averaged = isinstance(model, nn.parallel.DistributedDataParallel)
+        self._size = 0
+
+    @property
+    def averages_each(self) -> bool:
+        """Whether ranks must average gradients in each pass, not only in the last (FSDP2)."""
+        return self._meter.averages_each
+
+    def micro_batches(self, step: Step) -> Sequence[MicroBatch]:
+        """Begin a step; return the micro-batches to compute."""
+        self._size = step.num_samples
+        return self._meter.begin(step.micro_batches)
+
+    def watch(
+        self,
+        micro: MicroBatch,
+        *,
+        is_last: bool,
+        units: int | None = None,
+        divisor: float | None = None,
+    ) -> AbstractContextManager[None]:
+        """Measure the backward pass inside.
+
+        Args:
+            micro: its micro-batch.
+            is_last: whether it is the last of the step. DDP averages in this one.
+            units: what its loss is weighed by; None: its samples.
+            divisor: the units of the whole step, over all ranks; None: its samples.
+        """
+        units = micro.num_samples if units is None else units
+        divisor = float(self._size if divisor is None else divisor)
+        is_averaged = is_last and self._is_averaged
+        return self._meter.measure(Pass(micro, units, divisor, is_last, is_averaged))
+
+    def signals(self, scale: float = 1.0) -> Signals:
+        """Return what the step measured, from all ranks, which must all call it.
+
+        Args:
+            scale: what the loss was multiplied by (the loss scaling of fp16).
+        """
+        sums = NoiseSums(*self._ranks.agree(self._meter.sums(scale)))
+        terms = sums.terms(self._size)
+        if terms is None:
+            return Signals()
+        return Signals(
+            noise_numerator=terms.numerator,
+            noise_denominator=terms.denominator,
+            num_samples=self._size,
+        )
+
+
+def counted_steps(run: Run) -> Iterator[Step]:
+    """Yield the steps of an epoch to a framework that counts them and does not ask for more.
+
+    If the last samples of an epoch are dropped, the run finds its end when it is asked for the
+    next step. So the first pass over the next epoch may find only that end.
+    """
+    is_empty = True
+    for step in run.steps():
+        is_empty = False
+        yield step
+    if is_empty and run.is_open:
+        yield from run.steps()
+
+
+@final
+class StreamBatches:
+    """Collated batches of a stream of samples; it has the state of the stream, if there is one."""
+
+    def __init__(self, dataset: Any, size: int, collate: Any) -> None:
+        self.dataset, self._size, self._collate = dataset, size, collate
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict", "set_epoch"):
+            return getattr(self.dataset, name)
+        raise AttributeError(name)
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = iter(self.dataset)
+        while chunk := list(islice(samples, self._size)):
+            yield self._collate(chunk)
+
+
+def is_shuffled(dataloader: Any) -> bool:
+    """Return whether a dataloader over map-style data has a random order.
+
+    Raises:
+        DataError: it has another order than a random or a sequential one.
+    """
+    inner = dataloader.batch_sampler
+    while hasattr(inner, "batch_sampler"):  # that of one rank, in accelerate
+        inner = inner.batch_sampler
+    sampler = getattr(inner, "sampler", None)
+    is_plain = isinstance(inner, BatchSampler) and type(inner).__iter__ is BatchSampler.__iter__
+    if is_plain and isinstance(sampler, SequentialSampler):
+        return False
+    if is_plain and isinstance(sampler, RandomSampler) and not sampler.replacement:
+        return True
+    raise DataError.cannot(
+        f"follow the order of a {type(sampler if is_plain else inner).__name__}",
+        why="a batch size that changes needs an order of single samples",
+        instead="use a random or a sequential sampler",
+    )

@@ -1,0 +1,311 @@
+"""Pictures of plans and of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from stretto._optional import import_optional
+from stretto.errors import FitError, PlanError
+from stretto.memory import Answer
+from stretto.memory.amounts import show_bytes
+from stretto.planning import Plan
+from stretto.report.drawing import (
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
+    ORANGE,
+    PURPLE,
+    STYLE,
+    check_format,
+    finish_count_axis,
+    finish_size_axis,
+    finish_time_axis,
+    finish_value_axis,
+    panels,
+    save,
+    short,
+)
+from stretto.timing import Timestamp, TimeUnit
+from stretto.timing.grammar import parse_unit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+POINTS = 48
+"""Sizes that are drawn; the curve between them is nearly straight."""
+FEW_POINTS = 8
+"""Sizes that are drawn if each of them has to be traced."""
+BEYOND = 1.25
+"""How far the picture reaches beyond the answer."""
+KINDS = {
+    "parameters": (("parameters", "buffers"), BLUE),
+    "optimizer": (("optimizer",), GREEN),
+    "gradients": (("gradients",), PURPLE),
+    "activations": (("activations", "batch"), ORANGE),
+    "temporaries": (("temporaries", "other"), MUTED),
+}
+"""The areas from the bottom up, and their colours."""
+
+
+def draw_memory(answer: Answer, path: Path) -> None:
+    """Draw the memory of a step for each size, by kind at the peak, with the limit.
+
+    Args:
+        answer: what a finder has found.
+        path: a name that ends in `.png`, `.svg` or `.pdf`.
+
+    Raises:
+        ConfigError: the file cannot be written, or is of another kind.
+        FitError: the answer comes from trials, which know no other sizes.
+        MissingPackageError: matplotlib is not installed.
+    """
+    check_format(path)
+    if answer.estimator is None:
+        raise FitError.cannot(
+            "draw what a step needs",
+            why="the answer was found by trials, which tell of no other size",
+            instead="find it with --method predict or probe",
+        )
+    sizes, areas = memory_areas(answer)
+    with import_optional("matplotlib", "plot").rc_context(STYLE):
+        figure, (axes,) = panels([3.6], answer.headline)
+        _draw_areas(axes, sizes, areas)
+        _draw_limit(axes, answer, sizes[-1])
+        _finish(axes, answer, sizes)
+        save(figure, path)
+
+
+def memory_areas(answer: Answer) -> tuple[list[int], dict[str, list[int]]]:
+    """Return the drawn sizes, and for each kind of memory its bytes at the peak.
+
+    Memory beyond tensors is a separate kind: what CUDA's allocator reserves, and what was
+    measured.
+    """
+    top = max(int(answer.size * BEYOND), answer.size + 1, 4)
+    is_costly = answer.estimator.guess(answer.limit.bytes) is not None
+    step = max(1, top // (FEW_POINTS if is_costly else POINTS))
+    sizes = sorted({*range(1, top, step), answer.size, top})
+    areas: dict[str, list[int]] = {name: [] for name in KINDS}
+    extra = []
+    for size in sizes:
+        by_category = answer.estimator.at(size).by_category
+        for name, (categories, _) in KINDS.items():
+            areas[name].append(sum(by_category.get(one, 0) for one in categories))
+        total = sum(values[-1] for values in areas.values())
+        extra.append(max(0, answer.needs(size) - total) if answer.needs else 0)
+    if any(extra):
+        areas["beyond tensors"] = extra
+    return sizes, {name: values for name, values in areas.items() if any(values)}
+
+
+def _draw_areas(axes: Axes, sizes: list[int], areas: dict[str, list[int]]) -> None:
+    colors = {name: color for name, (_, color) in KINDS.items()}
+    axes.stackplot(
+        sizes,
+        list(areas.values()),
+        labels=list(areas),
+        colors=[colors.get(name, INK) for name in areas],
+        alpha=0.45,
+        linewidth=0,
+    )
+    axes.plot(sizes, [sum(column) for column in zip(*areas.values(), strict=True)], color=INK)
+
+
+def _draw_limit(axes: Axes, answer: Answer, right: int) -> None:
+    usable = answer.limit.bytes - answer.reserve
+    axes.axhline(usable, color=INK, linestyle="--", linewidth=1.2)
+    label = f"limit: {show_bytes(answer.limit.bytes)}"
+    if answer.reserve:
+        label += f", {show_bytes(answer.reserve)} left free"
+        axes.axhspan(usable, answer.limit.bytes, color=INK, alpha=0.08, linewidth=0)
+    axes.annotate(label, (0.012 * right, answer.limit.bytes), (0, 4), textcoords="offset points")
+    if answer.peak is not None:
+        axes.plot([answer.size], [answer.peak], "o", color=INK, markersize=6)
+        axes.annotate(
+            f"{answer.size:,}",
+            (answer.size, answer.peak),
+            (-6, 8),
+            textcoords="offset points",
+            ha="right",
+            fontweight="bold",
+        )
+
+
+def _finish(axes: Axes, answer: Answer, sizes: list[int]) -> None:
+    ticker: Any = import_optional("matplotlib.ticker", "plot")
+    axes.set_title("memory at the peak of a step")
+    axes.set_xlabel("samples in a micro-batch")
+    axes.set_xlim(0, sizes[-1])
+    axes.set_ylim(0, answer.limit.bytes * 1.22)
+    # Binary units at round numbers.
+    unit = max(1, 1 << (max(answer.limit.bytes.bit_length() - 3, 0)))
+    axes.yaxis.set_major_locator(ticker.MultipleLocator(unit))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: show_bytes(int(value))))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    handles, labels = axes.get_legend_handles_labels()
+    # In the order of the areas.
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+_PLAN_POINTS = 2_000
+"""Most batches whose hyper-parameters are drawn: more than the pixels across a picture."""
+MAX_VALUES = 4
+"""Most hyper-parameters that get a panel."""
+
+
+class Curves(NamedTuple):
+    """A plan as lines over one unit of time."""
+
+    unit: TimeUnit
+    end: float
+    edges: list[float]
+    """The starts of stages, and the end of the last one."""
+    sizes: list[int]
+    accumulation: list[int]
+    times: list[float]
+    """The times of `values`, and the end."""
+    values: dict[str, list[float]]
+    """Hyper-parameters at `times`; the last value lasts to the end."""
+
+
+def draw_plan(plan: Plan, path: Path, *, unit: str | None = None) -> None:
+    """Draw a plan into a file.
+
+    Args:
+        plan: what to draw.
+        path: a name that ends in `.png`, `.svg` or `.pdf`.
+        unit: the unit of the horizontal axis; by default, that of the run's length.
+
+    Raises:
+        ConfigError: the file cannot be written, or is of another kind.
+        PlanError: the plan has no end, or cannot be shown in that unit.
+        MissingPackageError: matplotlib is not installed.
+    """
+    check_format(path)
+    curves = plan_curves(plan, unit)
+    with import_optional("matplotlib", "plot").rc_context(STYLE):
+        names = list(curves.values)[:MAX_VALUES]
+        accumulates = plan.micro_batch_size is not None
+        heights = [1.7, *([0.9] if accumulates else []), *([1.5] * len(names))]
+        figure, axes = panels(heights, describe(plan))
+        rest = iter(axes)
+        draw_sizes(next(rest), curves)
+        if accumulates:
+            _draw_accumulation(next(rest), curves)
+        for panel, name, color in zip(rest, names, (ORANGE, GREEN, PURPLE, ORANGE), strict=False):
+            draw_value(panel, curves, name, color=color)
+        finish_time_axis(axes[-1], curves.unit, curves.end)
+        save(figure, path)
+
+
+def plan_curves(plan: Plan, unit: str | None = None) -> Curves:
+    """Return a plan as lines over `unit`; by default, the unit of the run's length.
+
+    >>> from stretto.planning import plan
+    >>> from stretto.timing import Horizon
+    >>> curves = plan_curves(plan(Horizon("40sp"), "0sp:4 20sp:10"))
+    >>> curves.edges, curves.sizes
+    ([0.0, 20.0, 40.0], [4, 10])
+
+    Raises:
+        PlanError: the plan has no end, or cannot be shown in that unit.
+    """
+    target = parse_unit(unit) if unit else plan.horizon.max_duration.unit
+    end, count = plan.end, plan.num_batches
+    if end is None or count is None:
+        raise PlanError.cannot(
+            "draw a plan without an end",
+            why=f"only the run can tell when {plan.horizon.max_duration} have passed",
+            instead="say max_duration in 'ep', 'ba' or 'sp'",
+        )
+    _check_unit(plan, target)
+
+    def place(timestamp: Timestamp) -> float:
+        return float(plan.horizon.position(timestamp, target))
+
+    numbers = _batches_to_draw(plan, count)
+    values = [plan.values_at(number) for number in numbers]
+    return Curves(
+        target,
+        place(end),
+        [place(stage.first) for stage in plan.stages] + [place(end)],
+        [stage.size for stage in plan.stages],
+        [stage.accumulation for stage in plan.stages],
+        [place(plan.sizes.timestamp_at_batch(number)) for number in (*numbers, count)],
+        {name: [row[name] for row in (*values, values[-1])] for name in values[0]},
+    )
+
+
+def describe(plan: Plan) -> str:
+    """Return a plan in one line: its length in every unit, and the ranks."""
+    end = plan.end
+    parts = [f"run of {plan.horizon.max_duration}"]
+    if end is not None:
+        parts += [f"{end.batch:,} batches", f"{_count(plan.num_samples or 0)} samples"]
+        if end.token:
+            parts.append(f"{_count(end.token)} tokens")
+    if plan.world_size > 1:
+        parts.append(f"{plan.world_size} ranks")
+    return "  ·  ".join(parts)
+
+
+def draw_sizes(axes: Axes, curves: Curves) -> None:
+    """Draw batch sizes as steps."""
+    axes.set_title("batch size")
+    axes.stairs(curves.sizes, curves.edges, baseline=None, color=BLUE, linewidth=1.8)
+    axes.stairs(curves.sizes, curves.edges, fill=True, color=BLUE, alpha=0.12, baseline=1e-9)
+    finish_size_axis(axes, curves.sizes)
+
+
+def draw_value(axes: Axes, curves: Curves, name: str, *, color: str) -> None:
+    """Draw a hyper-parameter: each value holds until the next batch."""
+    axes.set_title(show_name(name))
+    axes.plot(curves.times, curves.values[name], color=color, drawstyle="steps-post")
+    finish_value_axis(axes)
+
+
+def show_name(name: str) -> str:
+    """Return the readable name of a hyper-parameter or metric.
+
+    >>> show_name("lr"), show_name("lr@head"), show_name("weight_decay")
+    ('learning rate', 'learning rate of head', 'weight decay')
+    """
+    key, _, group = name.partition("@")
+    said = {"lr": "learning rate"}.get(key, key.replace("_", " "))
+    return f"{said} of {group}" if group else said
+
+
+def _draw_accumulation(axes: Axes, curves: Curves) -> None:
+    axes.set_title("micro-batches of each rank")
+    axes.stairs(curves.accumulation, curves.edges, baseline=None, color=GREEN, linewidth=1.8)
+    finish_count_axis(axes, curves.accumulation)
+
+
+def _count(value: int) -> str:
+    return f"{value:,}" if value < 10**7 else short(value)
+
+
+def _batches_to_draw(plan: Plan, count: int) -> Sequence[int]:
+    """Return batches spread evenly over the run, and the first of each stage."""
+    if count <= _PLAN_POINTS:
+        return range(count)
+    spread = {number * (count - 1) // (_PLAN_POINTS - 1) for number in range(_PLAN_POINTS)}
+    return sorted(spread | {stage.first.batch for stage in plan.stages[:_PLAN_POINTS]})
+
+
+def _check_unit(plan: Plan, unit: TimeUnit) -> None:
+    why = None
+    if unit is TimeUnit.SECOND:
+        why = "how long a batch will take is not known before the run"
+    if unit is TimeUnit.TOKEN and not (plan.end and plan.end.token):
+        why = "how many tokens a sample has is not known"
+    if why is not None:
+        raise PlanError.cannot(
+            f"draw the plan over '{unit}'", why=why, instead="write --unit ep, ba, sp or dur"
+        )
