@@ -12,7 +12,7 @@ import pytest
 
 import stretto
 from stretto import errors
-from stretto.cli.reporting import as_option
+from stretto.cli.planning import as_option
 from stretto.config.source import as_key
 from stretto.errors import (
     Argument,

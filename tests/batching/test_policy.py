@@ -130,5 +130,5 @@ def test_other_integers_that_count_samples_may_be_of_numpy_too() -> None:
 
 @pytest.mark.parametrize("size", [np.float64(8), np.bool_(True), np.array([8])], ids=repr)
 def test_nothing_else_of_numpy_is_a_size(size: Any) -> None:
-    with pytest.raises(BatchSizeError, match="not an integer of at least 1"):
+    with pytest.raises(BatchSizeError, match="integer"):
         as_policy(size)

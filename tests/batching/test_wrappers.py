@@ -252,5 +252,5 @@ def test_what_a_policy_need_not_say() -> None:
     noisy = Noisy()
     assert AtMost(noisy, 64).times() == ()
     assert AtMost(noisy, 64).scaled(0.5) == AtMost(noisy, 64)
-    with pytest.raises(BatchSizeError, match=r"define scaled\(self, ratio\) in Timed"):
+    with pytest.raises(BatchSizeError, match="define"):
         AtMost(Timed(), 64).scaled(0.5)

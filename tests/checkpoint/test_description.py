@@ -108,8 +108,8 @@ def test_one_tensor_that_is_damaged_hides_nothing_else(sharded: Path) -> None:
 
 
 def test_where_there_is_none_there_is_nothing_to_describe(sharded: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no finished checkpoint is there"):
+    with pytest.raises(CheckpointError, match="checkpoint"):
         describe(tmp_path / "none")
     shutil.rmtree(sharded)
-    with pytest.raises(CheckpointError, match="no finished checkpoint is there"):
+    with pytest.raises(CheckpointError, match="checkpoint"):
         describe(sharded)

@@ -104,7 +104,7 @@ def test_a_read_only_folder_is_an_error_and_can_be_read(tmp_path: Path) -> None:
     write_checkpoint(path, TENSORS, {})
     tmp_path.chmod(0o500)
     try:
-        with pytest.raises(CheckpointError, match="Permission denied"):
+        with pytest.raises(CheckpointError, match="Permission"):
             write_checkpoint(checkpoint_path(tmp_path, 2), TENSORS, {})
         assert latest_good(tmp_path) == path
     finally:

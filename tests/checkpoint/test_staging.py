@@ -92,7 +92,7 @@ def test_a_parameter_is_copied_without_its_graph() -> None:
     ids=["sparse", "meta"],
 )
 def test_what_has_no_plain_memory_is_refused(tensor: torch.Tensor) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot save 'x' of model: it is sparse"):
+    with pytest.raises(CheckpointError, match="sparse"):
         HostCopies().take({"model": {"x": tensor}})
 
 

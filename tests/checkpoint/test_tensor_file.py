@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from stretto.checkpoint import parts as tensor_file
 from stretto.checkpoint import read_checkpoint, write_checkpoint
 from stretto.checkpoint.parts import DTYPES, write_tensors
 from stretto.errors import CheckpointError
@@ -76,16 +75,6 @@ def test_the_library_reads_it_and_each_tensor_is_aligned(tmp_path: Path) -> None
         assert found[name].data_ptr() % tensor.itemsize == 0
     with safe_open(tmp_path / "a", framework="pt") as opened:
         assert opened.offset_keys() == ["double", "half", "byte", "é\n"]
-
-
-def test_a_large_tensor_is_written_in_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 7)
-    whole = torch.arange(100)
-    written = write_tensors(tmp_path / "a", {"whole": whole})
-    assert hashlib.sha256((tmp_path / "a").read_bytes()).hexdigest() == written.digest
-    assert torch.equal(load_file(tmp_path / "a")["whole"], whole)
 
 
 def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:

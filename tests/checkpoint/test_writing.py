@@ -78,7 +78,7 @@ def test_a_tensor_that_no_rank_has_anything_of_keeps_its_type(tmp_path: Path) ->
 def test_parts_that_do_not_make_a_whole_are_refused(
     parts: list[dict[str, torch.Tensor | Shard]], tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match="shards of the ranks do not form a tensor"):
+    with pytest.raises(CheckpointError, match="shards"):
         write_parts(tmp_path / "a", *parts)
     assert not (tmp_path / "a").exists()
 
@@ -136,7 +136,7 @@ def test_a_thread_writes_while_the_run_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("group", ["", "..", "a/b", "a-b", "é", "model.safetensors"])
 def test_a_group_that_cannot_name_a_file_is_refused(group: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="use letters, digits and underscores"):
+    with pytest.raises(CheckpointError, match="underscores"):
         write_checkpoint(tmp_path / "a", {group: {}}, {})
     assert list(tmp_path.iterdir()) == []
 
@@ -146,8 +146,8 @@ def test_records_that_are_not_json_or_endless_are_refused(tmp_path: Path) -> Non
     for _ in range(100_000):
         deep = [deep]
     for records in ({"a": object()}, {"a": deep}, {(1, 2): 3}):
-        with pytest.raises(CheckpointError, match="it is not JSON"):
+        with pytest.raises(CheckpointError, match="JSON"):
             write_checkpoint(tmp_path / "a", {}, records)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="bytes long as JSON"):
+    with pytest.raises(CheckpointError, match="JSON"):
         encode_records({"a": "x" * (65 << 20)})
     assert list(tmp_path.iterdir()) == []

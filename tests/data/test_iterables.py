@@ -142,10 +142,10 @@ def test_views_are_cut_and_never_joined() -> None:
 def test_a_generator_serves_one_epoch() -> None:
     loader = StepLoader((torch.zeros(3) for _ in range(2)), 4, max_duration="1ep")
     assert [step.num_samples for step in loader] == [4, 2]
-    with pytest.raises(DataError, match="only once"):
+    with pytest.raises(DataError, match="once"):
         StepLoader((torch.zeros(3) for _ in range(2)), 4, max_duration="2ep")
     loader = StepLoader((torch.zeros(3) for _ in range(2)), 4, max_duration="7sp")
-    with pytest.raises(DataError, match="epoch 1 of data of type generator"):
+    with pytest.raises(DataError, match="generator"):
         list(loader)
 
 
@@ -169,12 +169,12 @@ def test_a_source_that_has_failed_is_not_taken_for_one_that_has_ended() -> None:
     next(loader)
     with pytest.raises(OSError, match="disk"):
         next(loader)
-    with pytest.raises(DataError, match="reading it has failed"):
+    with pytest.raises(DataError, match="reading"):
         next(loader)
 
 
 def test_an_empty_epoch_is_refused() -> None:
-    with pytest.raises(DataError, match="has no samples"):
+    with pytest.raises(DataError, match="samples"):
         list(StepLoader(Chunks([0, 0]), 3, max_duration="9sp"))
 
 
@@ -182,7 +182,7 @@ def test_an_empty_epoch_is_refused() -> None:
     ("duration", "policy"), [("0.5ep", 4), ("9sp", "0ep:4 0.5ep:8")], ids=["run", "policy"]
 )
 def test_only_units_that_need_the_size_are_refused(duration: str, policy: Any) -> None:
-    with pytest.raises(ConversionError, match="number of samples in the data set"):
+    with pytest.raises(ConversionError, match="samples"):
         StepLoader(Chunks([4]), policy, max_duration=duration)
 
 

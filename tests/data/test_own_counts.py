@@ -44,7 +44,7 @@ def test_a_data_set_is_asked_for_its_tokens(methods: dict[str, Any], count: int 
 
 
 def test_tokens_of_a_data_set_must_be_a_number() -> None:
-    with pytest.raises(DataError, match=r"cannot use 1.5, which Counts.get_num_tokens\(\) returns"):
+    with pytest.raises(DataError, match="get_num_tokens"):
         _ = DataSpec(Counts(get_num_tokens=lambda: 1.5)).known_num_tokens
 
 
@@ -71,6 +71,6 @@ def test_a_number_of_tokens_that_is_not_that_of_an_epoch_is_warned_of_once(sized
         return loader
 
     assert run(60).timer.token == 120
-    with pytest.warns(UserWarning, match="has 60 tokens, and num_tokens is 59: times") as caught:
+    with pytest.warns(UserWarning, match="num_tokens") as caught:
         run(59)
     assert len(caught) == 1

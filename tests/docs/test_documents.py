@@ -72,5 +72,5 @@ def test_a_wrong_example_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "wrong.md"
     path.write_text("```python\n>>> 1 + 1\n3\n```\n")
     (example,) = SYBIL.parse(path).examples()
-    with pytest.raises(Exception, match="Expected:\n    3\nGot:\n    2"):
+    with pytest.raises(Exception, match="Expected"):
         example.evaluate()

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stretto.cli.files import find_run_file
+from stretto.cli.planning import convert
 from stretto.cli.planning import plan as plan_verb
-from stretto.cli.reporting import convert, find_run_file
 from stretto.cli.training import unnamed_run_file
 from stretto.config.fields import Target
 from stretto.config.files import parse_run_file, read_run_file
@@ -21,7 +22,7 @@ from stretto.config.yaml import parse_yaml
 from stretto.planning import plan
 from stretto.report.drawing import check_format
 from stretto.report.ledger import compare
-from stretto.report.pictures import plan_curves
+from stretto.report.plan_picture import plan_curves
 from stretto.report.run import read_metrics
 from stretto.timing import Horizon
 

@@ -90,10 +90,10 @@ def test_next_byte_loss_is_the_mean_over_all_bytes() -> None:
 
 @pytest.mark.parametrize("length", [0, -1, 32_769])
 def test_a_length_that_no_sample_has_is_refused(length: int) -> None:
-    with pytest.raises(DataError, match="write a sequence_length from 1 to 32768"):
+    with pytest.raises(DataError, match="sequence_length"):
         PythonDocs(length, split="validation")
 
 
 def test_an_unknown_split_is_refused() -> None:
-    with pytest.raises(DataError, match="write 'train' or 'validation'"):
+    with pytest.raises(DataError, match="validation"):
         PythonDocs(split="test")  # type: ignore[arg-type]

@@ -71,10 +71,10 @@ def test_it_learns_a_sequence_by_heart() -> None:
 
 @pytest.mark.parametrize(("width", "heads"), [(30, 4), (64, 0)])
 def test_a_width_that_heads_cannot_share_is_refused(width: int, heads: int) -> None:
-    with pytest.raises(ConfigError, match="a multiple of heads"):
+    with pytest.raises(ConfigError, match="multiple"):
         TinyGPT(1, width, heads=heads)
 
 
 def test_a_sequence_beyond_the_context_is_refused() -> None:
-    with pytest.raises(ConfigError, match="on sequences of 9 tokens"):
+    with pytest.raises(ConfigError, match="sequences"):
         TinyGPT(1, 16, context=8)(tokens(1, 9))

@@ -180,7 +180,7 @@ def test_a_checkpoint_of_a_stock_trainer_is_refused(tmp_path: Path) -> None:
         data_collator=toys.collate,
     )
     stock.train()
-    with pytest.raises(CheckpointError, match="not written with stretto attached"):
+    with pytest.raises(CheckpointError, match="attached"):
         make()[0].train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
@@ -300,7 +300,7 @@ def test_a_scheduler_object_is_refused() -> None:
         data_collator=toys.collate,
         optimizers=(optimizer, scheduler),
     )
-    with pytest.raises(StrettoError, match="scheduler object"):
+    with pytest.raises(StrettoError, match="scheduler"):
         attach(trainer, 8)
 
 
@@ -402,7 +402,7 @@ def test_a_stock_curve_over_an_unknown_number_of_steps(kind: str) -> None:
         attach(trainer, 8, max_duration="1500tok")
         return trainer, toys.Recorder(trainer)
 
-    with pytest.raises(TrainingError, match="number of steps"):
+    with pytest.raises(TrainingError, match="number"):
         follow(warmup_steps=4)[0].train()
     if kind == "inverse_sqrt":
         return

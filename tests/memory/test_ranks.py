@@ -16,7 +16,7 @@ from stretto.memory.finding.agreement import Agreement
 def test_one_rank() -> None:
     assert Agreement().minimum(lambda: 5) == 5
     assert Agreement().all(lambda: True)
-    with pytest.raises(ValueError, match="invalid literal"):
+    with pytest.raises(ValueError, match="invalid"):
         Agreement().minimum(lambda: int("x"))
 
 

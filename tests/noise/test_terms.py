@@ -146,10 +146,10 @@ def test_a_tensor_of_one_element_is_a_number() -> None:
     ids=["square", "size", "whole"],
 )
 def test_what_is_not_a_number_is_refused(given: Any) -> None:
-    with pytest.raises(TrainingError, match="it is not a number; pass squared norms"):
+    with pytest.raises(TrainingError, match="squared"):
         noise_terms(*given)
 
 
 def test_each_group_has_a_size() -> None:
-    with pytest.raises(TrainingError, match="there are 1 sizes"):
+    with pytest.raises(TrainingError, match="sizes"):
         noise_terms([1.0, 2.0], [3], 1.0)

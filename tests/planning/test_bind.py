@@ -139,14 +139,14 @@ def test_sizes_that_only_the_run_knows() -> None:
     run = bind_run(HORIZON, NoiseScale(8, 64))
     assert run.sizes is None
     assert run.decided_between == (8, 64)
-    with pytest.raises(PlanError, match="what the run measures"):
+    with pytest.raises(PlanError, match="measures"):
         run.planned_sizes()
-    with pytest.raises(ConversionError, match="what the run measures"):
+    with pytest.raises(ConversionError, match="measures"):
         run.horizon.convert("1ep", "ba")
 
 
 def test_too_many_stages_are_refused_before_they_are_planned() -> None:
-    with pytest.raises(BatchSizeError, match="more than 1 times"):
+    with pytest.raises(BatchSizeError, match="times"):
         bind_run(HORIZON, "0ep:8 1ep:16 100sp:32", most_stages=1)
 
 

@@ -15,7 +15,7 @@ NUMBERS = st.integers(0, 195).map(lambda digits: 10**digits + 7)
 
 @pytest.mark.parametrize("run", ["1e198sp", "1e198ba", "1e199ep", f"{10**199 + 1}/{10**60}ep"])
 def test_a_run_longer_than_any_is_refused(run: str) -> None:
-    with pytest.raises(PlanError, match=r"cannot plan a run of .* more than 200 digits"):
+    with pytest.raises(PlanError, match="digits"):
         plan(Horizon(run, dataset_num_samples=5120), 8)
 
 

@@ -12,7 +12,7 @@ import pytest
 from stretto.errors import ConfigError, DataError, MissingPackageError, PlanError, StrettoError
 from stretto.planning import Plan, plan
 from stretto.report import drawing
-from stretto.report.pictures import POINTS, draw_plan, plan_curves
+from stretto.report.plan_picture import POINTS, draw_plan, plan_curves
 from stretto.report.run_picture import draw_run
 from stretto.schedules import Cosine, StepDecay
 from stretto.timing import Horizon

@@ -12,8 +12,7 @@ import pytest
 
 from stretto.errors import DataError
 from stretto.report.ledger import read_ledger
-from stretto.report.run import read_metrics
-from stretto.report.tables import MAX_ROWS, run_table
+from stretto.report.run import MAX_ROWS, read_metrics, run_table
 
 CLOCK = {"ep": 0.5, "ba": 10, "sp": 80, "tok": 0, "dur": 0.25, "sec": 75.0}
 

@@ -37,7 +37,7 @@ def test_a_floor_is_megatrons_and_levanters_and_an_end_is_olmo_cores(least: floa
 
 
 def test_a_floor_is_no_more_than_the_decay_begins_with() -> None:
-    with pytest.raises(ScheduleError, match="the decay begins at 1"):
+    with pytest.raises(ScheduleError, match="begins"):
         InverseSqrt("4ba", floor=1.5)
 
 
@@ -56,7 +56,7 @@ def test_in_a_period_it_is_relative_to_the_period() -> None:
 
 @pytest.mark.parametrize("warmup", [None, "0ba", "0%"])
 def test_there_is_something_to_measure_by(warmup: str | None) -> None:
-    with pytest.raises(ScheduleError, match="neither a warm-up nor a time scale"):
+    with pytest.raises(ScheduleError, match="neither"):
         InverseSqrt(warmup=warmup)
 
 

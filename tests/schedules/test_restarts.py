@@ -53,7 +53,7 @@ def test_without_an_end_it_goes_on() -> None:
 
 @pytest.mark.parametrize("multiplier", [0, -1, 1.5, True, "2", None], ids=repr)
 def test_cycles_grow_by_whole_numbers(multiplier: int) -> None:
-    with pytest.raises(ScheduleError, match="it is not an integer of at least 1"):
+    with pytest.raises(ScheduleError, match="integer"):
         CosineRestarts("1ep", multiplier)
 
 

@@ -118,7 +118,7 @@ def test_it_is_described_in_words(schedule: Schedule) -> None:
 @given(leaves(), leaves())
 def test_frozen_values_are_equal_only_to_their_like(one: Schedule, other: Schedule) -> None:
     assert (one == other) == (repr(one) == repr(other))
-    with pytest.raises(AttributeError, match="cannot assign"):
+    with pytest.raises(AttributeError, match="assign"):
         setattr(one, fields(one)[0].name, None)
 
 
@@ -153,13 +153,13 @@ def test_scaling_reads_a_float_as_the_decimal_it_prints_as() -> None:
 
 @pytest.mark.parametrize("ratio", [0, -1, -0.5], ids=str)
 def test_a_ratio_that_is_not_positive_is_refused(ratio: float) -> None:
-    with pytest.raises(ScheduleError, match="it is not positive"):
+    with pytest.raises(ScheduleError, match="positive"):
         Cosine().scaled(ratio)
 
 
 @pytest.mark.parametrize("ratio", [math.nan, math.inf, True, "2"], ids=str)
 def test_a_ratio_that_is_not_a_number_is_refused(ratio: float) -> None:
-    with pytest.raises(TimeError, match="not a finite number"):
+    with pytest.raises(TimeError, match="finite"):
         Cosine().scaled(ratio)
 
 
@@ -190,7 +190,7 @@ def test_a_warm_up_of_nothing_divides_by_nothing() -> None:
     for nothing in ("0ba", "0ep", "0sp", "0s", "0%", "0dur"):
         run = Horizon("2ep", dataset_num_samples=5, batch_sizes=1)
         if nothing == "0s":
-            with pytest.raises(ConversionError, match="how long a batch will take is not known"):
+            with pytest.raises(ConversionError, match="batch"):
                 Cosine(warmup=nothing).bind(run)
         else:
             assert values(Cosine(warmup=nothing), run, by_batch(10)) == values(
@@ -219,7 +219,7 @@ def test_wall_clock_is_a_unit_like_the_others() -> None:
 def test_an_epoch_of_unknown_size_is_fine_until_a_part_of_it_is_needed() -> None:
     assert MultiStep(["30ep"]).bind(Horizon("90ep"))(Timestamp(epoch=30)) == 0.1
     for schedule in (MultiStep(["0.5ep"]), Cosine(warmup="5%"), Constant(warmup="4.5ep")):
-        with pytest.raises(ConversionError, match="set dataset_num_samples"):
+        with pytest.raises(ConversionError, match="dataset_num_samples"):
             schedule.bind(Horizon("90ep"))
 
 
@@ -241,7 +241,7 @@ SMOOTH = [
 @pytest.mark.parametrize("schedule", SMOOTH, ids=str)
 def test_a_curve_over_epochs_of_unknown_size_is_refused(schedule: Schedule) -> None:
     """It would stand still through each epoch: through the whole run of one epoch."""
-    with pytest.raises(ConversionError, match=r"of an epoch has passed.*set dataset_num_samples"):
+    with pytest.raises(ConversionError, match="dataset_num_samples"):
         schedule.bind(Horizon("4ep"))
     schedule.bind(Horizon("4ep", dataset_num_samples=10))
 
@@ -282,7 +282,7 @@ def test_a_schedule_that_needs_no_end_runs_without_one(schedule: Schedule) -> No
     ids=str,
 )
 def test_a_schedule_that_needs_the_end_says_so(schedule: Schedule) -> None:
-    with pytest.raises(ConversionError, match="max_duration is in seconds"):
+    with pytest.raises(ConversionError, match="max_duration"):
         schedule.bind(Horizon("1h"))
 
 

@@ -97,7 +97,7 @@ def test_a_run_that_ends_between_two_batches_cuts_none() -> None:
 
 @pytest.mark.parametrize("size", [0, -1, 1.0, "32", None, True, [32], np.float64(32)])
 def test_sizes_that_cannot_be(size: int) -> None:
-    with pytest.raises(BatchSizeError, match="as a batch size: it is not an integer of at least 1"):
+    with pytest.raises(BatchSizeError, match="integer"):
         constant_batches(size)
 
 
@@ -109,7 +109,7 @@ def test_any_integer_type_becomes_an_int() -> None:
 
 def test_drop_needs_epochs_that_hold_a_batch() -> None:
     assert constant_batches(100, 100, "drop").sample_at_batch(2) == 200
-    with pytest.raises(BatchSizeError, match="an epoch has only 100 samples, so each would be"):
+    with pytest.raises(BatchSizeError, match="samples"):
         constant_batches(101, 100, "drop")
     assert constant_batches(101, 100, "keep").sample_at_batch(2) == 200
 

@@ -111,7 +111,7 @@ class TestUnsizedData:
         assert horizon.ticks(Time("0.3dur"), horizon.axis("ep")) == 3
 
     def test_part_of_an_epoch_is_refused_at_construction(self) -> None:
-        with pytest.raises(ConversionError, match=r"cannot tell when 1\.5ep has passed: part of"):
+        with pytest.raises(ConversionError, match="passed"):
             Horizon("1.5ep")
 
     @pytest.mark.parametrize("time", ["0.5ep", "0.25dur"])
@@ -151,7 +151,7 @@ class TestAxes:
         assert [first.axis(unit) for unit in TimeUnit] == [second.axis(unit) for unit in TimeUnit]
 
     def test_unknown_units(self) -> None:
-        with pytest.raises(TimeError, match="cannot read 'epoch' as a unit"):
+        with pytest.raises(TimeError, match="epoch"):
             Horizon("2ep").axis("epoch")
 
     @pytest.mark.parametrize(
@@ -360,9 +360,9 @@ class TestScaled:
 
     @pytest.mark.parametrize("ratio", [0, -1])
     def test_ratios_that_cannot_be(self, ratio: int) -> None:
-        with pytest.raises(ConversionError, match="as the length of the run: it is not positive"):
+        with pytest.raises(ConversionError, match="positive"):
             Horizon("2ep").scaled(ratio)
 
     def test_a_ratio_that_is_no_number(self) -> None:
-        with pytest.raises(TimeError, match="cannot take nan as an amount"):
+        with pytest.raises(TimeError, match="amount"):
             Horizon("2ep").scaled(float("nan"))

@@ -56,7 +56,7 @@ def test_zero_in_any_spelling(zero: Decimal) -> None:
 
 @pytest.mark.parametrize("value", [1j, True, np.True_, "5", None, np.complex64(1), Decimal("nan")])
 def test_what_is_no_amount(value: object) -> None:
-    with pytest.raises(TimeError, match="as an amount of time"):
+    with pytest.raises(TimeError, match="amount"):
         exact(value)
 
 

@@ -15,12 +15,12 @@ from stretto.timing import Every, Horizon, Time, Timer, Timestamp
 
 def test_a_bare_number_is_not_seconds() -> None:
     """There '5' is 50 seconds."""
-    with pytest.raises(TimeError, match="it has no unit"):
+    with pytest.raises(TimeError, match="unit"):
         Time("5")
 
 
 def test_empty_text_is_not_zero_seconds() -> None:
-    with pytest.raises(TimeError, match="it is empty"):
+    with pytest.raises(TimeError, match="empty"):
         Time("")
 
 
@@ -46,7 +46,7 @@ def test_half_an_epoch_is_read() -> None:
 
 @pytest.mark.parametrize("text", ["nandur", "infdur"])
 def test_fractions_of_a_run_are_finite(text: str) -> None:
-    with pytest.raises(TimeError, match="it is not a finite number"):
+    with pytest.raises(TimeError, match="finite"):
         Time(text)
 
 

@@ -151,7 +151,7 @@ class TestLastBatch:
     def test_more_tokens_carried_than_counted(self) -> None:
         timer = Timer()
         timer.update(samples=5, tokens=5)
-        with pytest.raises(TimeError, match="it has had fewer"):
+        with pytest.raises(TimeError, match="fewer"):
             timer.end_epoch(samples=2, tokens=6)
 
 
@@ -273,9 +273,9 @@ class TestAt:
         timer = Timer.at(Timestamp(batch=5, epoch=1))
         assert timer.get("ba") == Time("5ba")
         assert timer.get("ep") == Time("1ep")
-        with pytest.raises(TimeError, match="does not know how long the run is"):
+        with pytest.raises(TimeError, match="know"):
             timer.get("dur")
-        with pytest.raises(TimeError, match="does not know how long the run is"):
+        with pytest.raises(TimeError, match="know"):
             timer.get_elapsed_duration()
 
 
@@ -302,7 +302,7 @@ class TestCounts:
     @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
     def test_seconds_that_cannot_be(self, seconds: float) -> None:
         timer = Timer()
-        with pytest.raises(TimeError, match="cannot move the clock by seconds="):
+        with pytest.raises(TimeError, match="seconds"):
             timer.update(samples=1, seconds=seconds)
         assert timer.batch == 0
 
@@ -324,12 +324,12 @@ class TestState:
         state = Timestamp(epoch=2, sample=205, sample_in_epoch=5).to_state()
         Timer(Horizon("3ep", dataset_num_samples=100)).load_state_dict(state)
         timer = Timer(Horizon("3ep", dataset_num_samples=90))
-        with pytest.raises(TimeError, match="the data set has 90 samples, and had another number"):
+        with pytest.raises(TimeError, match="samples"):
             timer.load_state_dict(state)
         assert timer.timestamp == Timestamp()
 
     def test_records_that_are_not_timestamps(self) -> None:
-        with pytest.raises(TimeError, match="cannot read a timestamp with epoch=None"):
+        with pytest.raises(TimeError, match="timestamp"):
             Timer().load_state_dict({})
 
     def test_repr_shows_where_it_stands(self) -> None:

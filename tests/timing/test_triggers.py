@@ -248,7 +248,7 @@ def test_triggers_that_cannot_be(build: Any, message: str) -> None:
 
 
 def test_triggers_join_only_with_triggers() -> None:
-    with pytest.raises(TypeError, match="unsupported operand"):
+    with pytest.raises(TypeError, match="unsupported"):
         Every("1ep") | "10ba"  # type: ignore[operator]
 
 
@@ -291,5 +291,5 @@ def test_stretching(trigger: Trigger, ratio: float, expected: Trigger) -> None:
 
 @pytest.mark.parametrize("ratio", [0, -1])
 def test_ratios_that_cannot_be(ratio: int) -> None:
-    with pytest.raises(TimeError, match="it is not after the start of the run"):
+    with pytest.raises(TimeError, match="start"):
         Every("2ep").scaled(ratio)

@@ -130,7 +130,7 @@ def test_an_error_of_a_loss_says_how_it_is_called(problem: Make) -> None:
 
 def test_a_criterion_needs_pairs(problem: Make) -> None:
     inputs = problem().data.tensors[0]
-    with pytest.raises(TrainingError, match="inputs, targets"):
+    with pytest.raises(TrainingError, match="targets"):
         problem().trainer(train_data=inputs, loss=nn.MSELoss()).fit()
 
 
@@ -165,7 +165,7 @@ def test_settings_may_be_texts_and_mappings(problem: Make, tmp_path: Path) -> No
 def test_precision_and_clipping_are_arguments(problem: Make) -> None:
     top = trained(problem, clip_norm=0.1, device="cpu")
     assert not torch.equal(top, trained(problem, device="cpu"))
-    with pytest.raises(ConfigError, match="no field"):
+    with pytest.raises(ConfigError, match="field"):
         problem().trainer(stepping={"clip_norm": 0.2})
     with pytest.raises(ValueError, match="clip_norm"):
         problem().trainer(clip_norm=-1)

@@ -353,7 +353,7 @@ def test_what_a_step_decides_itself_is_refused(make: Callable[[], Any], said: st
 def test_a_step_without_optimizers_says_what_is_missing() -> None:
     step = Plain()
     del step.optimizers
-    with pytest.raises(TrainingError, match=r"cannot train with Plain: .*'optimizers'"):
+    with pytest.raises(TrainingError, match="optimizers"):
         trainer_of("", step=step)
 
 

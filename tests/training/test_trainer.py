@@ -344,7 +344,7 @@ def test_another_models_checkpoint_is_refused(problem: Make, tmp_path: Path) -> 
     problem().trainer(folder=tmp_path, checkpoint=Checkpointing()).fit()
     other = problem()
     other.model.append(nn.Linear(2, 2).double())
-    with pytest.raises(CheckpointError, match="its weights are another model's"):
+    with pytest.raises(CheckpointError, match="weights"):
         other.trainer(folder=tmp_path).resume()
 
 
@@ -445,7 +445,7 @@ def test_a_curve_over_an_epoch_of_unknown_size_is_refused_and_one_in_batches_is_
         "batch_size": 4,
     }
     stream = DataSpec(_Endless(batches))
-    with pytest.raises(ConversionError, match="set dataset_num_samples"):
+    with pytest.raises(ConversionError, match="dataset_num_samples"):
         Trainer(run.model, stream, schedules={"lr": Cosine()}, **settings)
     trainer = Trainer(run.model, stream, schedules={"lr": Cosine(over="6ba")}, **settings)
     trainer.fit()
@@ -473,7 +473,7 @@ def test_plan_of_the_trainer_is_the_plan(problem: Make) -> None:
 
 def test_sizes_of_a_pair_without_its_schedule_are_refused(problem: Callable[..., Any]) -> None:
     pair = Seesaw(Cosine(), 4, maximum=16)
-    with pytest.raises(BatchSizeError, match="pair itself"):
+    with pytest.raises(BatchSizeError, match="itself"):
         problem().trainer(batch_size=pair.policy, schedules={"lr": Cosine()})
     problem().trainer(batch_size=pair.policy, schedules={"lr": pair.schedule})
 
@@ -512,7 +512,7 @@ def test_what_ranks_do_together_comes_before_what_may_fail_on_one(
     trainer = problem().trainer(
         folder=tmp_path, checkpoint=Checkpointing("1ep"), max_duration="1ep"
     )
-    with pytest.warns(RuntimeWarning, match="the ledger is gone"):
+    with pytest.warns(RuntimeWarning, match="ledger"):
         trainer.fit()
     assert "shard" in done
     assert done[done.index("record") - 1] == "shard"

@@ -15,8 +15,6 @@ from stretto.runtime.packing import packed, unpack
 
 _IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 """How torch computes a step on the present device; taken from the present run."""
-_MOST = 2**63
-"""Larger integers do not fit into tensors."""
 
 
 def pack_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -150,9 +148,7 @@ def _check_groups(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Non
             where = f"param_groups.{number}.{name}"
             if name in _IMPLEMENTATION_FLAGS:
                 saved[name] = own[name]
-            if name in saved and not (
-                _is_compatible(saved[name], own[name]) and _are_below_one(name, saved[name])
-            ):
+            if name in saved and not _is_compatible(saved[name], own[name]):
                 raise _other(optimizer, f"{where} is {shown(saved[name])}")
             if name not in saved and not (own[name] is None or isinstance(own[name], bool)):
                 raise _other(optimizer, f"{where} is missing")
@@ -182,30 +178,18 @@ def _has_shape_of(optimizer: Optimizer, parameter: Tensor, value: Any) -> bool:
 
 
 def _is_compatible(saved: Any, own: Any) -> bool:
-    """Return whether a saved value has the type of the present one."""
+    """Return whether a saved value has the type and size of the present one."""
     if isinstance(own, Tensor) or isinstance(saved, Tensor):
         sizes = [one.numel() if isinstance(one, Tensor) else 1 for one in (own, saved)]
         plain = saved if isinstance(own, Tensor) else own
-        is_plain = isinstance(plain, Tensor) or _is_compatible(plain, 0.0)
-        return sizes[0] == sizes[1] and is_plain
+        return sizes[0] == sizes[1] and isinstance(plain, (Tensor, int, float))
     if own is None:
         return saved is None or isinstance(saved, (bool, int, float, str))
     if isinstance(own, bool):
         return saved is None or isinstance(saved, bool)
     if isinstance(own, (int, float)):
-        if isinstance(saved, bool) or not isinstance(saved, (int, float)):
-            return False
-        is_signed = saved >= 0 or own < 0  # a negative momentum can divide by zero
-        return is_signed and (abs(saved) < _MOST or (math.isinf(own) and isinstance(saved, float)))
+        return isinstance(saved, (int, float)) and not isinstance(saved, bool)
     if isinstance(own, (tuple, list)):
-        return (
-            isinstance(saved, (tuple, list))
-            and len(saved) == len(own)
-            and all(map(_is_compatible, saved, own))
-        )
+        same = isinstance(saved, (tuple, list)) and len(saved) == len(own)
+        return same and all(map(_is_compatible, saved, own))
     return isinstance(saved, type(own)) or not isinstance(own, (str, Mapping))
-
-
-def _are_below_one(name: str, value: Any) -> bool:
-    """Return whether betas are below 1; otherwise a step divides by zero."""
-    return name != "betas" or all(float(one) < 1 for one in value)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from stretto.checkpoint.manifest import RECORDS, DamagedError, Entry
@@ -91,12 +94,6 @@ def sharded_entry(name: str, parts: Mapping[str, TensorInfo], shard: Any) -> Ten
     return TensorEntry(dtype, tuple(shape), dim, tuple(placed))
 
 
-_CHUNK_BYTES = 32 << 20
-"""Bytes hashed and written at a time, without the GIL. Taking the GIL back can take 5 ms, so chunks
-are large."""
-_LONGEST_HEADER = 100_000_000
-"""Bytes; safetensors refuses longer headers."""
-
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -127,44 +124,19 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> Entry:
         CheckpointError: the format cannot hold one of them.
         OSError: the disk is full, or the file exists.
     """
-    header, ordered = _header(tensors)
-    digest = hashlib.sha256()
-    size = 0
-    with file.open("xb", buffering=0) as opened:
-        for chunk in _chunks(header, ordered):
-            digest.update(chunk)
-            size += len(chunk)
-            rest = chunk
-            while rest:
-                rest = rest[opened.write(rest) :]
-        os.fsync(opened.fileno())
-    return Entry(size, digest.hexdigest())
-
-
-def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[Tensor]]:
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
-    # Largest item size first, so that each tensor is aligned for its type.
-    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    entries: dict[str, Any] = {}
-    offset = 0
-    for name in names:
-        tensor = tensors[name]
-        entries[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.nbytes],
-        }
-        offset += tensor.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
-    text += b" " * (-len(text) % 8)
-    if len(text) > _LONGEST_HEADER:
-        raise CheckpointError.cannot(
-            f"save {len(names)} tensors in one file",
-            why="their names and shapes are too long for the safetensors format",
-            instead="save them as fewer tensors",
-        )
-    return len(text).to_bytes(8, "little") + text, [tensors[name] for name in names]
+    file.open("xb").close()
+    try:
+        save_file(dict(tensors), file)
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))  # it has no other place for it
+        number = int(code[1]) if code else errno.EIO
+        raise OSError(number, os.strerror(number) if code else str(error)) from error
+    with file.open("rb", buffering=0) as opened:
+        os.fsync(opened.fileno())
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    return Entry(file.stat().st_size, digest)
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:
@@ -191,19 +163,6 @@ def check_tensor(name: str, tensor: Tensor) -> None:
             why="the safetensors format cannot hold that name",
             instead="give it another name",
         )
-
-
-def _chunks(header: bytes, tensors: list[Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of a file without copying them."""
-    yield memoryview(header)
-    for tensor in tensors:
-        assert tensor.is_contiguous()
-        if not tensor.nbytes:
-            continue
-        whole = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
-        whole = whole.cast("B")
-        for start in range(0, len(whole), _CHUNK_BYTES):
-            yield whole[start : start + _CHUNK_BYTES]
 
 
 class ShardEntry(NamedTuple):

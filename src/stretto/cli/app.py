@@ -315,7 +315,7 @@ def convert(
     ] = False,
 ) -> None:
     """Say a time in another unit: stretto convert 0.1dur --to ep --max-duration 90ep."""
-    from stretto.cli.reporting import convert as run
+    from stretto.cli.planning import convert as run
 
     run(
         time,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import typer
 
-from stretto.cli.reporting import add_working_folder, read_arguments
+from stretto.cli.files import add_working_folder, read_arguments
 from stretto.config.run import RunConfig
 from stretto.config.training import Finding, build_finding
 from stretto.errors import ConfigError, shown
@@ -18,7 +18,7 @@ from stretto.memory import Answer, find_batch_size, find_num_ranks
 from stretto.memory.finding.estimators import NoEstimateError
 from stretto.memory.finding.finder import FindMethod
 from stretto.memory.search import MAXIMUM
-from stretto.report.tables import memory_table, ranks_table
+from stretto.report.memory import memory_table, ranks_table
 
 ABSTRACT = ("auto", "predict")
 """Ways that need no model with values."""
@@ -91,7 +91,7 @@ def find(
             typer.echo(f"{table}\n")
         typer.echo(str(answer))
     if plot is not None:
-        from stretto.report.pictures import draw_memory
+        from stretto.report.memory import draw_memory
 
         draw_memory(answer, plot)
         typer.echo(f"drew {plot}", err=True)

@@ -9,11 +9,12 @@ from pathlib import Path
 import typer
 
 from stretto.batching import BatchSizePolicy
-from stretto.cli.reporting import PLAN, add_working_folder, read_arguments
+from stretto.cli.files import PLAN, add_working_folder, read_arguments
 from stretto.config.plans import build_run, ends_of, plan_of, prepare_run
 from stretto.config.run import RunConfig
-from stretto.errors import ConfigError, PlanError
+from stretto.errors import Argument, ConfigError, ConversionError, PlanError
 from stretto.planning import Plan
+from stretto.timing import convert as convert_time
 
 
 def plan(
@@ -58,7 +59,7 @@ def plan(
             instead="set data.num_samples, or write last_batch: carry",
         )
     if plot is not None:
-        from stretto.report.pictures import draw_plan
+        from stretto.report.plan_picture import draw_plan
 
         draw_plan(planned, plot, unit=unit)
         typer.echo(f"drew {plot}", err=True)
@@ -135,3 +136,43 @@ def _print_batches(planned: Plan, *, as_json: bool) -> None:
             **batch.values,
         }
         typer.echo(json.dumps(row) if as_json else ",".join(map(repr, row.values())))
+
+
+_OPTIONS = {
+    "dataset_num_samples": "--samples",
+    "dataset_num_tokens": "--tokens",
+    "max_training_duration": "--max-duration",
+    "batch_size": "--batch-size",
+}
+"""What the arguments of `stretto.convert` are called on the command line."""
+
+
+def as_option(argument: Argument) -> str:
+    """Return the option of an argument that a message names."""
+    return _OPTIONS.get(argument.name, str(argument))
+
+
+def convert(
+    time: str,
+    unit: str,
+    *,
+    max_duration: str | None,
+    samples: int | None,
+    tokens: int | None,
+    batch_size: int | None,
+    drop_last: bool,
+) -> None:
+    """Print `time` in `unit`."""
+    try:
+        found = convert_time(
+            time,
+            unit,
+            dataset_num_samples=samples,
+            dataset_num_tokens=tokens,
+            max_training_duration=max_duration,
+            batch_size=batch_size,
+            drop_last=drop_last,
+        )
+    except ConversionError as error:
+        raise error.recast(ConversionError, word=as_option) from error
+    typer.echo(str(found))

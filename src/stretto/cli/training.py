@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, final
 from rich.console import Console
 
 from stretto._location import local_path
-from stretto.cli.reporting import (
+from stretto.cli.files import (
     PLAN,
     RUN_FILE,
     add_working_folder,

@@ -27,7 +27,7 @@ from stretto.report.drawing import (
     save,
 )
 from stretto.report.ledger import LedgerRow, decided_sizes, read_ledger
-from stretto.report.pictures import Curves, describe, plan_curves, show_name
+from stretto.report.plan_picture import Curves, describe, plan_curves, show_name
 from stretto.report.run import RunMetrics, read_metrics
 from stretto.timing import Horizon, Timestamp, TimeUnit
 from stretto.timing.grammar import parse_unit

@@ -53,7 +53,7 @@ def test_the_integral_goes_over_into_the_expansion(confidence: float) -> None:
 
 @pytest.mark.parametrize("confidence", [0.99991, 0.9999999999999999])
 def test_nobody_is_as_sure_as_that(confidence: float) -> None:
-    with pytest.raises(BatchSizeError, match=r"not a number from 0\.01 to 0\.9999; write"):
+    with pytest.raises(BatchSizeError, match="number"):
         checked_confidence(confidence)
     assert checked_confidence(0.9999) == 0.9999
 

@@ -120,7 +120,7 @@ def test_a_policy_is_a_value(policy: BatchSizePolicy) -> None:
     assert eval(repr(policy), vars(batching)) == policy
     assert policy.scaled(2.0).bind(RUN).reads == policy.bind(RUN).reads
     assert not policy.bind(RUN).is_static
-    with pytest.raises(PlanError, match="they follow what the run measures"):
+    with pytest.raises(PlanError, match="measures"):
         plan(RUN, policy)
 
 
@@ -370,7 +370,7 @@ def test_numbers_of_other_libraries_go_into_a_checkpoint() -> None:
         json.dumps(sizes_of(policy, [seen] * 3)[1])
     plateau = Plateau("a/b", start=8, maximum=64)
     json.dumps(sizes_of(plateau, [Signals(metric=tensor)])[1])
-    with pytest.raises(BatchSizeError, match=r"decide by the signal metric=\[1\]"):
+    with pytest.raises(BatchSizeError, match="decide"):
         Signals(metric=[1])  # type: ignore[arg-type]
 
 

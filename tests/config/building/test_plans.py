@@ -139,15 +139,15 @@ def test_the_batch_size_says_where_it_stands() -> None:
         "max_duration: 2ep\ndata: {target: 'a:b', num_samples: 100}\nbatch_size: 0ep:8 3Mtok:16\n"
     )
     run_file = parse_run_file(text)
-    with pytest.raises(PlanError, match=r"set data.tokens_per_sample if all have equally many"):
+    with pytest.raises(PlanError, match="tokens_per_sample"):
         build_plan(run_file)
 
 
 def test_a_run_that_only_the_run_can_tell() -> None:
-    with pytest.raises(PlanError, match="they follow the wall clock"):
+    with pytest.raises(PlanError, match="follow"):
         build_plan(config(batch_size="0s:8 10m:16"))
 
 
 def test_a_stage_smaller_than_the_ranks() -> None:
-    with pytest.raises(PlanError, match="cannot run batches of 10 on 16 ranks"):
+    with pytest.raises(PlanError, match="batches"):
         build_plan(config(world_size=16))

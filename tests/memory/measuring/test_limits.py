@@ -88,7 +88,7 @@ def test_control_groups_of_the_first_version(tmp_path: Path) -> None:
 
 
 def test_a_system_that_says_nothing(tmp_path: Path) -> None:
-    with pytest.raises(FitError, match="pass device_memory"):
+    with pytest.raises(FitError, match="device_memory"):
         free_memory(CPU, root=tmp_path)
 
 

@@ -91,7 +91,7 @@ def test_largest_is_verified_and_fits() -> None:
 
 
 def test_not_even_one_sample_fits() -> None:
-    with pytest.raises(FitError, match="1 sample into 1000 B"):
+    with pytest.raises(FitError, match="sample"):
         find_batch_size(gpt_step(), tokens, method="predict", device_memory=1000)
 
 

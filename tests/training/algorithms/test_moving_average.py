@@ -166,7 +166,7 @@ def test_an_evaluation_that_fails_leaves_the_trained_weights(problem: Make) -> N
             trained.append(flat(run.model))
 
     evaluation = Evaluation(run.data, "1ep", {"broken": metric})
-    with pytest.raises(ValueError, match="no metric"):
+    with pytest.raises(ValueError, match="metric"):
         run.trainer(evaluate=evaluation, callbacks=[average, Note()]).fit()
     assert torch.equal(flat(run.model), trained[-1])
 
@@ -231,7 +231,7 @@ def test_the_averages_of_another_model_are_refused(problem: Make, tmp_path: Path
     Other.__qualname__ = "ExponentialMovingAverage"
     problem().trainer(folder=tmp_path, checkpoint=Checkpointing(), callbacks=[Other()]).fit()
     trainer = problem().trainer(folder=tmp_path, callbacks=[ExponentialMovingAverage(0.9)])
-    with pytest.raises(CheckpointError, match="the averages are those of another model"):
+    with pytest.raises(CheckpointError, match="averages"):
         trainer.resume()
 
 
@@ -239,5 +239,5 @@ def test_the_averages_of_another_model_are_refused(problem: Make, tmp_path: Path
     "given", [{}, {"decay": 1.0}, {"decay": -0.1}, {"decay": 0.9, "half_life": "1ep"}], ids=str
 )
 def test_what_is_no_average_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(TrainingError, match="one of the two must be given"):
+    with pytest.raises(TrainingError, match="given"):
         ExponentialMovingAverage(**given)

@@ -209,7 +209,7 @@ def test_nothing_is_suggested_that_is_not_known(tmp_path: Path) -> None:
 def test_a_suggestion_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     report = NoiseReport()
     (tmp_path / "suggested_batch_size.yaml").mkdir()
-    with pytest.warns(RuntimeWarning, match=r"cannot write suggested_batch_size.yaml: (?s:.*)size"):
+    with pytest.warns(RuntimeWarning, match="suggested_batch_size"):
         known(report, folder=tmp_path).fit()
 
 
@@ -306,7 +306,7 @@ def test_a_report_may_be_resumed_with_other_bounds(
 
 
 def test_values_that_cannot_be() -> None:
-    with pytest.raises(BatchSizeError, match="the part of the noise scale"):
+    with pytest.raises(BatchSizeError, match="noise"):
         NoiseReport(c=-1)
 
 

@@ -33,9 +33,9 @@ def test_a_run_holds_its_folder_and_lets_go(problem: Make, tmp_path: Path) -> No
     class Intrude(Callback):
         def on_batch_end(self, trainer: Any, step: Any) -> None:
             other = problem().trainer(folder=tmp_path, checkpoint=Checkpointing())
-            with pytest.raises(TrainingError, match="another run is writing there"):
+            with pytest.raises(TrainingError, match="another"):
                 other.resume("auto")
-            with pytest.raises(TrainingError, match="another run is writing there"):
+            with pytest.raises(TrainingError, match="another"):
                 other.fit()
 
     settings: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing()}
@@ -107,14 +107,14 @@ def test_a_killed_run_lets_go_while_a_worker_of_it_lives(tmp_path: Path) -> None
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(TrainingError, match="permission denied; choose a folder"), locked(tmp_path):
+    with pytest.raises(TrainingError, match="permission"), locked(tmp_path):
         pass
 
 
 def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with (
-        pytest.raises(TrainingError, match="choose a folder that can be written to"),
+        pytest.raises(TrainingError, match="written"),
         locked(tmp_path / "run"),
     ):
         pass
@@ -123,5 +123,5 @@ def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
 def test_a_full_disk_keeps_nobody_from_holding_a_folder(tmp_path: Path) -> None:
     (tmp_path / LOCK).symlink_to("/dev/full")
-    with locked(tmp_path), pytest.raises(TrainingError, match="another run"), locked(tmp_path):
+    with locked(tmp_path), pytest.raises(TrainingError, match="another"), locked(tmp_path):
         pass

@@ -109,8 +109,6 @@ def test_any_value_of_the_wrong_kind_is_an_error_of_ours_that_says_where(
     ("place", "value", "said"),
     [
         ("optimizer.param_groups.0.eps", "x", "param_groups.0.eps is 'x'"),
-        ("optimizer.param_groups.0.eps", float("inf"), "param_groups.0.eps is inf"),
-        ("optimizer.param_groups.0.eps", HUGE, "param_groups.0.eps is 1000000"),
         ("optimizer.param_groups.0.eps", None, "param_groups.0.eps is None"),
         ("optimizer.param_groups.0.eps", REMOVED, "param_groups.0.eps is missing"),
         ("optimizer.param_groups.0.betas", 3, "param_groups.0.betas is 3"),
@@ -128,26 +126,6 @@ def test_any_value_of_the_wrong_kind_is_an_error_of_ours_that_says_where(
                 )
             ),
             r"betas is \(0.9, 'x'\)",
-        ),
-        (
-            "optimizer.param_groups.0.betas",
-            pack(
-                (
-                    1,
-                    0.9,
-                )
-            ),
-            r"betas is \(1, 0.9\)",
-        ),
-        (
-            "optimizer.param_groups.0.betas",
-            pack(
-                (
-                    -1,
-                    0.9,
-                )
-            ),
-            r"betas is \(-1, 0.9\)",
         ),
         ("optimizer.param_groups.0.amsgrad", "x", "param_groups.0.amsgrad is 'x'"),
         ("optimizer.param_groups.0.params", [0, 0, 1, 2], "param_groups.params is"),

@@ -68,6 +68,6 @@ def test_a_store_that_never_answers_holds_nobody_up(monkeypatch: pytest.MonkeyPa
 
 def test_inside_a_pass_other_errors_stay_what_they_are() -> None:
     shared = peers(HashStore(), 0).meeting(inside_a_pass=True)
-    with pytest.raises(RuntimeError, match="shapes cannot") as caught, shared:
+    with pytest.raises(RuntimeError, match="shapes") as caught, shared:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     assert not isinstance(caught.value, TrainingError)

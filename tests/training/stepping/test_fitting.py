@@ -214,9 +214,9 @@ def test_an_iterable_has_nothing_to_look_at(problem: Make) -> None:
 
     run = problem()
     run.data = Stream()
-    with pytest.raises(TrainingError, match=r"the data are an iterable.*write a number"):
+    with pytest.raises(TrainingError, match="iterable"):
         run.trainer(micro_batch_size="auto", max_duration="2ba", batch_size=4)
-    with pytest.raises(TrainingError, match="the data are an iterable"):
+    with pytest.raises(TrainingError, match="iterable"):
         run.trainer(
             batch_size=IncreaseFunction(lambda epoch, size: 1, 4, "auto"), max_duration="2ba"
         )

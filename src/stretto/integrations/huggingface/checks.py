@@ -11,9 +11,10 @@ from transformers import __version__ as transformers_version
 
 from stretto.batching import split
 from stretto.errors import TrainingError
-from stretto.integrations.huggingface.trainer import EVENTS
 from stretto.training.run import Run
 
+EVENTS = ("evaluate", "save", "log")
+"""What a trainer can do now and then."""
 _MEANS = frozenset(
     {
         "BinaryCrossEntropyLoss", "ContrastiveLoss", "CosineSimilarityLoss", "CrossEntropyLoss",

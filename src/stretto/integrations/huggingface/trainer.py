@@ -29,9 +29,6 @@ from stretto.timing import LastBatch
 from stretto.training.run import Run, prepare
 from stretto.training.weights import units_of
 
-EVENTS = ("evaluate", "save", "log")
-"""What a trainer can do now and then."""
-
 
 @final
 class Attached:

@@ -215,12 +215,12 @@ def test_the_process_stays_as_it_is_after_errors_too() -> None:
         raise ValueError("a mistake in the loss")
 
     before = state_of_process()
-    with pytest.raises(FitError, match="a mistake"):
+    with pytest.raises(FitError, match="mistake"):
         predict(mlp_step(sgd), make_batch, device="cuda", world_size=8, shard=fail)
     assert state_of_process() == before
     with torch.device("meta"):
         model = Mlp()
-    with pytest.raises(FitError, match="in the loss"):
+    with pytest.raises(FitError, match="loss"):
         predict(SupervisedStep(model, sgd(model), refuse), make_batch, device="cuda", world_size=8)
     assert state_of_process() == before
 

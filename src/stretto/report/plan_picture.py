@@ -1,21 +1,17 @@
-"""Pictures of plans and of memory."""
+"""A picture of a plan: batch size, accumulation and hyper-parameters over any unit of time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from stretto._optional import import_optional
-from stretto.errors import FitError, PlanError
-from stretto.memory import Answer
-from stretto.memory.amounts import show_bytes
+from stretto.errors import PlanError
 from stretto.planning import Plan
 from stretto.report.drawing import (
     BLUE,
     GREEN,
-    INK,
-    MUTED,
     ORANGE,
     PURPLE,
     STYLE,
@@ -33,127 +29,8 @@ from stretto.timing.grammar import parse_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
-
-POINTS = 48
-"""Sizes that are drawn; the curve between them is nearly straight."""
-FEW_POINTS = 8
-"""Sizes that are drawn if each of them has to be traced."""
-BEYOND = 1.25
-"""How far the picture reaches beyond the answer."""
-KINDS = {
-    "parameters": (("parameters", "buffers"), BLUE),
-    "optimizer": (("optimizer",), GREEN),
-    "gradients": (("gradients",), PURPLE),
-    "activations": (("activations", "batch"), ORANGE),
-    "temporaries": (("temporaries", "other"), MUTED),
-}
-"""The areas from the bottom up, and their colours."""
-
-
-def draw_memory(answer: Answer, path: Path) -> None:
-    """Draw the memory of a step for each size, by kind at the peak, with the limit.
-
-    Args:
-        answer: what a finder has found.
-        path: a name that ends in `.png`, `.svg` or `.pdf`.
-
-    Raises:
-        ConfigError: the file cannot be written, or is of another kind.
-        FitError: the answer comes from trials, which know no other sizes.
-        MissingPackageError: matplotlib is not installed.
-    """
-    check_format(path)
-    if answer.estimator is None:
-        raise FitError.cannot(
-            "draw what a step needs",
-            why="the answer was found by trials, which tell of no other size",
-            instead="find it with --method predict or probe",
-        )
-    sizes, areas = memory_areas(answer)
-    with import_optional("matplotlib", "plot").rc_context(STYLE):
-        figure, (axes,) = panels([3.6], answer.headline)
-        _draw_areas(axes, sizes, areas)
-        _draw_limit(axes, answer, sizes[-1])
-        _finish(axes, answer, sizes)
-        save(figure, path)
-
-
-def memory_areas(answer: Answer) -> tuple[list[int], dict[str, list[int]]]:
-    """Return the drawn sizes, and for each kind of memory its bytes at the peak.
-
-    Memory beyond tensors is a separate kind: what CUDA's allocator reserves, and what was
-    measured.
-    """
-    top = max(int(answer.size * BEYOND), answer.size + 1, 4)
-    is_costly = answer.estimator.guess(answer.limit.bytes) is not None
-    step = max(1, top // (FEW_POINTS if is_costly else POINTS))
-    sizes = sorted({*range(1, top, step), answer.size, top})
-    areas: dict[str, list[int]] = {name: [] for name in KINDS}
-    extra = []
-    for size in sizes:
-        by_category = answer.estimator.at(size).by_category
-        for name, (categories, _) in KINDS.items():
-            areas[name].append(sum(by_category.get(one, 0) for one in categories))
-        total = sum(values[-1] for values in areas.values())
-        extra.append(max(0, answer.needs(size) - total) if answer.needs else 0)
-    if any(extra):
-        areas["beyond tensors"] = extra
-    return sizes, {name: values for name, values in areas.items() if any(values)}
-
-
-def _draw_areas(axes: Axes, sizes: list[int], areas: dict[str, list[int]]) -> None:
-    colors = {name: color for name, (_, color) in KINDS.items()}
-    axes.stackplot(
-        sizes,
-        list(areas.values()),
-        labels=list(areas),
-        colors=[colors.get(name, INK) for name in areas],
-        alpha=0.45,
-        linewidth=0,
-    )
-    axes.plot(sizes, [sum(column) for column in zip(*areas.values(), strict=True)], color=INK)
-
-
-def _draw_limit(axes: Axes, answer: Answer, right: int) -> None:
-    usable = answer.limit.bytes - answer.reserve
-    axes.axhline(usable, color=INK, linestyle="--", linewidth=1.2)
-    label = f"limit: {show_bytes(answer.limit.bytes)}"
-    if answer.reserve:
-        label += f", {show_bytes(answer.reserve)} left free"
-        axes.axhspan(usable, answer.limit.bytes, color=INK, alpha=0.08, linewidth=0)
-    axes.annotate(label, (0.012 * right, answer.limit.bytes), (0, 4), textcoords="offset points")
-    if answer.peak is not None:
-        axes.plot([answer.size], [answer.peak], "o", color=INK, markersize=6)
-        axes.annotate(
-            f"{answer.size:,}",
-            (answer.size, answer.peak),
-            (-6, 8),
-            textcoords="offset points",
-            ha="right",
-            fontweight="bold",
-        )
-
-
-def _finish(axes: Axes, answer: Answer, sizes: list[int]) -> None:
-    ticker: Any = import_optional("matplotlib.ticker", "plot")
-    axes.set_title("memory at the peak of a step")
-    axes.set_xlabel("samples in a micro-batch")
-    axes.set_xlim(0, sizes[-1])
-    axes.set_ylim(0, answer.limit.bytes * 1.22)
-    # Binary units at round numbers.
-    unit = max(1, 1 << (max(answer.limit.bytes.bit_length() - 3, 0)))
-    axes.yaxis.set_major_locator(ticker.MultipleLocator(unit))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: show_bytes(int(value))))
-    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    handles, labels = axes.get_legend_handles_labels()
-    # In the order of the areas.
-    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))
-
-
-_PLAN_POINTS = 2_000
+POINTS = 2_000
 """Most batches whose hyper-parameters are drawn: more than the pixels across a picture."""
 MAX_VALUES = 4
 """Most hyper-parameters that get a panel."""
@@ -293,10 +170,10 @@ def _count(value: int) -> str:
 
 def _batches_to_draw(plan: Plan, count: int) -> Sequence[int]:
     """Return batches spread evenly over the run, and the first of each stage."""
-    if count <= _PLAN_POINTS:
+    if count <= POINTS:
         return range(count)
-    spread = {number * (count - 1) // (_PLAN_POINTS - 1) for number in range(_PLAN_POINTS)}
-    return sorted(spread | {stage.first.batch for stage in plan.stages[:_PLAN_POINTS]})
+    spread = {number * (count - 1) // (POINTS - 1) for number in range(POINTS)}
+    return sorted(spread | {stage.first.batch for stage in plan.stages[:POINTS]})
 
 
 def _check_unit(plan: Plan, unit: TimeUnit) -> None:
