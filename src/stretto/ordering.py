@@ -1,4 +1,15 @@
-"""The order of samples: a keyed permutation of each epoch, and each rank's share."""
+"""The order of samples: a keyed permutation of each epoch, and each rank's share.
+
+The permutation is evaluated at any position in constant memory. It is a Feistel network on
+`Z_a x Z_b` with `a * b >= n` (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA
+2002). A number is a pair of halves; in each round, a hash of one half is
+added to the other. This is a bijection for any hash. `a` and `b` are close to the square root of
+`n`, so fewer than `a` numbers are outside `range(n)`. A result outside is permuted again until it
+is inside ("cycle walking").
+
+All values stay below 2^63 or are masked to 32 bits. So `stretto.data` can evaluate the same
+permutation in blocks of 64-bit integers with wrap-around.
+"""
 
 from __future__ import annotations
 

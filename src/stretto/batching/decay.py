@@ -1,4 +1,9 @@
-"""Where the learning rate of a schedule falls."""
+"""How far a schedule has decayed, as a function of one counter of the clock.
+
+Transforms such as `Seesaw` ask two things of a schedule: by which factor it has fallen since its
+peak, and when it will have fallen further. Both are read off the bound schedule itself, so that
+every decaying schedule will do, periods, products and functions of yours included.
+"""
 
 from __future__ import annotations
 

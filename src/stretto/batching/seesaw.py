@@ -1,4 +1,8 @@
-"""Pairs of batch sizes and a learning rate; `Seesaw`."""
+"""Pairs of a schedule and batch sizes; `Seesaw`.
+
+A schedule that decays goes in, a schedule and a batch size policy come out. Both are functions of
+time alone, so they are planned before the run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reads and describes checkpoints."""
+"""Read and describe a checkpoint: verified first, in parts, and never unpickled.
+
+Nothing is allocated beyond the size of the files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Shards of tensors, and their copies in host memory."""
+"""Shards of DTensors (FSDP2) in a checkpoint, and their copies in host memory.
+
+A checkpoint describes whole tensors. Each rank writes its shard with its offset. A reader takes
+its part for any number of ranks. Neither needs communication.
+"""
 
 from __future__ import annotations
 

@@ -25,8 +25,6 @@ from stretto.timing import Every, Horizon, Time, Trigger
 
 if TYPE_CHECKING:
     from stretto.data import DataSpec
-if TYPE_CHECKING:
-    from stretto.data import DataSpec
 
 
 def make_spec(config: RunConfig) -> DataSpec:

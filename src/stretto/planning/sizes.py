@@ -1,4 +1,7 @@
-"""Where each batch of a run begins."""
+"""Where each batch of a run begins: cut, carried or skipped at the end of an epoch.
+
+Plans, the data loader and the trainer all take their batches from here, so they agree.
+"""
 
 from __future__ import annotations
 

@@ -13,8 +13,6 @@ from stretto.timing import Horizon, Timestamp, TimeUnit
 
 if TYPE_CHECKING:
     from stretto.planning.plan import Plan
-if TYPE_CHECKING:
-    from stretto.planning.plan import Plan
 
 
 COUNTS = Timestamp._fields[:7]

@@ -1,4 +1,9 @@
-"""Units, exact numbers, and the text of times."""
+"""Units, exact numbers, and text of times to (amount, unit) and back.
+
+The grammar is small on purpose: one number with one unit (`90ep`, `3e4tok`, `1.5Msp`, `10%`), or a
+wall-clock length in falling parts (`1h30m`, `2d12h`, `90s`). Its cost is bounded for any text, so
+hostile run files can't make it work hard: see `MAX_TEXT`, `MAX_DIGITS`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The processes of a run, how they meet, and the little that they must tell each other."""
+"""The processes of a run, how they meet, and the little that they must tell each other.
+
+All attempts of a job share one key-value store, and what a dead process wrote in it stays: its
+address, for one, so that a new process tries to reach it (torch 2.13, gloo; pytorch#135712). The
+count of restarts does not tell attempts apart, for each node has its own. So the processes agree on
+a name that nobody has used, and keep to the keys under it.
+"""
 
 from __future__ import annotations
 
