@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import wraps
 from typing import Any, Literal, TypeAlias, final
 
 import torch
@@ -17,6 +16,12 @@ _OUTPUTS = frozenset({"input", "inputs", "output", "outputs", "pred", "preds", "
                       "predictions", "logits", "y_pred", "y_hat"})  # fmt: skip
 _TARGETS = frozenset({"target", "targets", "label", "labels", "y", "y_true"})
 _EXAMPLE = "write loss=lambda model, batch: criterion(model(batch[0]), batch[1])"
+
+HINT = (
+    "stretto calls the loss as loss(model, batch); if it is a criterion, name its arguments "
+    f"(output, target), or {_EXAMPLE}"
+)
+"""For errors of a function that may be meant as a criterion."""
 
 Criterion: TypeAlias = nn.Module | Callable[[Tensor, Tensor], Tensor]
 """The mean loss of an output and its target."""
@@ -104,7 +109,7 @@ def as_loss(loss: Any, reduction: Literal["mean", "sum"]) -> Any:
         return loss
     is_named = names is not None and names[0] in _OUTPUTS and names[1] in _TARGETS
     if not (is_named or isinstance(loss, nn.Module)):
-        return _explained(loss) if inspect.isfunction(loss) else loss
+        return loss
     own = _setting(loss, "reduction") or "mean"
     if own.removeprefix("batch") != reduction:
         raise TrainingError.cannot(
@@ -121,23 +126,6 @@ def as_loss(loss: Any, reduction: Literal["mean", "sum"]) -> Any:
             instead="make it a part of the model, and " + _EXAMPLE.replace("crit", "model.crit"),
         )
     return CriterionLoss(loss)
-
-
-def _explained(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-    """Return a loss whose errors say how it is called."""
-
-    @wraps(loss)
-    def call(model: Any, batch: Any) -> Tensor:
-        try:
-            return loss(model, batch)
-        except (TypeError, AttributeError) as error:
-            error.add_note(
-                "stretto calls the loss as loss(model, batch); if it is a criterion, name its "
-                f"arguments (output, target), or {_EXAMPLE}"
-            )
-            raise
-
-    return call
 
 
 def _parameters(loss: Any) -> Mapping[str, inspect.Parameter] | None:

@@ -30,6 +30,7 @@ from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text
 from stretto.runtime.step import Info
 from stretto.settings import Stepping
 from stretto.training.checkpointing.records import UNFIT, unfit
+from stretto.training.criterion import HINT
 from stretto.training.distributed.fully_sharded import sync_gradients, zero_gradient
 from stretto.training.distributed.ranks import Ranks
 from stretto.training.stepping.finite import FiniteCheck, Gradient, MicroLoss
@@ -120,6 +121,8 @@ class Stepper:
             try:
                 return self._gradient(step, pieces)
             except Exception as error:  # noqa: BLE001  others are raised again
+                if self._is_new and isinstance(error, (TypeError, AttributeError)):
+                    error.add_note(HINT)
                 message = out_of_memory_text(error)
             most = max(micro.num_samples for micro in pieces)
             retry.fall_back(step, most, message, clear=self.clear)
