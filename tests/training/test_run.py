@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from examples.ada_scale import AdaScale
+from tests.training.conftest import squared_error
 from torch import Tensor, nn
 
 from stretto.errors import TrainingError
+from stretto.schedules import Cosine
 from stretto.training import Callback, Checkpointing, Evaluation, Logging, Run, prepare
 from stretto.training.algorithms import SequenceLengthWarmup
 from stretto.training.callback import EVENTS, Events
@@ -296,3 +298,60 @@ def test_a_run_without_optimizers_model_or_evaluations_says_so() -> None:
     for read in (lambda: run.hyperparameters, lambda: run.loader, lambda: run.model, run.evaluate):
         with pytest.raises(TrainingError, match="cannot"):
             read()
+
+
+def test_a_loop_of_your_own_trains_as_the_trainer(problem: Make) -> None:
+    """The same batches, schedules, events and weights, to the last bit; with a resume between."""
+    sizes, schedules = "0sp:8 24sp:12", {"lr": Cosine(warmup="10%"), "momentum": 0.5}
+    seen: list[int] = []
+
+    class Note(Callback):
+        def on_evaluation_end(self, run: Run, name: str, metrics: Any) -> None:
+            seen.append(run.timer.sample)
+
+    trained = problem()
+    trainer = trained.trainer(
+        batch_size=sizes,
+        micro_batch_size=5,
+        schedules=schedules,
+        evaluate=Evaluation(trained.data, every="30%"),
+        callbacks=[Note()],
+    )
+    trainer.fit()
+    own, due, state = problem(), [], None
+    for _ in range(2):
+        run = prepare(
+            own.data,
+            sizes,
+            max_duration="2ep",
+            optimizer=own.optimizer,
+            schedules=schedules,
+            every={"evaluate": "30%"},
+            micro_batch_size=5,
+        )
+        if state is not None:
+            run.load_state_dict(state)
+        for step in run:
+            for micro in step:
+                (squared_error(own.model, micro.batch) * micro.weight).backward()
+            own.optimizer.step()
+            own.optimizer.zero_grad()
+            if "evaluate" in run.finish():
+                due.append(run.timer.sample)
+            if state is None and run.timer.batch == 4:
+                state = json.loads(json.dumps(run.state_dict()))
+                break
+    assert run.is_done
+    assert run.plan is not None
+    assert trainer.plan is not None
+    assert run.plan.num_batches == trainer.plan.num_batches == run.timer.batch
+    assert due == seen[: len(due)]
+    assert set(seen) - set(due) <= {run.timer.sample}  # the trainer evaluates at the end, too
+    for one, other in zip(own.weights(), trained.weights(), strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+def test_a_step_that_is_not_finished_is_an_error() -> None:
+    run = prepare([1, 2, 3, 4], 2, max_duration="1ep").bind(torch.optim.SGD([torch.zeros(1)], lr=1))
+    with pytest.raises(TrainingError, match="finish"):
+        list(run)
