@@ -316,7 +316,6 @@ def test_a_length_that_is_not_known_is_not_shown() -> None:
         ({"loading": Loading(last_batch="drop"), "max_duration": "300sp"}, "drop the last"),
         ({"policy": Plateau("eval/Nothing", start=8, maximum=9)}, "no evaluator"),
         ({"schedules": "cosine"}, "what each is for"),
-        ({"loading": {"seed": 1}}, "not a Loading"),
         ({"dataloader": reversed_loader()}, "DistributedSampler"),
         ({"max_duration": "2iter"}, "train for"),
         ({"policy": "0sp:8 1ep:oops"}, "oops"),
