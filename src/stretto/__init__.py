@@ -80,6 +80,7 @@ _MODULES = (
     "batching",
     "checkpoint",
     "data",
+    "distributed",
     "errors",
     "integrations",
     "memory",

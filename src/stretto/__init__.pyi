@@ -2,6 +2,7 @@
 from stretto import batching as batching
 from stretto import checkpoint as checkpoint
 from stretto import data as data
+from stretto import distributed as distributed
 from stretto import errors as errors
 from stretto import integrations as integrations
 from stretto import memory as memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stretto.checkpoint import pack_optimizer, unpack_optimizer
+from stretto.distributed.agreement import check_agreement
+from stretto.distributed.peers import Peers
+from stretto.distributed.ranks import Ranks
+from stretto.distributed.strategy import strategy_for
 from stretto.settings import Stepping
-from stretto.training.distributed.agreement import check_agreement
-from stretto.training.distributed.fully_sharded import check_sharding
-from stretto.training.distributed.peers import Peers
-from stretto.training.distributed.ranks import Ranks
 
 
 class Two(nn.Module):
@@ -34,7 +35,10 @@ def spread(shard: Callable[[Two], Any], *, device: str = "cpu") -> None:
     try:
         model = Two()
         shard(model)
-        check_sharding(model, world_size=4, device=torch.device(device))
+        ranks: Any = SimpleNamespace(
+            rank=0, world_size=4, device=torch.device(device), limit_waiting=id
+        )
+        strategy_for(model, ranks).place(model, ranks)
     finally:
         dist.destroy_process_group()
 

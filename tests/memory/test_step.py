@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from stretto.data import StepLoader
+from stretto.distributed.ranks import Ranks
+from stretto.distributed.strategy import Single
 from stretto.errors import FitError
 from stretto.memory import find_batch_size
 from stretto.memory.step import WholeStep
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.settings import Stepping
-from stretto.training.distributed.ranks import Ranks
 from stretto.training.stepping.stepper import Stepper
 
 
@@ -45,7 +46,9 @@ def test_its_weights_are_those_of_a_step_of_the_trainer(
     ]
     WholeStep.of(steps[0], accumulation=accumulation, measures_noise=measures).run(batch)
 
-    stepper = Stepper(steps[1], settings=Stepping(), ranks=Ranks(torch.device("cpu")))
+    strategy = Single()
+    strategy.place(models[1], Ranks(torch.device("cpu")))
+    stepper = Stepper(steps[1], settings=Stepping(), strategy=strategy)
     whole = torch.cat([batch] * accumulation)
     (given,) = StepLoader(
         list(whole), len(whole), max_duration="1ba", micro_batch_size=4, shuffle=False

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from stretto.distributed.strategy import shard_blocks
 from stretto.training import Trainer
-from stretto.training.distributed.sharding import shard_blocks
 
 
 class Wide(nn.Module):

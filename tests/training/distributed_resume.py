@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from stretto.checkpoint import pack_optimizer
+from stretto.distributed import shard_blocks
 from stretto.training import (
     Callback,
     Checkpointing,
@@ -24,7 +25,6 @@ from stretto.training import (
     Logging,
     Run,
     Trainer,
-    shard_blocks,
 )
 
 RANK = int(os.environ.get("RANK", "0"))

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: F401  the same
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from stretto.distributed import shard_blocks
 from stretto.runtime import TrainStep
 from stretto.schedules import Linear
 from stretto.training import (
@@ -32,7 +33,6 @@ from stretto.training import (
     Run,
     Stepping,
     Trainer,
-    shard_blocks,
 )
 
 LIMIT_SECONDS = 60

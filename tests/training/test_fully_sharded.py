@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
+from stretto.distributed.strategy import zero_gradient
 from stretto.runtime.gradients import is_fully_sharded
-from stretto.training.distributed.fully_sharded import zero_gradient
 
 SCRIPT = Path(__file__).with_name("fully_sharded_edges.py")
 

@@ -507,7 +507,7 @@ def test_what_ranks_do_together_comes_before_what_may_fail_on_one(
         done.append("record")
         raise CheckpointError(cannot("save", why="the ledger is gone", instead="look for it"))
 
-    monkeypatch.setattr("stretto.training.checkpointing.state.to_shard", shard)
+    monkeypatch.setattr("stretto.distributed.strategy.to_shard", shard)
     monkeypatch.setattr(Recorder, "state_dict", record)
     trainer = problem().trainer(
         folder=tmp_path, checkpoint=Checkpointing("1ep"), max_duration="1ep"

@@ -29,12 +29,12 @@ from stretto.config.plans import TimesAndSizes, build_run, make_spec, prepare_ru
 from stretto.config.run import RunConfig
 from stretto.config.targets import import_target
 from stretto.data import DataSpec, StepLoader
+from stretto.distributed.strategy import shard_blocks
 from stretto.errors import ConfigError, StrettoError
 from stretto.memory.examples import example_batches, resizable
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.training import Callback, Trainer
 from stretto.training.criterion import as_loss
-from stretto.training.distributed.sharding import shard_blocks
 from stretto.training.stepping.fitting import FoundMaximum
 from stretto.training.stepping.measuring import keeps_gradients_apart
 

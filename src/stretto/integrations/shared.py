@@ -14,11 +14,11 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from stretto.batching import Signals
 from stretto.data import MicroBatch, Step, StepLoader
+from stretto.distributed.ranks import Ranks
+from stretto.distributed.strategy import adopted
 from stretto.errors import DataError
 from stretto.noise import NoiseSums
-from stretto.runtime.gradients import is_fully_sharded
 from stretto.timing import Timer
-from stretto.training.distributed.ranks import Ranks
 from stretto.training.run import Run
 from stretto.training.stepping.noise_meter import NoiseMeter, Pass
 
@@ -88,15 +88,8 @@ class StepMeter:
     def __init__(self, model: nn.Module, loader: StepLoader) -> None:
         parameters = [one for one in model.parameters() if one.requires_grad]
         self._ranks = Ranks(parameters[0].device)
-        self._meter = NoiseMeter(
-            model,
-            parameters,
-            spec=loader.spec,
-            ranks=self._ranks,
-            every=1,
-            is_sharded=is_fully_sharded(model),
-        )
-        self._is_averaged = isinstance(model, nn.parallel.DistributedDataParallel)
+        strategy = adopted(model, self._ranks)
+        self._meter = NoiseMeter(parameters, spec=loader.spec, strategy=strategy, every=1)
         self._size = 0
 
     @property
@@ -127,8 +120,7 @@ class StepMeter:
         """
         units = micro.num_samples if units is None else units
         divisor = float(self._size if divisor is None else divisor)
-        is_averaged = is_last and self._is_averaged
-        return self._meter.measure(Pass(micro, units, divisor, is_last, is_averaged))
+        return self._meter.measure(Pass(micro, units, divisor, is_last))
 
     def signals(self, scale: float = 1.0) -> Signals:
         """Return what the step measured, from all ranks, which must all call it.

@@ -236,12 +236,10 @@ class SupervisedStep(TrainStep):
 
     def _weighted(self, loss: Tensor, weight: float) -> Tensor | None:
         """Return what to go backward from; None: nothing."""
-        if weight == 0.0:  # 0 * nan would be nan
-            if isinstance(self.forward_model, nn.parallel.DistributedDataParallel):
-                # Every rank must take part in the averaging.
-                return 0.0 * touching_all(self.forward_model, loss.new_zeros(()))
-            if not is_fully_sharded(self.forward_model):
-                return None
+        if weight == 0.0 and not is_fully_sharded(self.forward_model):
+            # 0 * nan would be nan, and other ranks may wait for the gradient of each parameter.
+            nothing = 0.0 * touching_all(self.forward_model, loss.new_zeros(()))
+            return nothing if nothing.requires_grad else None
         return loss * weight
 
     def _clip(self, most: float) -> Info:

@@ -2,7 +2,6 @@
 
 from stretto.settings import Checkpointing, Loading, Stepping
 from stretto.training.callback import Callback
-from stretto.training.distributed.sharding import shard_blocks
 from stretto.training.logs.loggers import (
     Logger,
     MLflowLogger,
@@ -27,5 +26,4 @@ __all__ = [
     "Trainer",
     "WandbLogger",
     "prepare",
-    "shard_blocks",
 ]

@@ -15,13 +15,13 @@ from stretto import __version__
 from stretto.data import DataSpec
 from stretto.data.chunks import fingerprint
 from stretto.data.indices import seed_generators
+from stretto.distributed.agreement import Plain, as_text, check_agreement, plain
+from stretto.distributed.ranks import Ranks
 from stretto.optim.hyperparameters import as_one_schedule, each_of
 from stretto.runtime import TrainStep
 from stretto.runtime.random_state import kept_generators
 from stretto.settings import Computing, Loading, Stepping
 from stretto.training.callback import Callback, overrides
-from stretto.training.distributed.agreement import Plain, as_text, check_agreement, plain
-from stretto.training.distributed.ranks import Ranks
 from stretto.training.settings import Evaluation, Timed
 
 _OWN_OF_A_RANK = ("num_workers", "prefetch_factor", "pin_memory", "callbacks", "torch", "stretto")

@@ -10,6 +10,9 @@ from typing import Literal, NamedTuple, final
 
 from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import Step
+from stretto.distributed.agreement import Plain, check_agreement, in_batch
+from stretto.distributed.ranks import Ranks
+from stretto.distributed.strategy import Strategy
 from stretto.runtime import TrainStep
 from stretto.runtime.collectives import all_same, marks
 from stretto.runtime.step import Info
@@ -19,8 +22,6 @@ from stretto.training.callback import Events
 from stretto.training.checkpointing.saver import Progress, Saver
 from stretto.training.checkpointing.state import RunState
 from stretto.training.describe import BuiltWith
-from stretto.training.distributed.agreement import Plain, check_agreement, in_batch
-from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.best import Best
 from stretto.training.evaluation.evaluate import Evaluator
 from stretto.training.interrupt import SIGNALS, Interrupts
@@ -353,6 +354,7 @@ def make_loop(
     timed: Timed,
     stepping: Stepping,
     *,
+    strategy: Strategy,
     events: Events,
     described: Mapping[str, Plain],
     built: BuiltWith,
@@ -365,6 +367,7 @@ def make_loop(
         step: computes gradients and updates the weights.
         timed: when the run logs, evaluates and saves.
         stepping: how a step is computed.
+        strategy: how the model trains on the ranks.
         events: the callbacks.
         described: the settings of the run.
         built: what the optimizer was built with.
@@ -375,7 +378,7 @@ def make_loop(
     stepper = Stepper(
         step,
         settings=stepping,
-        ranks=ranks,
+        strategy=strategy,
         # Where nobody changes them, the loader has counted what the data have.
         count_tokens=spec.count_tokens if spec.tokens_vary else None,
     )
@@ -392,7 +395,7 @@ def make_loop(
             autocast=step.autocast,
             batch_size=run.loader.micro_batch_size or _EVALUATION_BATCH,
             collate_fn=run.loading.collate_fn,
-            ranks=ranks,
+            strategy=strategy,
         )
         for settings in timed.evaluations
     ]
@@ -416,7 +419,7 @@ def make_loop(
         best=best,
         setup=described,
         built=built,
-        ranks=ranks,
+        strategy=strategy,
     )
     saver = Saver(timed.checkpoint, run.folder, ranks=ranks, state=state, best=best)
     measurements = Measurements(

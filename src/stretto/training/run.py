@@ -16,6 +16,8 @@ from stretto._foreign import knows_foreign
 from stretto.batching import NO_SIGNALS, NoRule, PolicyLike, RuleLike, Signals
 from stretto.batching.seesaw import Coupling, paired
 from stretto.data import DataSpec, Step, StepLoader
+from stretto.distributed.ranks import Ranks
+from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, TrainingError
 from stretto.optim import Hyperparameters
 from stretto.optim.hyperparameters import (
@@ -33,7 +35,6 @@ from stretto.runtime.packing import PackingError, pack, unpack
 from stretto.settings import Loading, one_of, read_settings
 from stretto.timing import BoundTrigger, Horizon, TimeLike, Timer, Timestamp, Trigger
 from stretto.timing.timestamp import NANOSECONDS
-from stretto.training.distributed.ranks import Ranks
 from stretto.training.logs.logged import Logged, Reduce
 from stretto.training.stepping.finite import SkippedSteps
 from stretto.training.weights import MicroBatchView, Units, weights_of
@@ -201,7 +202,7 @@ class Run:
         world_size: int | None = None,
         micro_batch_size: int | None = None,
         base: Mapping[str, float] | None = None,
-        ranks: Ranks | None = None,
+        strategy: Strategy | None = None,
     ) -> Self:
         """Start the run from its beginning, on these ranks and with these optimizers.
 
@@ -215,7 +216,7 @@ class Run:
             micro_batch_size: replaces that of `prepare`; None: keep it.
             base: base values by name (`"lr"`, `"lr@head"`), for optimizers that a schedule has
                 changed already; None: `initial_lr` of each group, or else its present values.
-            ranks: the processes of the run, for the trainer.
+            strategy: which ranks share each batch, for the trainer.
 
         Raises:
             StrettoError: the data, the schedules or the base values do not fit.
@@ -227,8 +228,8 @@ class Run:
             set_base_values(one, values, self.prepared.schedules)
         if micro_batch_size is not None:
             self.micro_batch_size = micro_batch_size
-        if ranks is not None:
-            self._ranks, rank, world_size = ranks, ranks.rank, ranks.world_size
+        if strategy is not None:
+            self._ranks, rank, world_size = strategy.ranks, strategy.rank, strategy.world_size
         settings = {one.name: getattr(self.loading, one.name) for one in fields(Loading)}
         del settings["last_batch"]
         self._loader = StepLoader(

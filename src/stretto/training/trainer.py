@@ -19,6 +19,9 @@ from stretto.batching import PolicyLike
 from stretto.batching.seesaw import Coupling, paired
 from stretto.checkpoint import checkpoint_path
 from stretto.data import DataSpec, StepLoader
+from stretto.distributed.agreement import plain
+from stretto.distributed.ranks import Ranks
+from stretto.distributed.strategy import Strategy, strategy_for
 from stretto.errors import PlanError, TrainingError
 from stretto.optim import Hyperparameters
 from stretto.optim.hyperparameters import check_names, joined, read_schedules, restore_base_values
@@ -43,8 +46,6 @@ from stretto.training.checkpointing.state import check_states
 from stretto.training.checks import check_parts, given_size, read_evaluations
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
 from stretto.training.describe import BuiltWith, compare_ranks, describe
-from stretto.training.distributed.agreement import plain
-from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.best import BestEvaluation
 from stretto.training.evaluation.metrics import check_merging
 from stretto.training.interrupt import raise_for
@@ -109,6 +110,8 @@ class Trainer:
             `folder`.
         log: when metrics are logged, such as `"10ba"`, or a `Logging`.
         callbacks: listeners.
+        strategy: how the model trains on several ranks; None: `Single`, `Ddp` or, if `fully_shard`
+            was called on it, `FullyShard`.
         scale_schedule: makes the run this many times as long, with every time in the arguments
             above that is not a fraction of it. Callbacks that have times are copied
             (`trainer.callbacks`). The number of samples in the data stays.
@@ -143,6 +146,7 @@ class Trainer:
         checkpoint: Checkpointing | Mapping[str, Any] | TimeLike | Trigger | None = None,
         log: Logging | Mapping[str, Any] | TimeLike | Trigger = Logging(),  # noqa: B008
         callbacks: Sequence[Callback] = (),
+        strategy: Strategy | None = None,
         scale_schedule: Number | None = None,
         folder: str | Path | None = None,
         prepared: Prepared | None = None,
@@ -182,12 +186,15 @@ class Trainer:
         self.changes: tuple[str, ...] = ()
         """What is set up otherwise than in the checkpoint that was resumed, a line each."""
         self._ranks = Ranks.from_environment(device, stepping.longest_wait)
+        inner = model.model if isinstance(model, TrainStep) else model
+        self._strategy = strategy or strategy_for(inner, self._ranks)
         self.step = make_step(
             model,
             optimizer,
             called,
             computing=computing,
             loss_reduction=stepping.loss_reduction,
+            strategy=self._strategy,
             ranks=self._ranks,
         )
         """Computes gradients and updates the weights."""
@@ -244,6 +251,7 @@ class Trainer:
             self.step,
             timed,
             stepping,
+            strategy=self._strategy,
             events=events,
             described=described,
             built=built,
@@ -292,7 +300,7 @@ class Trainer:
             model=self.model,
             callbacks=self.callbacks,
             folder=self.folder,
-        ).bind(self.step.optimizers, ranks=self._ranks)
+        ).bind(self.step.optimizers, strategy=self._strategy)
 
     def _prepare_callbacks(self, events: Events) -> None:
         """Build the callbacks, and refuse state that a checkpoint cannot hold."""
@@ -500,11 +508,12 @@ def make_step(
     *,
     computing: Computing,
     loss_reduction: Literal["mean", "sum"],
+    strategy: Strategy,
     ranks: Ranks,
 ) -> TrainStep:
     """Return the step of a run, its model on the device of this rank."""
     if isinstance(model, TrainStep):
-        model.model = ranks.place(model.model)
+        model.model = strategy.place(model.model, ranks)
         model.transforms = ()  # those of another run
         return model
     assert optimizer is not None, "checked"
@@ -512,7 +521,7 @@ def make_step(
     if isinstance(loss, CriterionLoss):
         loss.to(ranks.device)
     return SupervisedStep(
-        ranks.place(model),
+        strategy.place(model, ranks),
         optimizer,
         loss,
         precision=computing.precision,

@@ -11,11 +11,11 @@ from stretto.checkpoint import CheckpointReader, latest_good, open_checkpoint
 from stretto.checkpoint.folder import candidates, find_newest, position
 from stretto.checkpoint.manifest import read_errors
 from stretto.checkpoint.reading import find
+from stretto.distributed.agreement import check_agreement
+from stretto.distributed.ranks import Ranks
 from stretto.errors import CheckpointError, TrainingError
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.lock import locked, set_aside, unwritable
-from stretto.training.distributed.agreement import check_agreement
-from stretto.training.distributed.ranks import Ranks
 from stretto.training.logs.recorder import Recorder
 
 FOLDER = "checkpoints"

@@ -25,13 +25,13 @@ from stretto.checkpoint import (
     write_part,
 )
 from stretto.checkpoint.sharding import Staged
+from stretto.distributed.ranks import Ranks
 from stretto.errors import CheckpointError, TrainingError
 from stretto.settings import Checkpointing
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.lock import is_locked_here
 from stretto.training.checkpointing.resuming import FOLDER
 from stretto.training.checkpointing.state import RunState
-from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.best import Best
 from stretto.training.logs.loggers import synchronize_file
 

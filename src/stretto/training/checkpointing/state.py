@@ -20,11 +20,11 @@ from stretto.checkpoint import (
     TensorSlice,
     pack_optimizer,
     shard_like,
-    to_shard,
     unpack_optimizer,
 )
 from stretto.checkpoint.parts import check_tensor
-from stretto.checkpoint.sharding import Tensors, is_sharded, replicas
+from stretto.checkpoint.sharding import Tensors, replicas
+from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, StrettoError, TrainingError
 from stretto.runtime import TrainStep
 from stretto.runtime.packing import packed, unpack
@@ -32,7 +32,6 @@ from stretto.runtime.random_state import RandomState
 from stretto.training.callback import Callback
 from stretto.training.checkpointing.records import count, section
 from stretto.training.describe import BuiltWith, changes, gone, samples_mark
-from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.best import Best
 from stretto.training.evaluation.evaluate import Evaluator
 from stretto.training.logs.recorder import Recorder
@@ -135,7 +134,7 @@ class RunState:
         best: the best evaluation so far.
         setup: the settings of the run.
         built: the hyperparameters that the optimizers were built with.
-        ranks: the processes of the run.
+        strategy: which part of the state this rank writes.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class RunState:
         best: Best,
         setup: Mapping[str, Any],
         built: BuiltWith,
-        ranks: Ranks,
+        strategy: Strategy,
     ) -> None:
         self._step = step
         self._model = step.model
@@ -162,8 +161,9 @@ class RunState:
         self._best = best
         self._setup = setup
         self._built = built
-        self._ranks = ranks
-        self.is_sharded = ranks.world_size > 1 and is_sharded(step.model)
+        self._ranks = ranks = strategy.ranks
+        self._part_of_state = strategy.part_of_state
+        self.is_sharded = ranks.world_size > 1 and strategy.is_sharded
         """Whether every rank has tensors to write."""
 
     @cached_property
@@ -200,7 +200,7 @@ class RunState:
         except CheckpointError as error:
             failure = error
         tensors = {
-            group: {name: to_shard(tensor) for name, tensor in named.items()}
+            group: {name: self._part_of_state(tensor) for name, tensor in named.items()}
             for group, named in groups.items()
         }
         tensors |= {} if random is None else {_RANDOM: {"state": random}}

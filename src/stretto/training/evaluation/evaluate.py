@@ -13,15 +13,13 @@ from torch.utils.data import DataLoader
 
 from stretto.data import DataSpec, StepLoader, move_batch
 from stretto.data.spec import Collate
+from stretto.distributed.strategy import Strategy, reshard
 from stretto.errors import TrainingError
 from stretto.ordering import evenly
 from stretto.runtime.collectives import all_same, marks
-from stretto.runtime.gradients import is_fully_sharded
 from stretto.runtime.out_of_memory import attempt
 from stretto.runtime.random_state import RandomState
 from stretto.training.criterion import CriterionLoss
-from stretto.training.distributed.fully_sharded import reshard
-from stretto.training.distributed.ranks import Ranks
 from stretto.training.evaluation.metrics import MetricObjects, check_predictable, is_object
 from stretto.training.settings import Evaluation, LossFunction
 
@@ -41,7 +39,7 @@ class Evaluator:
         autocast: returns the context in which the model runs.
         batch_size: the default number of samples per forward pass.
         collate_fn: the collate function of the training data, also used here for plain samples.
-        ranks: the processes of the run.
+        strategy: how the model is spread over ranks.
     """
 
     def __init__(
@@ -55,9 +53,9 @@ class Evaluator:
         autocast: Callable[[], AbstractContextManager[Any]],
         batch_size: int,
         collate_fn: Collate | None,
-        ranks: Ranks,
+        strategy: Strategy,
     ) -> None:
-        self.name = settings.name
+        self.name, ranks = settings.name, strategy.ranks
         self.measured_at = -1
         self._model = model
         chosen = settings.loss or loss
@@ -75,7 +73,7 @@ class Evaluator:
             settings.loss.to(ranks.device)
             self._count = settings.loss.count if settings.loss.is_over_targets else None
         self._autocast = autocast
-        self._ranks = ranks
+        self._strategy, self._ranks = strategy, ranks
         self._spec = DataSpec.of(settings.data)
         self._batch_size = batch_size if settings.batch_size is None else settings.batch_size
         are_samples = self._spec.is_map_style and not isinstance(self._spec.data, DataLoader)
@@ -125,12 +123,11 @@ class Evaluator:
     def _sums(self) -> tuple[list[float], int]:
         """Return this rank's sums of loss, units, metrics and samples; and all samples read."""
         sums = [0.0] * (3 + len(self._metrics))
-        is_sharded = is_fully_sharded(self._model)
         loader = self._loader(self._batch_size)
         for step in loader:
             for micro in step.micro_batches:
                 # All ranks must run the forward pass of a sharded model, even without samples.
-                if is_sharded:
+                if self._strategy.is_sharded:
                     results, arguments = self._results(micro.batch, micro.num_samples)
                     if micro.weight:
                         self._objects.update(arguments)

@@ -27,7 +27,7 @@ from stretto.errors import TrainingError
 from stretto.runtime.out_of_memory import attempt
 
 if TYPE_CHECKING:
-    from stretto.training.distributed.ranks import Ranks
+    from stretto.distributed.ranks import Ranks
 
 Predict: TypeAlias = Callable[[nn.Module, Any], Sequence[Any]]
 """`predict(model, batch)`: the arguments of the `update` of metrics."""

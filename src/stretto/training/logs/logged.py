@@ -9,10 +9,10 @@ from typing import Literal, TypeAlias, cast, final
 import torch
 from torch import Tensor
 
+from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError, shown
 from stretto.settings import one_of
 from stretto.training.checkpointing.records import number
-from stretto.training.distributed.ranks import Ranks
 from stretto.training.stepping.finite import MicroLoss
 
 Reduce: TypeAlias = Literal["mean", "sum", "last"]

@@ -11,12 +11,12 @@ from torch import nn
 from stretto.batching import BatchSizePolicy, awaits_maximum, with_maximum
 from stretto.data import DataSpec, StepLoader
 from stretto.data.spec import Collate
+from stretto.distributed.ranks import Ranks
 from stretto.errors import FitError, TrainingError
 from stretto.planning import Plan
 from stretto.runtime import TrainStep
 from stretto.runtime.gradients import is_fully_sharded
 from stretto.timing import TimeLike
-from stretto.training.distributed.ranks import Ranks
 
 if TYPE_CHECKING:
     from stretto.memory import Answer

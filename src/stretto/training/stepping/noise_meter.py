@@ -17,10 +17,10 @@ from torch import nn
 
 from stretto.checkpoint.sharding import is_dtensor
 from stretto.data import DataSpec, MicroBatch, Step
+from stretto.distributed.strategy import Strategy
 from stretto.errors import DataError
 from stretto.noise import MicroGradients, NoiseSums
 from stretto.noise.measure import total
-from stretto.training.distributed.ranks import Ranks
 
 NOTHING = NoiseSums(0.0, 0.0, 0.0, 0.0)
 """The sums of a step that is not measured."""
@@ -36,8 +36,6 @@ class Pass(NamedTuple):
     """The units of the step, by which the loss is divided."""
     is_last: bool
     """Whether the gradient is complete after it."""
-    is_averaged: bool
-    """Whether it averages the accumulated gradient over ranks."""
 
 
 @final
@@ -48,38 +46,34 @@ class NoiseMeter:
     batch is packed, it is not measured.
 
     Args:
-        model: the model as the loss function gets it; averages over ranks.
         parameters: the trained parameters.
         spec: cuts batches.
-        ranks: the processes of the run.
+        strategy: when gradients are averaged over ranks.
         every: measure one of so many steps.
-        is_sharded: whether each rank has a part of each parameter.
     """
 
     def __init__(
         self,
-        model: nn.Module,
         parameters: Sequence[nn.Parameter],
         *,
         spec: DataSpec,
-        ranks: Ranks,
+        strategy: Strategy,
         every: int,
-        is_sharded: bool,
     ) -> None:
         self.every = every
-        self.averages_each = is_sharded
+        self.averages_each = strategy.averaging == "each"
         """Whether gradients must be averaged in each pass of a step that is measured."""
         self.has_finite_gradient = False
         """Whether the norm has shown that this rank's gradient is finite."""
         self._spec = spec
-        self._ranks = ranks
-        self._copies = _copies_of_parts(parameters) if is_sharded else 1
+        self._averages_last = strategy.averaging == "last"
+        self._ranks = strategy.ranks
+        self._copies = _copies_of_parts(parameters)
         self._divisor = 1.0
         self._is_complete = False
         self._units: list[int] = []
         self._gradients = MicroGradients(parameters)
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            self._gradients.attach(model)
+        strategy.attach(self._gradients)
 
     def is_due(self, step: Step) -> bool:
         """Return whether to measure this step."""
@@ -98,8 +92,7 @@ class NoiseMeter:
     @contextmanager
     def measure(self, one: Pass) -> Iterator[None]:
         """Measure the gradient of one pass."""
-        several = self._ranks.world_size > 1 and not self.averages_each
-        is_averaged = one.is_averaged and several
+        is_averaged = one.is_last and self._averages_last
         with self._gradients.watch(is_last=one.is_last, is_averaged=is_averaged):
             yield
         self._units.append(one.units)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stretto.data import DataSpec, MicroBatch, Step
+from stretto.distributed.ranks import Ranks
 from stretto.errors import DataError, TrainingError
 from stretto.ordering import evenly
 from stretto.runtime.out_of_memory import release_memory
 from stretto.runtime.random_state import device_states, restore_devices
 from stretto.training.checkpointing.records import count
-from stretto.training.distributed.ranks import Ranks
 
 _ALWAYS_COPIED_BYTES = 1 << 20
 """Up to this size a buffer is copied without asking whether it has changed."""

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, final
@@ -22,17 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
+from stretto.distributed.strategy import Strategy
 from stretto.errors import TrainingError
 from stretto.noise import NoiseSums
 from stretto.runtime import TrainStep
-from stretto.runtime.gradients import is_fully_sharded, scalar
+from stretto.runtime.gradients import scalar
 from stretto.runtime.out_of_memory import is_out_of_memory, out_of_memory_text
 from stretto.runtime.step import Info
 from stretto.settings import Stepping
 from stretto.training.checkpointing.records import UNFIT, unfit
 from stretto.training.criterion import HINT
-from stretto.training.distributed.fully_sharded import sync_gradients, zero_gradient
-from stretto.training.distributed.ranks import Ranks
 from stretto.training.stepping.finite import FiniteCheck, Gradient, MicroLoss
 from stretto.training.stepping.noise_meter import NoiseMeter, Pass
 from stretto.training.stepping.retry import Retry
@@ -46,7 +43,7 @@ class Stepper:
     Args:
         step: computes gradients and updates the weights.
         settings: the units of the loss, and what to do if it is not finite.
-        ranks: the processes of the run.
+        strategy: wraps the model and averages gradients over ranks.
         count_tokens: counts the tokens of a transformed batch.
     """
 
@@ -55,20 +52,19 @@ class Stepper:
         step: TrainStep,
         *,
         settings: Stepping,
-        ranks: Ranks,
+        strategy: Strategy,
         count_tokens: Callable[[Any], int | None] | None = None,
     ) -> None:
         self._step = step
-        self._ranks = ranks
+        self._strategy, self._ranks = strategy, strategy.ranks
         self._count_tokens = count_tokens
-        self._model = ranks.wrap(step.forward_model or step.model)
-        self._averages_itself = step.forward_model is not None or is_fully_sharded(step.model)
-        """Whether the model averages gradients over ranks in its backward passes."""
-        self._passes_meet = self._averages_itself or meets_in_passes(step.model)
-        if step.forward_model is not None:
-            step.forward_model = self._model
-        if ranks.world_size > 1:
-            step.averaging = partial(ranks.average, self._model)
+        is_called = step.forward_model is not None
+        model = strategy.wrap(step.forward_model or step.model, is_called=is_called)
+        if is_called:
+            step.forward_model = model
+        step.averaging = strategy.average
+        self._averages_in_passes = strategy.averaging in ("last", "each")
+        self._passes_meet = self._averages_in_passes or has_meeting_layers(step.model)
         self.count = unit_counter(settings)
         self._is_sum = step.loss_reduction == "sum"
         self._parameters = step.parameters
@@ -80,19 +76,17 @@ class Stepper:
         """Measures the gradient noise; None: it is not needed."""
         # With loss scaling, the gradient may overflow; the scaler handles that.
         watched = [] if step.scaler is not None else self._parameters
-        is_late = settings.non_finite == "stop" and ranks.device.type != "cpu"
+        self._moves = self._ranks.device.type != "cpu"
+        is_late = settings.non_finite == "stop" and self._moves
         checks = settings.non_finite != "ignore"
         self._check = FiniteCheck(watched, is_late=is_late) if checks else None
-        self._moves = ranks.device.type != "cpu"
-        self._is_spread = is_fully_sharded(self._model)
-        self._is_sharded = ranks.world_size > 1 and self._is_spread
-        self._is_alone = ranks.world_size == 1 and not self._is_spread
         self._divides_late = (
-            self.count is not None and ranks.world_size > 1 and self._averages_itself
+            self.count is not None and strategy.world_size > 1 and self._averages_in_passes
         )
         """Whether gradients are divided by the units of all ranks after the last pass. Not for a
         step of your own without DDP, whose `update` may use the weights, too."""
-        self._is_plain = self._is_alone and self.count is None and not self._is_sum
+        is_alone = strategy.averaging == "none"
+        self._is_plain = is_alone and self.count is None and not self._is_sum
         """Whether the weights of the loader are final, and there is no other rank."""
         self._is_warm = False
         self._is_new = True
@@ -144,7 +138,7 @@ class Stepper:
         resumed run sums in the same order as one that never stopped.
         """
         self._is_warm = True
-        self._ranks.average(self._model)
+        self._strategy.average()
         self.clear()
 
     def _gradient(self, step: Step, micro_batches: Sequence[MicroBatch]) -> Gradient:
@@ -169,18 +163,18 @@ class Stepper:
         losses = []
         for index, (micro, units) in enumerate(zip(micro_batches, counts, strict=True)):
             is_last = index == len(micro_batches) - 1
-            meets = is_last and self._averages_itself
-            one = Pass(micro, units, divisor=whole, is_last=is_last, is_averaged=meets)
+            one = Pass(micro, units, divisor=whole, is_last=is_last)
             measured = _NOTHING if meter is None else meter.measure(one)
             factor = 1 if self._is_sum else units
-            with self._without_sync(is_last=meets, meter=meter), measured, self._muted(units):
+            averages = is_last or (meter is not None and meter.averages_each)
+            with self._strategy.sync(averages=averages, is_empty=not units), measured:
                 if units:
-                    loss = self._pass(micro, factor * self._ranks.world_size / whole)
+                    loss = self._pass(micro, factor * self._strategy.world_size / whole)
                     losses.append(MicroLoss(loss, factor, units))
                 elif self._passes_meet:  # other ranks wait for it
                     self._step.forward_backward(self._moved(micro.batch), 0.0)
-        if not (self._averages_itself or self._is_alone):
-            self._ranks.average(self._model)
+        if self._strategy.averaging == "after":
+            self._strategy.average()
         own_units = sum(counts) if self._divides_late else 0
         tokens = self._tokens(micro_batches) if self._step.transforms else None
         return Gradient(losses, own_units, tokens, num_micro_batches)
@@ -212,14 +206,7 @@ class Stepper:
 
     def measure_noise(self, spec: DataSpec, *, every: int) -> None:
         """Measure the gradient noise in one of `every` steps from now on."""
-        self.meter = NoiseMeter(
-            self._model,
-            self._parameters,
-            spec=spec,
-            ranks=self._ranks,
-            every=every,
-            is_sharded=self._is_sharded,
-        )
+        self.meter = NoiseMeter(self._parameters, spec=spec, strategy=self._strategy, every=every)
 
     @property
     def is_checked_late(self) -> bool:
@@ -314,7 +301,7 @@ class Stepper:
         Raises:
             TrainingError: there is none.
         """
-        if self._has_gradients() or not (self._is_alone or self._averages_itself):
+        if self._has_gradients() or self._strategy.averaging == "after":
             return
         raise TrainingError.cannot(
             f"train with {type(self._step).__qualname__}",
@@ -355,31 +342,15 @@ class Stepper:
     def _moved(self, batch: Any) -> Any:
         return move_batch(batch, self._ranks.device) if self._moves else batch
 
-    def _muted(self, units: int) -> AbstractContextManager[Any]:
-        """Return a context that keeps the gradient of a pass without units at zero."""
-        return zero_gradient(self._model) if self._is_spread and not units else _NOTHING
-
-    def _without_sync(
-        self, *, is_last: bool, meter: NoiseMeter | None
-    ) -> AbstractContextManager[Any]:
-        if self._is_sharded:
-            each = meter is not None and meter.averages_each
-            sync_gradients(self._model, is_last=is_last or each)
-        if is_last or self._is_sharded or not self._averages_itself or self._ranks.world_size == 1:
-            return _NOTHING
-        return self._model.no_sync()  # type: ignore[operator,no-any-return]
-
 
 _LOSS = attrgetter("loss")
 _NOTHING = contextlib.nullcontext()
 
 
-def meets_in_passes(model: nn.Module) -> bool:
-    """Return whether ranks communicate in each forward pass of a model.
+def has_meeting_layers(model: nn.Module) -> bool:
+    """Return whether ranks communicate in layers of a model.
 
-    >>> meets_in_passes(nn.BatchNorm1d(2)), meets_in_passes(nn.SyncBatchNorm(2))
+    >>> has_meeting_layers(nn.BatchNorm1d(2)), has_meeting_layers(nn.SyncBatchNorm(2))
     (False, True)
     """
-    return is_fully_sharded(model) or any(
-        isinstance(module, nn.SyncBatchNorm) for module in model.modules()
-    )
+    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())

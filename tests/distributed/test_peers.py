@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from stretto.distributed.peers import Peers
 from stretto.errors import TrainingError
-from stretto.training.distributed.peers import Peers
 
 LATE = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 500ms for recv")
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
@@ -51,7 +51,7 @@ def test_ranks_that_all_wait_are_told_so() -> None:
 
 def test_a_store_that_never_answers_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be kept by the very process that is stuck."""
-    monkeypatch.setattr("stretto.training.distributed.peers._ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("stretto.distributed.peers._ANSWER_SECONDS", 0.1)
     over = threading.Event()
 
     class Silent:

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError
-from stretto.training.distributed.ranks import Ranks
 
 Plain: TypeAlias = bool | int | float | str | None
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

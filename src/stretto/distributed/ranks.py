@@ -20,14 +20,12 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from stretto.checkpoint.sharding import is_dtensor
+from stretto.distributed.peers import Peers, own_store
 from stretto.errors import StrettoError, TrainingError
 from stretto.runtime.collectives import all_gather_texts, all_sum, is_started
-from stretto.runtime.gradients import is_fully_sharded, touching_all
-from stretto.training.distributed.fully_sharded import check_sharding
-from stretto.training.distributed.peers import Peers, own_store
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -152,7 +150,7 @@ class Ranks:
         self.peers = Peers(self.rank, self.world_size, timeout=timeout)
         """Explains why this rank waits for the others in vain."""
         if self.world_size > 1:
-            self._limit_waiting(dist.group.WORLD)
+            self.limit_waiting(dist.group.WORLD)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
             self.peers.store = own_store(self._group.group_name)
 
@@ -256,59 +254,10 @@ class Ranks:
                     with self.peers.meeting():
                         dist.broadcast(tensor, 0)
 
-    def place(self, model: nn.Module) -> nn.Module:
-        """Return `model`, moved to the device; `fully_shard` has put one where it belongs.
-
-        Raises:
-            TrainingError: it is spread over ranks in a way that cannot be trained.
-        """
-        check_sharding(model, world_size=self.world_size, device=self.device)
-        if not is_fully_sharded(model):
-            return model.to(self.device)
-        for parameter in filter(is_dtensor, model.parameters()):
-            for group in parameter.device_mesh.get_all_groups():
-                self._limit_waiting(group)
-        return model
-
-    def average(self, model: nn.Module) -> None:
-        """Average over ranks what each has accumulated in a model that `wrap` has returned.
-
-        It is a pass of the model's own with nothing to learn from, so gradients are summed in the
-        order in which any other pass sums them.
-        """
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-            model.module = _NothingToLearn(inner)
-            try:
-                model(torch.zeros((), device=self.device)).backward()
-            finally:
-                model.module = inner
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return `model` with gradients averaged over ranks; a fully sharded one does it itself."""
-        if self.world_size == 1 or is_fully_sharded(model):
-            return model
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module  # another run has wrapped it
-        devices = [self.device] if self.device.type == "cuda" else None
-        with self.peers.meeting(inside_a_pass=True):
-            return nn.parallel.DistributedDataParallel(model, device_ids=devices)
-
-    def _limit_waiting(self, group: Any) -> None:
+    def limit_waiting(self, group: Any) -> None:
+        """Let ranks wait in a group only as long as in others."""
         if self._timeout is not None:
             dist.distributed_c10d._set_pg_timeout(self._timeout, group)  # torch has no public way
-
-
-class _NothingToLearn(nn.Module):
-    """Stands for a model: all its parameters have a gradient of zero."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model  # whose buffers go to all ranks with each pass
-
-    def forward(self, loss: Tensor) -> Tensor:
-        """Return a loss of zero that every parameter has a part in."""
-        return 0.0 * touching_all(self.model, loss)
 
 
 def _apart(calls: Sequence[str]) -> TrainingError:

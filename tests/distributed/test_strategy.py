@@ -9,8 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.utils.data import TensorDataset
 
-from stretto.training.distributed.ranks import Ranks
+from stretto import Trainer
+from stretto.distributed import Ddp, Ranks, Single, Strategy
+from stretto.distributed.strategy import adopted
 
 DataParallel = Callable[[nn.Module], nn.parallel.DistributedDataParallel]
 
@@ -46,8 +50,8 @@ def test_a_pass_with_nothing_to_learn_leaves_gradients_as_they_are(
     torch.manual_seed(3)
     inner = Mixed(dtype)
     model = data_parallel(inner)
-    ranks = Ranks.from_environment("cpu")
-    ranks.average(model)  # before there is any gradient
+    strategy = adopted(model, Ranks.from_environment("cpu"))
+    strategy.average()  # before there is any gradient
     assert all(not p.grad.to_dense().any() for p in inner.parameters() if p.grad is not None)
     model.zero_grad()
     with model.no_sync():
@@ -55,10 +59,65 @@ def test_a_pass_with_nothing_to_learn_leaves_gradients_as_they_are(
     before = [p.grad.to_dense().clone() for p in inner.parameters() if p.grad is not None]
     mean = inner.norm.get_buffer("running_mean")
     seen = mean.clone()
-    ranks.average(model)
+    strategy.average()
     after = [p.grad.to_dense() for p in inner.parameters() if p.grad is not None]
     assert len(before) == len(after) == 4
     assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
     assert torch.equal(mean, seen)
     assert model.module is inner
     model(torch.tensor([1, 3])).abs().sum().backward()  # and it goes on
+
+
+class Compressed(Ddp):
+    """Sends gradients in fp16."""
+
+    def wrap(self, model: nn.Module, *, is_called: bool) -> nn.Module:
+        wrapped = super().wrap(model, is_called=is_called)
+        self.model.register_comm_hook(None, fp16_compress_hook)
+        return wrapped
+
+
+class OneOfTwo(Single):
+    """The second of two ranks; nobody is the first."""
+
+    @property
+    def rank(self) -> int:
+        """The second one."""
+        return 1
+
+    @property
+    def world_size(self) -> int:
+        """Two."""
+        return 2
+
+
+def gradient(strategy: Strategy | None) -> tuple[Tensor, Trainer]:
+    """Return the gradient of the first step of a run."""
+    torch.manual_seed(0)
+    model, data = nn.Linear(5, 1, bias=False), TensorDataset(torch.randn(4, 5))
+    before = model.weight.detach().clone()
+    trainer = Trainer(
+        model,
+        data,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        max_duration="1ba",
+        batch_size=4,
+        loading={"shuffle": False},
+        strategy=strategy,
+    )
+    trainer.fit()
+    return before - model.weight.detach(), trainer
+
+
+@pytest.mark.usefixtures("group")
+def test_a_strategy_of_your_own_wraps_the_model() -> None:
+    exact, compressed = gradient(None)[0], gradient(Compressed())[0]
+    assert not torch.equal(exact, compressed)
+    torch.testing.assert_close(compressed, exact, rtol=0.01, atol=0)
+
+
+def test_samples_are_those_of_the_ranks_that_have_samples_of_their_own() -> None:
+    (half, trainer), (whole, _) = gradient(OneOfTwo()), gradient(None)
+    assert (trainer.loader.rank, trainer.loader.world_size) == (1, 2)
+    assert not torch.equal(half, whole)

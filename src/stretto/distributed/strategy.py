@@ -1,0 +1,315 @@
+"""How a model trains on the ranks of a run: alone, with DDP, fully sharded, or in your own way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from stretto.checkpoint import Shard, to_shard
+from stretto.checkpoint.sharding import is_dtensor, is_sharded
+from stretto.data.containers import mapped
+from stretto.distributed.ranks import Ranks
+from stretto.errors import TrainingError
+from stretto.noise import MicroGradients
+from stretto.runtime.gradients import is_fully_sharded, touching_all
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+_NOTHING = contextlib.nullcontext()
+
+
+class Strategy:
+    """Places and wraps a model, and says when gradients are averaged over ranks.
+
+    The trainer calls `place` and `wrap` once, and runs each forward and backward pass in `sync`.
+    Override what should be different, for example `wrap` of `Ddp` to register a communication hook,
+    and pass the result as `Trainer(strategy=...)`.
+    """
+
+    averaging: Literal["none", "last", "each", "after"] = "none"
+    """When gradients are averaged: "none": there is no other rank; "last": in the last pass of a
+    step; "each": in those passes for which `sync` says so; "after": in `average`, which is then
+    called after the last pass."""
+    is_sharded: bool = False
+    """Whether each rank has a part of the model, and writes it in checkpoints. All ranks must then
+    run the same number of forward passes."""
+    ranks: Ranks
+    """The processes of the run."""
+    model: nn.Module
+    """What `wrap` has returned."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among those that have samples of their own."""
+        return self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks have samples of their own."""
+        return self.ranks.world_size
+
+    def place(self, model: nn.Module, ranks: Ranks) -> nn.Module:
+        """Return `model` on the device of this rank, before its step is built.
+
+        Raises:
+            TrainingError: it cannot be trained in this way.
+        """
+        self.ranks = ranks
+        return model.to(ranks.device)
+
+    def wrap(self, model: nn.Module, *, is_called: bool) -> nn.Module:
+        """Return what the step calls instead of `model`.
+
+        Args:
+            model: what was placed; compiled if the step compiles it.
+            is_called: whether the step calls the result. If not, gradients are averaged after the
+                last pass.
+        """
+        del is_called
+        self.model = model
+        return model
+
+    def sync(self, *, averages: bool, is_empty: bool) -> AbstractContextManager[Any]:
+        """Return the context of one forward and backward pass.
+
+        Args:
+            averages: whether to average in it what was accumulated.
+            is_empty: whether it has no samples, and runs because other ranks wait for it. Then no
+                gradient may come from it: a mean over nothing is nan.
+        """
+        del averages, is_empty
+        return _NOTHING
+
+    def average(self) -> None:
+        """Average over ranks what each has accumulated."""
+
+    def attach(self, gradients: MicroGradients) -> None:
+        """Let `gradients` see the gradient of this rank before it is averaged."""
+
+    def part_of_state(self, tensor: Tensor) -> Tensor | Shard:
+        """Return what this rank writes of a tensor; every rank calls it for the same ones."""
+        return to_shard(tensor)
+
+
+class Single(Strategy):
+    """One process."""
+
+
+class Ddp(Strategy):
+    """Copies of the model on all ranks, in `DistributedDataParallel`."""
+
+    model: nn.parallel.DistributedDataParallel
+
+    def wrap(self, model: nn.Module, *, is_called: bool) -> nn.Module:
+        """Return the model in `DistributedDataParallel`."""
+        self.averaging = "last" if is_called else "after"
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module  # another run has wrapped it
+        device = self.ranks.device
+        with self.ranks.peers.meeting(inside_a_pass=True):
+            self.model = nn.parallel.DistributedDataParallel(
+                model, device_ids=[device] if device.type == "cuda" else None
+            )
+        return self.model
+
+    def sync(self, *, averages: bool, is_empty: bool) -> AbstractContextManager[Any]:
+        """Return a context without averaging, or without any gradient."""
+        if averages and not is_empty:
+            return _NOTHING
+        context = contextlib.ExitStack()
+        if not averages:
+            context.enter_context(self.model.no_sync())
+        if is_empty:
+            is_called = self.averaging == "last"
+            context.enter_context(zero_gradient(self.model if is_called else self.model.module))
+        return context
+
+    def average(self) -> None:
+        """Average in a pass with nothing to learn, so in the order in which any pass sums."""
+        inner = self.model.module
+        self.model.module = _NothingToLearn(inner)
+        try:
+            self.model(torch.zeros((), device=self.ranks.device)).backward()
+        finally:
+            self.model.module = inner
+
+    def attach(self, gradients: MicroGradients) -> None:
+        """Let `gradients` see the gradient of this rank before it is averaged."""
+        gradients.attach(self.model)
+
+
+class FullyShard(Strategy):
+    """A model that `fully_shard` (FSDP2) has spread over all ranks, or over groups of them."""
+
+    averaging = "each"
+    is_sharded = True
+
+    def place(self, model: nn.Module, ranks: Ranks) -> nn.Module:
+        """Return the model, which `fully_shard` has placed.
+
+        Raises:
+            TrainingError: it is sharded over other ranks than those of the run, or only in part.
+        """
+        self.ranks = ranks
+        for name, parameter in model.named_parameters():
+            if is_dtensor(parameter):
+                _check_mesh(model, name, parameter, ranks)
+                for group in parameter.device_mesh.get_all_groups():
+                    ranks.limit_waiting(group)
+            elif parameter.requires_grad and ranks.world_size > 1:
+                raise _refused(
+                    model,
+                    f"nobody would average the gradient of {name!r}, which fully_shard left out",
+                    "shard it too, or freeze it with requires_grad_(False)",
+                )
+        return model
+
+    def sync(self, *, averages: bool, is_empty: bool) -> AbstractContextManager[Any]:
+        """Say whether the backward pass sums gradients over ranks."""
+        sharded = cast("FSDPModule", self.model)
+        sharded.set_requires_gradient_sync(averages)
+        sharded.set_is_last_backward(averages)
+        return zero_gradient(self.model) if is_empty else _NOTHING
+
+
+def adopted(model: nn.Module, ranks: Ranks) -> Strategy:
+    """Return how a model trains that a framework has wrapped."""
+    strategy: Strategy = FullyShard() if is_fully_sharded(model) else Single()
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        strategy = Ddp()
+        strategy.averaging = "last"
+    strategy.ranks, strategy.model = ranks, model
+    return strategy
+
+
+def strategy_for(model: nn.Module, ranks: Ranks) -> Strategy:
+    """Return how to train a model that is as the user has built it.
+
+    Raises:
+        TrainingError: only parts of it are sharded.
+    """
+    if is_fully_sharded(model):
+        return FullyShard()
+    if is_sharded(model) or any(map(is_fully_sharded, model.modules())):
+        raise _refused(
+            model,
+            "parts of it are spread over ranks and the model itself is not",
+            "call fully_shard(model) on the whole after its parts",
+        )
+    return Ddp() if ranks.world_size > 1 else Single()
+
+
+def shard_blocks(model: nn.Module, *, device: str | None = None) -> nn.Module:
+    """Spread a model over the ranks with FSDP2: each block of a `ModuleList`, then the rest.
+
+    One block at a time is whole on a rank while it computes. Build the optimizer afterwards, of
+    the parameters that the model has then. On one rank the model stays as it is.
+
+    >>> model = shard_blocks(nn.Sequential(nn.Linear(2, 2)))
+    >>> type(model).__name__
+    'Sequential'
+
+    Args:
+        model: the model, which is changed in place.
+        device: where the ranks compute; None: this rank's CUDA device if there is one, else the
+            CPU.
+
+    Returns:
+        The model.
+    """
+    ranks = Ranks.from_environment(device)
+    if ranks.world_size == 1:
+        return model
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList):
+            for block in module:
+                if any(True for _ in block.parameters()):
+                    fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _check_mesh(model: nn.Module, name: str, parameter: Tensor, ranks: Ranks) -> None:
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    if mesh.device_type != ranks.device.type:
+        raise _refused(
+            model,
+            f"it is spread over {mesh.device_type} and the run computes on {ranks.device.type}",
+            f"write device={mesh.device_type!r}, or shard it over {ranks.device.type}",
+        )
+    # One dimension cuts; a second one before it holds copies of that (hybrid sharding).
+    copies, cut = placements[:-1], placements[-1]
+    is_plain = len(copies) <= 1 and all(one.is_replicate() for one in copies) and cut.is_shard()
+    if not is_plain or mesh.size() != ranks.world_size:
+        shape = " x ".join(map(str, mesh.shape))
+        raise _refused(
+            model,
+            f"{name!r} is spread over {shape} ranks by {placements}, and each of the "
+            f"{ranks.world_size} ranks of the run has samples of its own",
+            "let fully_shard use all ranks, and nothing but it",
+        )
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of whole parameters that a forward pass without a backward pass has left behind."""
+    for module in model.modules():
+        if is_fully_sharded(module):
+            cast("FSDPModule", module).reshard()
+
+
+@contextmanager
+def zero_gradient(model: nn.Module) -> Iterator[None]:
+    """While open, no gradient gets into the model through what its forward pass returns.
+
+    A pass that must not count still has to run, and a mean over nothing has a gradient of nan,
+    which no factor of 0 would take away.
+
+    >>> model = nn.Linear(1, 1)
+    >>> with zero_gradient(model):
+    ...     (model(torch.ones(1, 1)) * torch.nan).sum().backward()
+    >>> model.weight.grad
+    tensor([[0.]])
+    """
+
+    def silence(module: nn.Module, _: object, output: object) -> None:
+        del module
+        mapped(_silenced, output)
+
+    handle = model.register_forward_hook(silence)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _silenced(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        tensor.register_hook(torch.zeros_like)
+    return tensor
+
+
+def _refused(model: nn.Module, why: str, instead: str) -> TrainingError:
+    name = type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")
+    return TrainingError.cannot(f"train this {name}", why=why, instead=instead)
+
+
+class _NothingToLearn(nn.Module):
+    """Stands for a model: all its parameters have a gradient of zero."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model  # whose buffers go to all ranks with each pass
+
+    def forward(self, loss: Tensor) -> Tensor:
+        """Return a loss of zero that every parameter has a part in."""
+        return 0.0 * touching_all(self.model, loss)

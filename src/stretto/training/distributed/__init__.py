@@ -1,1 +1,0 @@
-"""The processes of a run, and what they must agree on."""
