@@ -115,17 +115,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("batching-rounding", lambda: MultipleOf(Fixed(8), 8, "nearest")),  # type: ignore[arg-type]
     ("batching-hysteresis-ratio", lambda: Hysteresis(Fixed(8), 1)),
     ("batching-hysteresis-wait", lambda: Hysteresis(Fixed(8), 2, wait="0ep")),
-    ("batching-words-unknown", lambda: as_policy({"rmap": "double", "start": 8})),
     ("batching-words-none", lambda: as_policy({"at_most": 8})),
-    ("batching-words-two", lambda: as_policy({"size": 8, "steps": "0ep:8"})),
-    ("batching-words-ramp", lambda: as_policy({"ramp": "dubble", "start": 8})),
-    (
-        "batching-words-ramp-word",
-        lambda: as_policy({"ramp": "double", "start": 8, "ende": 64, "over": "1ep"}),
-    ),
-    ("batching-words-ramp-missing", lambda: as_policy({"ramp": "double", "start": 8, "end": 64})),
-    ("batching-words-periods", lambda: as_policy({"periods": [{"size": 8}]})),
-    ("batching-words-monotone", lambda: as_policy({"size": 8, "monotone": "yes"})),
     ("batching-split-ranks", lambda: split(8, 0)),
     ("batching-split-start", lambda: split(8, 2, start=-1)),
     ("batching-split-uneven", lambda: split(40, 4, 4, even=True)),

@@ -15,7 +15,6 @@ from stretto.batching import (
     Plateau,
     Seesaw,
     Signals,
-    as_policy,
 )
 from stretto.noise import NoiseEstimator, noise_terms
 from stretto.schedules import Cosine
@@ -59,7 +58,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("noise-scale-part", lambda: NoiseScale(8, 64, c=0)),
     ("noise-scale-power", lambda: NoiseScale(8, 64, power=2)),
     ("noise-scale-sure", lambda: NoiseScale(8, 64, confidence=wrong)),
-    ("noise-scale-word", lambda: as_policy({"noise_scale": 1, "start": 8})),
     ("norm-test-eta", lambda: NormTest(8, 64, eta=1.5)),
     ("plateau-metric", lambda: plateau(metric="loss")),
     ("plateau-factor", lambda: plateau(factor=1)),

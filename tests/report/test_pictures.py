@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from stretto.batching import LinearRamp
 from stretto.errors import ConfigError, DataError, MissingPackageError, PlanError, StrettoError
 from stretto.planning import Plan, plan
 from stretto.report import drawing
@@ -109,9 +110,7 @@ def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "policy", [7, "0ep:7 1ep:8", {"ramp": "linear", "start": 5, "end": 60, "over": "1ep"}]
-)
+@pytest.mark.parametrize("policy", [7, "0ep:7 1ep:8", LinearRamp(5, 60, "1ep")])
 def test_draws_sizes_near_and_far(policy: Any, tmp_path: Path) -> None:
     draw_plan(make_plan(policy), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 5_000

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.batching import Seesaw
+from stretto.batching import DoublingRamp, LinearRamp, Seesaw
 from stretto.data import DataSpec
 from stretto.errors import BatchSizeError, CheckpointError, ConversionError, StrettoError, cannot
 from stretto.ordering import SampleOrder
@@ -170,7 +170,7 @@ def test_every_line_has_the_clock_in_every_unit(problem: Make, tmp_path: Path) -
 def test_the_ledger_follows_the_plan_batch_for_batch(problem: Make, tmp_path: Path) -> None:
     trainer = problem().trainer(
         folder=tmp_path,
-        batch_size={"ramp": "linear", "start": 3, "end": 17, "over": "60%"},
+        batch_size=LinearRamp(3, 17, "60%"),
         schedules={"lr": Cosine(end=0.1, warmup="10ba"), "momentum": Linear(0.5, 1, over="20sp")},
         micro_batch_size=4,
     )
@@ -264,7 +264,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     problem: Make, tmp_path: Path, how: Any, reason: str, raised: Any
 ) -> None:
     settings: dict[str, Any] = {
-        "batch_size": {"ramp": "double", "start": 4, "end": 16, "over": "50%"},
+        "batch_size": DoublingRamp(4, 16, "50%"),
         "schedules": {"lr": Cosine(end=0.1)},
         "log": Logging("50sp"),
         "checkpoint": Checkpointing("1ep"),

@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast, final
 
 from stretto.batching.policy import (
-    WAYS,
     BatchSizePolicy,
     BoundPolicy,
     PolicyState,
     Signals,
     checked_size,
-    written,
 )
 from stretto.errors import Argument, BatchSizeError, TrainingError, shown
 from stretto.schedules.fields import fill, one_of
@@ -216,7 +214,6 @@ def _unmeasured(what: str, measured: Sequence[str]) -> TrainingError:
     )
 
 
-@written(WAYS, "plateau", "metric")
 @final
 @dataclass(frozen=True, slots=True)
 class Plateau(BatchSizePolicy):

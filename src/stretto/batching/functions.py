@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, cast, final
 
 from stretto.batching.policy import (
-    WAYS,
     BatchSizePolicy,
     BoundPolicy,
     Hold,
@@ -16,7 +15,6 @@ from stretto.batching.policy import (
     Signals,
     Size,
     checked_size,
-    written,
 )
 from stretto.errors import Argument, BatchSizeError, shown
 from stretto.schedules.fields import Interval, Timed, check_fields, fill, name_of
@@ -199,7 +197,6 @@ IncreaseCallable: TypeAlias = Callable[[int, int], int | None]
 """`(epoch, current_batch_size) -> increment`; 0 or None for no increase."""
 
 
-@written(WAYS, "increase", "function")
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class IncreaseFunction(BatchSizePolicy):

@@ -14,7 +14,7 @@ from stretto.batching.following import (
     checked_number,
     rounded_size,
 )
-from stretto.batching.policy import WAYS, BatchSizePolicy, PolicyState, Signals, written
+from stretto.batching.policy import BatchSizePolicy, PolicyState, Signals
 from stretto.errors import BatchSizeError, shown
 from stretto.schedules.fields import fill
 from stretto.timing import Horizon, Timestamp
@@ -295,7 +295,6 @@ class _FollowsNoise(BatchSizePolicy):
         fill(self, confidence=checked_confidence(self.confidence))
 
 
-@written(WAYS, "noise_scale", "c")
 @final
 @dataclass(frozen=True, slots=True)
 class NoiseScale(_FollowsNoise):
@@ -426,7 +425,6 @@ class BoundNoiseScale(FollowingPolicy):
         return self.policy.c * math.pow(max(noise_scale, 0.0), self.policy.power)
 
 
-@written(WAYS, "norm_test", "eta")
 @final
 @dataclass(frozen=True, slots=True)
 class NormTest(_FollowsNoise):

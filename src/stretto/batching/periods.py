@@ -9,14 +9,12 @@ from fractions import Fraction
 from typing import Literal, NoReturn, TypeAlias, cast, final
 
 from stretto.batching.policy import (
-    WAYS,
     BatchSizePolicy,
     BoundPolicy,
     Hold,
     PolicyState,
     Signals,
     inner_state,
-    written,
 )
 from stretto.batching.steps import line
 from stretto.batching.wrappers import checked_policy
@@ -208,7 +206,6 @@ Periods: TypeAlias = Iterable[tuple[TimeLike, object]]
 """Lengths, each with a policy or what one is written as."""
 
 
-@written(WAYS, "periods", "periods")
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class PeriodSizes(BatchSizePolicy):

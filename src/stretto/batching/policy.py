@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self, TypeAlias, TypeVar, cast, final
+from typing import Annotated, Self, TypeAlias, cast, final
 
 from stretto.errors import BatchSizeError, Text, shown
 from stretto.schedules.fields import Check, Timed
@@ -331,55 +330,6 @@ def _fields(state: object) -> object:
     if not isinstance(state, Mapping):
         return None
     return {name: _fields(one) for name, one in state.items()}
-
-
-Path: TypeAlias = tuple[str | int, ...]
-"""The keys and list indices that lead to a value."""
-Class = TypeVar("Class", bound=type)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One form of a mapping: what it makes, and the key that names it."""
-
-    make: Callable[..., Any]
-    key: str
-    argument: str | None
-    """The argument that the key's value fills; None: the key only names the form."""
-
-    def parameters(self) -> dict[str, inspect.Parameter]:
-        """Return the parameter of each key.
-
-        >>> [*WAYS["noise_scale"].parameters()][:3]
-        ['start', 'maximum', 'minimum']
-        """
-        found = inspect.signature(self.make).parameters.values()
-        return {self.key if one.name == self.argument else one.name: one for one in found}
-
-
-WAYS: dict[str, Way] = {}
-"""The forms of independent batch sizes except ramps, by key."""
-RAMPS: dict[str, Way] = {}
-"""The values of `ramp`."""
-COUPLED: dict[str, Way] = {}
-"""The forms of batch sizes coupled to a schedule."""
-WRAPPERS: dict[str, Way] = {}
-"""Further keys, which change the sizes."""
-ORDER = ("power_of_two", "multiple_of", "hysteresis", "monotone", "at_least", "at_most")
-"""The order in which wrappers apply, whatever the order of the keys; bounds come last."""
-
-
-def written(
-    table: dict[str, Way], name: str, argument: str | None = None
-) -> Callable[[Class], Class]:
-    """Declare the key of a class in a mapping, and the argument that the value of the key sets."""
-
-    def declare(kind: Class) -> Class:
-        table[name] = Way(kind, "ramp" if table is RAMPS else name, argument)
-        return kind
-
-    return declare
 
 
 def flag(key: str, value: object) -> bool:

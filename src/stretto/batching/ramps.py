@@ -11,7 +11,6 @@ from fractions import Fraction
 from typing import Annotated, Literal, TypeAlias, final
 
 from stretto.batching.policy import (
-    RAMPS,
     BatchSizePolicy,
     BoundPolicy,
     Hold,
@@ -19,7 +18,6 @@ from stretto.batching.policy import (
     TimedPolicy,
     checked_size,
     checked_world_size,
-    written,
 )
 from stretto.batching.steps import BoundStairs, Fixed, line
 from stretto.errors import Argument, BatchSizeError, shown
@@ -163,7 +161,6 @@ class _Ramp(BatchSizePolicy):
         return (f"the batch size ramp has no stages left: {end}",)
 
 
-@written(RAMPS, "linear")
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class LinearRamp(_Ramp):
@@ -219,7 +216,6 @@ class LinearRamp(_Ramp):
         return bound
 
 
-@written(RAMPS, "double")
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class DoublingRamp(_Ramp):
@@ -255,7 +251,6 @@ class DoublingRamp(_Ramp):
         return bound_stairs(horizon, tuple(self.sizes), over=Time(self.over), equal=self.equal)
 
 
-@written(RAMPS, "stages")
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class StagedRamp(BatchSizePolicy):

@@ -15,14 +15,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, final
 from stretto.batching.decay import Decay, cannot_grow
 from stretto.batching.parse import PolicyLike, as_policy
 from stretto.batching.policy import (
-    COUPLED,
     BatchSizePolicy,
     BoundPolicy,
     Hold,
     Size,
     TimedPolicy,
     flag,
-    written,
 )
 from stretto.batching.rules import LearningRateRule, NoRule, is_learning_rate
 from stretto.batching.wrappers import checked_policy
@@ -402,7 +400,6 @@ def _checked_factor(factor: object, *, smooth: bool) -> float | Continuous:
     return float(ratio)
 
 
-@written(COUPLED, "seesaw", "size")
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Seesaw(Coupling):
@@ -450,7 +447,6 @@ class Seesaw(Coupling):
     power = 0.5
 
 
-@written(COUPLED, "increase_instead_of_decay", "size")
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class IncreaseInsteadOfDecay(Coupling):

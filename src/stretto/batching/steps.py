@@ -12,14 +12,12 @@ from operator import itemgetter
 from typing import NoReturn, TypeAlias, final
 
 from stretto.batching.policy import (
-    WAYS,
     BatchSizePolicy,
     BoundPolicy,
     Hold,
     Size,
     TimedPolicy,
     checked_size,
-    written,
 )
 from stretto.errors import BatchSizeError, ConversionError, shown
 from stretto.schedules.fields import fill
@@ -148,7 +146,6 @@ StepsLike: TypeAlias = str | Mapping[str, int] | Mapping[Time, int]
 """Steps as they are written: text, or times and sizes."""
 
 
-@written(WAYS, "size", "size")
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Fixed(BatchSizePolicy):
@@ -174,7 +171,6 @@ class Fixed(BatchSizePolicy):
         return BoundStairs((), (self.size,))
 
 
-@written(WAYS, "steps", "steps")
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class Steps(BatchSizePolicy):

@@ -12,7 +12,6 @@ from typing import Annotated, ClassVar, Literal, TypeAlias, cast, final
 from stretto.batching.parse import as_policy
 from stretto.batching.policy import (
     NO_SIGNALS,
-    WRAPPERS,
     BatchSizePolicy,
     BoundPolicy,
     Hold,
@@ -21,7 +20,6 @@ from stretto.batching.policy import (
     Size,
     checked_size,
     inner_state,
-    written,
 )
 from stretto.errors import Argument, BatchSizeError, TimeError, shown
 from stretto.schedules.fields import Check, Interval, check_fields, fill, one_of
@@ -219,7 +217,6 @@ class _Bound(SizeMap):
             )
 
 
-@written(WRAPPERS, "at_most", "size")
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class AtMost(_Bound):
@@ -242,7 +239,6 @@ class AtMost(_Bound):
         return min(size, self.size)
 
 
-@written(WRAPPERS, "at_least", "size")
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class AtLeast(_Bound):
@@ -265,7 +261,6 @@ class AtLeast(_Bound):
         return max(size, self.size)
 
 
-@written(WRAPPERS, "multiple_of", "factor")
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class MultipleOf(SizeMap):
@@ -314,7 +309,6 @@ class MultipleOf(SizeMap):
         return max(1, (size + add) // self.factor) * self.factor
 
 
-@written(WRAPPERS, "power_of_two", "rounding")
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class PowerOfTwo(SizeMap):
@@ -342,7 +336,6 @@ class PowerOfTwo(SizeMap):
         return 1 << (size - below).bit_length() - 1 + below
 
 
-@written(WRAPPERS, "monotone")
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Monotone(Wrapper):
@@ -361,7 +354,6 @@ class Monotone(Wrapper):
         return BoundMonotone(self.policy.bind(horizon))
 
 
-@written(WRAPPERS, "hysteresis", "ratio")
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Hysteresis(Wrapper):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
@@ -22,7 +22,6 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from stretto.batching.parse import without_nulls
 from stretto.config.source import show_path
 from stretto.errors import ConfigError, TimeError
 from stretto.timing import Every, Time, read_wall_clock
@@ -67,6 +66,11 @@ class Section(Part):
     def _leave_out_nulls(cls, values: Any) -> Any:
         is_closed = cls.model_config.get("extra") == "forbid"
         return without_nulls(values) if isinstance(values, dict) and is_closed else values
+
+
+def without_nulls(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a mapping without its nulls, which mean left out."""
+    return {key: value for key, value in mapping.items() if value is not None}
 
 
 def read_target(value: object) -> str:
@@ -163,7 +167,7 @@ def _time(check: Callable[[Time], Time], examples: list[str]) -> tuple[Any, ...]
     return (
         GetPydanticSchema(lambda _, __: core_schema.no_info_plain_validator_function(read)),
         PlainSerializer(str, return_type=str),
-        WithJsonSchema({"type": "string", "pattern": TIME_PATTERN, "examples": examples}),
+        WithJsonSchema({"x-ref": "Time", "examples": examples}),
     )
 
 

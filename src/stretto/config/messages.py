@@ -104,6 +104,7 @@ _REASONS = {
     "bool_type": ("it is neither true nor false", "write true or false"),
     "string_type": ("it is not a text", "put it in quotes"),
     "list_type": ("it is not a list", "write items in brackets, or one '- item' per line"),
+    "too_short": ("it is empty", "write items in brackets, or one '- item' per line"),
     "dict_type": ("it is not a mapping", "write keys with values, such as {key: value}"),
     "string_pattern_mismatch": (
         "it holds something else than letters, digits, '.', '_' and '-'",

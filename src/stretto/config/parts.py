@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from stretto.config.fields import Target
 from stretto.config.plans import TimesAndSizes, scale_of
 from stretto.config.run import RunConfig
-from stretto.config.settings import Building, Evaluate
+from stretto.config.settings import Evaluate
 from stretto.config.source import Path, show_path
 from stretto.config.targets import accepts, bound_target, call_target, import_target
 from stretto.data import DataSpec
@@ -123,11 +123,10 @@ def _tuples(options: dict[str, Any]) -> dict[str, Any]:
 
 def make_settings(config: RunConfig, kind: type[S], section: Any, path: Path, /, **more: Any) -> S:
     """Return the settings that a section holds, with its targets imported, and some more."""
-    building = Building(source=config.source)
 
     def made(value: Any, here: Path) -> Any:
         if isinstance(value, Target):
-            return building.function(value, here)
+            return bound_target(value, source=config.source, path=here)
         if isinstance(value, dict):
             return {name: made(item, (*here, name)) for name, item in value.items()}
         return value

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 from stretto.batching import BatchSizePolicy, Fixed, LearningRateRule
 from stretto.batching.following import check_monitored, followed_metric, metrics_of
+from stretto.config.forms import build_schedule, build_sizes
 from stretto.config.run import RunConfig
 from stretto.config.settings import Building, Optimizer, build_rule
 from stretto.config.source import Path, Source, as_key
 from stretto.config.targets import call_target, import_target
-from stretto.config.values import build_schedule, build_sizes
 from stretto.errors import ConfigError, Place, PlanError, shown
 from stretto.planning import Plan, Prepared, bind_run
 from stretto.planning.plan import plan_prepared
@@ -102,15 +102,15 @@ def build_run(
     Raises:
         ConfigError: something cannot be built; the message says where it stands.
     """
-    building = Building(world_size, planned_micro_batch_size(config), config.source)
+    building = Building(world_size, planned_micro_batch_size(config))
     ratio, counts = scale_of(config), data_counts(config, spec)
     with config.source.at("max_duration"):
         run = Horizon(config.max_duration, **counts, last_batch=config.last_batch).scaled(ratio)
     written = {
-        name: build_schedule(value, building, ("schedules", name))
+        name: build_schedule(value, building, config.source, ("schedules", name))
         for name, value in config.schedules.items()
     }
-    policy, schedules = build_sizes(config.batch_size, written, building, ("batch_size",))
+    policy, schedules = build_sizes(config.batch_size, written, building, config.source)
     scaled, triggers, intervals = {}, {}, _intervals(config)
     with config.source.at("batch_size"):
         policy = policy.scaled(ratio)
@@ -127,7 +127,7 @@ def build_run(
         scaled,
         triggers,
         {name: path for name, (path, _) in intervals.items()},
-        None if rule is None else build_rule(rule, building, ("rule",)),
+        None if rule is None else build_rule(rule, config.source, ("rule",)),
     )
 
 

@@ -16,7 +16,6 @@ from pydantic import (
 )
 
 from stretto._location import local_path
-from stretto.batching.parse import without_nulls
 from stretto.config.fields import (
     Count,
     CountOrAuto,
@@ -24,7 +23,9 @@ from stretto.config.fields import (
     Section,
     Target,
     shape_of,
+    without_nulls,
 )
+from stretto.config.forms import BatchSize, ScheduleText, coupled_key
 from stretto.config.messages import explain
 from stretto.config.settings import (
     AnyRule,
@@ -37,7 +38,6 @@ from stretto.config.settings import (
     SteppingSection,
 )
 from stretto.config.source import NO_SOURCE, Source
-from stretto.config.values import BatchSize, ScheduleText, coupled_key
 from stretto.errors import ConfigError
 from stretto.schedules.names import parse_name
 from stretto.settings import Precision

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast, final, get_type_hints
 
@@ -37,17 +37,18 @@ from stretto.config.fields import (
     shown,
     summary_of,
 )
-from stretto.config.source import NO_SOURCE, Path, Source
-from stretto.config.targets import bound_target, call_target, import_target
+from stretto.config.source import Path, Source
+from stretto.config.targets import bound_target, import_target
 from stretto.errors import ConfigError, StrettoError
+from stretto.schedules import Cosine, Schedule
 from stretto.settings import Checkpointing, Loading, Stepping
-from stretto.timing import Time
+from stretto.timing import Time, TimeLike, Trigger
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Building:
-    """The surroundings that a section is built in.
+    """The surroundings that a batch size or a schedule is built in.
 
     >>> Building(world_size=8, micro_batch_size=4).even_unit
     32
@@ -55,7 +56,8 @@ class Building:
 
     world_size: int = 1
     micro_batch_size: int | None = None
-    source: Source = NO_SOURCE
+    decay: Schedule = Cosine()  # noqa: RUF009  a frozen value
+    """The schedule of the learning rate, for batch sizes that are coupled with it."""
     imports: bool = True
     """Whether targets are imported; when a file is only checked, a stand-in takes their place."""
 
@@ -64,26 +66,21 @@ class Building:
         """What an evenly split batch size is a multiple of."""
         return self.world_size * (self.micro_batch_size or 1)
 
-    def at(self, path: Path) -> AbstractContextManager[None]:
-        """Name the place in errors that are raised inside."""
-        return self.source.at(*path) if self.imports else _refused_at(path)
-
-    def function(self, section: Target, path: Path) -> Callable[..., Any]:
+    def function(self, section: Target) -> Callable[..., Any]:
         """Return the function that a section names, with its arguments bound."""
         if not self.imports:
             return _stand_in
-        return bound_target(section, source=self.source, path=path)  # type: ignore[no-any-return]
+        with refused_at(("target",)):
+            import_target(section.target)
+        return bound_target(section, source=None)  # type: ignore[no-any-return]
 
-    def is_class(self, target: str, kind: type, path: Path) -> bool:
+    def is_class(self, target: str, kind: type) -> bool:
         """Return whether a target is a class of `kind`; False if targets are not imported."""
         if not self.imports:
             return False
-        found = import_target(target, where=self.source.where((*path, "target")))
+        with refused_at(("target",)):
+            found = import_target(target)
         return isinstance(found, type) and issubclass(found, kind)
-
-    def made(self, section: Target, path: Path) -> Any:
-        """Return what a section's target returns for its arguments."""
-        return call_target(section, source=self.source, path=path)
 
 
 CHECKING = Building(imports=False)
@@ -94,22 +91,8 @@ def _stand_in(*_: Any) -> int:
     return 1
 
 
-def read_section(value: object, path: Path) -> Target:
-    """Return a mapping with a `target` as a section.
-
-    Raises:
-        ValidationError: it is none.
-    """
-    try:
-        return value if isinstance(value, Target) else Target.model_validate(value)
-    except ValidationError as error:
-        details: list[Any] = error.errors(include_url=False)
-        lines = [{**one, "loc": (*path, *one["loc"])} for one in details]
-        raise ValidationError.from_exception_data("batch_size", lines) from None  # type: ignore[arg-type]
-
-
 @contextmanager
-def _refused_at(path: Path) -> Iterator[None]:
+def refused_at(path: Path) -> Iterator[None]:
     """Let pydantic list an error of ours raised within, at the path that it comes from."""
     try:
         yield
@@ -191,14 +174,15 @@ AnyRule: TypeAlias = Annotated[
 factor."""
 
 
-def build_rule(value: AnyRule, building: Building, path: Path) -> LearningRateRule:
+def build_rule(value: AnyRule, source: Source, path: Path) -> LearningRateRule:
     """Return the learning rate rule that a run file says.
 
     Raises:
         ConfigError: the target cannot be imported or called.
     """
-    with building.source.at(*path):
-        return as_rule(building.function(value, path) if isinstance(value, Target) else value)
+    with source.at(*path):
+        is_target = isinstance(value, Target)
+        return as_rule(bound_target(value, source=source, path=path) if is_target else value)
 
 
 LossWeight: TypeAlias = Annotated[
@@ -210,14 +194,11 @@ LossWeight: TypeAlias = Annotated[
 ]
 
 
-_TYPES: dict[str, Any] = {
-    "bool": bool,
-    "bool | None": bool | None,
-    "int": Count,
-    "int | None": Count | None,
-    "str | None": str | None,
-    "TimeLike | Trigger": Length,
-    "Callable[[list[Any]], Any] | None": Target | None,
+_TYPES: dict[Any, Any] = {
+    int: Count,
+    int | None: Count | None,
+    TimeLike | Trigger: Length,
+    Callable[[list[Any]], Any] | None: Target | None,
 }
 """What a run file holds for the annotation of a setting; for any other, the annotation itself."""
 
@@ -227,7 +208,7 @@ def _derived(kind: type, *without: str, types: dict[str, Any], **defaults: Any) 
     hints = get_type_hints(kind)
     fields = {
         one.name: (
-            types.get(one.name, _TYPES.get(str(one.type), hints[one.name])),
+            types.get(one.name, _TYPES.get(hints[one.name], hints[one.name])),
             defaults.get(one.name, one.default),
         )
         for one in dataclasses.fields(kind)

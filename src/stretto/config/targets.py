@@ -53,7 +53,11 @@ def import_target(target: str, *, where: Place | None = None) -> Any:
 
 
 def call_target(
-    section: Target, *positional: Any, source: Source = NO_SOURCE, path: Path = (), **extra: Any
+    section: Target,
+    *positional: Any,
+    source: Source | None = NO_SOURCE,
+    path: Path = (),
+    **extra: Any,
 ) -> Any:
     """Return what the target returns for `positional` and the section's arguments.
 
@@ -67,8 +71,8 @@ def call_target(
     Raises:
         ConfigError: it cannot be imported or called, or it raised.
     """
-    where = source.where(path)
-    function = import_target(section.target, where=source.where((*path, "target")))
+    where = None if source is None else source.where(path)
+    function = import_target(section.target, where=_of_target(source, path))
     arguments = {**section.arguments, **extra}
     check_arguments(function, section.target, positional, arguments, where=where)
     try:
@@ -84,7 +88,7 @@ def call_target(
         ) from error
 
 
-def bound_target(section: Target, *, source: Source = NO_SOURCE, path: Path = ()) -> Any:
+def bound_target(section: Target, *, source: Source | None = NO_SOURCE, path: Path = ()) -> Any:
     """Return the target as a function with the section's arguments bound to it.
 
     A class is called with the arguments and its instance is the function.
@@ -92,7 +96,8 @@ def bound_target(section: Target, *, source: Source = NO_SOURCE, path: Path = ()
     Raises:
         ConfigError: it cannot be imported, is not a function, or takes other arguments.
     """
-    function = import_target(section.target, where=source.where((*path, "target")))
+    where = None if source is None else source.where(path)
+    function = import_target(section.target, where=_of_target(source, path))
     if inspect.isclass(function):
         return call_target(section, source=source, path=path)
     if not callable(function):
@@ -100,7 +105,7 @@ def bound_target(section: Target, *, source: Source = NO_SOURCE, path: Path = ()
             f"use {section.target} as a function",
             why=f"it is a {type(function).__name__}",
             instead="name a function or a class",
-            where=source.where((*path, "target")),
+            where=_of_target(source, path),
         )
     arguments = section.arguments
     if not arguments:
@@ -108,7 +113,7 @@ def bound_target(section: Target, *, source: Source = NO_SOURCE, path: Path = ()
     known = _parameters(function)
     unknown = [name for name in arguments if known is not None and name not in known]
     if unknown:
-        raise _unknown_argument(section.target, unknown[0], known or (), source.where(path))
+        raise _unknown_argument(section.target, unknown[0], known or (), where)
     return functools.partial(function, **arguments)
 
 
@@ -118,7 +123,7 @@ def check_arguments(
     positional: tuple[Any, ...],
     arguments: dict[str, Any],
     *,
-    where: Place,
+    where: Place | None,
 ) -> None:
     """Refuse arguments that the signature of `function` does not have, before it is called.
 
@@ -171,7 +176,9 @@ def _parameters(function: Any) -> tuple[str, ...] | None:
     )
 
 
-def _unknown_argument(target: str, name: str, known: Iterable[str], where: Place) -> ConfigError:
+def _unknown_argument(
+    target: str, name: str, known: Iterable[str], where: Place | None
+) -> ConfigError:
     close = nearest(name, known)
     return ConfigError.cannot(
         f"call {target}",
@@ -179,6 +186,10 @@ def _unknown_argument(target: str, name: str, known: Iterable[str], where: Place
         instead=f"did you mean '{close}'?" if close else f"it takes {_listed(known)}",
         where=where,
     )
+
+
+def _of_target(source: Source | None, path: Path) -> Place | None:
+    return None if source is None else source.where((*path, "target"))
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -385,41 +385,6 @@ def test_a_resumed_run_is_within_its_own_bounds(policy: BatchSizePolicy) -> None
     assert (size, bound.bounds) == (32, (32, 64))
 
 
-@pytest.mark.parametrize(
-    ("written", "policy"),
-    [
-        ({"noise_scale": 0.3, "start": 8, "maximum": 64}, NoiseScale(8, 64, c=0.3)),
-        (
-            {"noise_scale": 1, "start": 8, "maximum": 64, "minimum": 2, "monotone": True},
-            Monotone(NoiseScale(8, 64, minimum=2)),
-        ),
-        (
-            {"noise_scale": 3, "power": 0.5, "start": 8, "maximum": 64},
-            NoiseScale(8, 64, c=3, power=0.5),
-        ),
-        ({"norm_test": 0.5, "start": 8, "maximum": 64}, NormTest(8, 64, eta=0.5)),
-        (
-            {"plateau": "a/b", "start": 8, "maximum": 64, "patience": 5},
-            Plateau("a/b", start=8, maximum=64, patience=5),
-        ),
-    ],
-)
-def test_as_they_are_written(written: dict[str, Any], policy: BatchSizePolicy) -> None:
-    assert as_policy(written) == policy
-
-
-@pytest.mark.parametrize(
-    ("written", "message"),
-    [
-        ({"noise_scale": 0.3, "start": 8}, "it has no 'maximum'"),
-        ({"norm_test": 0.3, "start": 8, "maximum": 9, "c": 1}, "use the key 'c'"),
-    ],
-)
-def test_mistakes_in_what_is_written(written: dict[str, Any], message: str) -> None:
-    with pytest.raises(BatchSizeError, match=message):
-        as_policy(written)
-
-
 def test_a_policy_of_two_signals_over_a_long_run_stays_near_the_truth() -> None:
     """Over many runs the size that is reached is not biased by when it stops moving."""
     reached = [sizes_of(NoiseScale(8, 1000), noisy(60.0, 150, seed))[0][-1] for seed in range(30)]
