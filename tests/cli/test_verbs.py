@@ -147,7 +147,7 @@ def test_plan_draws_and_prints_its_table_as_well(stated: Path, stretto: Stretto)
         ("stated.yaml --plot plan.gif", "let it end in .png"),
         ("stated.yaml --against runs/none", "cannot read runs/none/ledger.csv"),
         ("--against runs/none", "cannot read 'runs/none/run.yaml'"),
-        ("stated.yaml max_duration=1h batch_size={0s:", "a value is missing"),
+        ("stated.yaml max_duration=1h batch_size={0s:", "expected"),
         ("stated.yaml batch_size={0s:8,1m:16}", "'0s:8' has no value; write '0s: 8', with a space"),
         ("stated.yaml --fruit", "No such option"),
         ("stated.yaml max_duration=1e199ep --json", "(max_duration on the command line)"),

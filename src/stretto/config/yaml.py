@@ -1,8 +1,8 @@
-"""YAML text to plain values with the line of each: safe, strict and bounded for any text.
+"""YAML text to plain values with the line of each.
 
-PyYAML composes the nodes. The values are made here, because YAML 1.1 reads `1e3` as text, `1:30` as
-90, `on` as true and a date as an object. Here a plain word is null, a boolean, a number or a text,
-as in YAML 1.2, and a key is always a text. Tags are refused, so nothing in a file makes an object.
+PyYAML parses. The values are made here, because YAML 1.1 reads `1e3` as text, `1:30` as 90, `on` as
+true and a date as an object. Here a plain word is null, a boolean, a number or a text, as in YAML
+1.2, and a key is always a text. Tags are refused, so nothing in a file makes an object.
 """
 
 from __future__ import annotations
@@ -11,73 +11,12 @@ import copy
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias
 
 import yaml
 
 from stretto.config.source import Path, Source, show_path
 from stretto.errors import ConfigError, shown
-
-_PROBLEMS = {
-    "but found another document": (
-        "a second document begins",
-        "keep one run in a file, without '---'",
-    ),
-    "found undefined alias": ("there is no such '&' name before it", "write the value out"),
-    "found duplicate anchor": ("the same '&' name stands twice", "write the values out"),
-    "mapping values are not allowed here": (
-        "a second ':' stands where a value should be",
-        "put the text in quotes, or the inner 'key: value' on its own indented line",
-    ),
-    "cannot start any token": (
-        "a value or a key begins with a character that YAML keeps for itself",
-        "indent with spaces, and put texts that begin with @, %, ` or a tab in quotes",
-    ),
-    "could not find expected ':'": (
-        "a line is neither 'key: value' nor part of one",
-        "write 'key: value', with a space after the colon",
-    ),
-    "expected <block end>": (
-        "the indentation does not fit the lines above",
-        "give keys of one level the same indentation",
-    ),
-    "expected the node content": (
-        "a value is missing",
-        "write one, or close the '{', '[' or quote before it",
-    ),
-    "found unknown escape character": (
-        "a backslash in double quotes begins an escape that YAML does not have",
-        "use single quotes",
-    ),
-    "expected '<document start>'": (
-        "the file goes on after its value has ended",
-        "write 'key: value' lines, and quote what begins with '&', '*' or '!'",
-    ),
-    "expected alphabetic or numeric character": (
-        "a value begins with '&' or '*' and names no anchor",
-        "put it in quotes",
-    ),
-    "expected ',' or": ("a '{' or '[' is not closed", "close it, with ',' between the entries"),
-    "found unexpected end of stream": ("a quote is not closed", "close it on the same line"),
-}
-
-
-def broken_yaml(error: yaml.MarkedYAMLError, name: str) -> ConfigError:
-    """Return PyYAML's error in our own words."""
-    problem = error.problem or "it is not YAML"
-    mark = error.problem_mark or error.context_mark
-    where = f"line {mark.line + 1}, column {mark.column + 1} of {name}" if mark else name
-    for said, (why, instead) in _PROBLEMS.items():
-        if said in problem:
-            return ConfigError.cannot(f"read {name}", why=why, instead=instead, where=where)
-    return ConfigError.cannot(
-        f"read {name}",
-        why=f"it is not YAML: {problem}",
-        instead="look at the quotes, colons and indentation there",
-        where=where,
-    )
-
 
 Value: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
 """What a run file holds."""
@@ -89,18 +28,19 @@ MAX_VALUES = 10_000
 MAX_DEPTH = 30
 """Deepest nesting; a batch size in periods in a schedule reaches 8."""
 
-_NULL = {"", "~", "null", "Null", "NULL"}
-_BOOL = {
-    "true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False,
-}  # fmt: skip
+_WORDS = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
-_FLOAT = re.compile(r"[-+]?(([0-9]+(_[0-9]+)*)?\.[0-9]+|[0-9]+(_[0-9]+)*\.?)([eE][-+]?[0-9]{1,3})?")
+_FLOAT = re.compile(
+    r"(?![-+]?0[0-9])[-+]?(([0-9]+(_[0-9]+)*)?\.[0-9]+|[0-9]+(_[0-9]+)*\.?)([eE][-+]?[0-9]{1,3})?"
+)
 _LONGEST_NUMBER = 100
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(NamedTuple):
     """The value of a YAML text, and the line of each key and each item in it."""
 
     value: Value
@@ -120,40 +60,29 @@ def parse_yaml(text: str, name: str) -> Document:
     Raises:
         ConfigError: it is not YAML, or more than a run file may hold; the message says where.
     """
-    size = len(text.encode("utf-8", "surrogatepass"))
-    if size > MAX_BYTES:
-        raise _refused(
-            name,
-            None,
-            f"it has {size} bytes and a run file has at most {MAX_BYTES}",
-            "write lists of values into code and name it with 'target:'",
-        )
+    lines: dict[Path, int] = {}
+    where = None
     try:
-        node = _Composer(text, name).get_single_node()
-    except ConfigError:
-        raise
-    except (ValueError, OverflowError):  # of int() and chr(), which PyYAML calls unguarded
-        raise _refused(
-            name,
-            None,
-            "an escape or a '%YAML' line holds a number that is too large",
-            "write the character itself, and no '%YAML' line",
-        ) from None
-    except yaml.reader.ReaderError as error:
-        raise _refused(
-            name,
-            f"at character {error.position + 1}",
-            f"the character U+{int(error.character):04X} is not allowed in YAML",
-            "write plain UTF-8 text",
-        ) from None
+        if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
+            raise yaml.YAMLError(f"a run file has at most {MAX_BYTES} bytes")
+        node = yaml.compose(text, Loader=_Loader)
+        if node is None:
+            raise yaml.YAMLError("it is empty")
+        return Document(_value(node, (), lines), lines)
     except yaml.MarkedYAMLError as error:
-        raise broken_yaml(error, name) from None
-    except yaml.YAMLError:
-        raise _refused(name, None, "it is not YAML", "write 'key: value' lines") from None
-    if node is None:
-        raise _refused(name, None, "it is empty", "write at least 'max_duration: 2ep'")
-    values = _Values(name)
-    return Document(values.of(node, ()), values.lines)
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1} of {name}" if mark else name
+        why = error.problem or "it is not YAML"
+    except RecursionError:
+        why = f"values nest deeper than {MAX_DEPTH}"
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # int() and chr() in PyYAML
+        why = " ".join(str(error).split())
+    raise ConfigError.cannot(
+        f"read {name}",
+        why=why,
+        instead="write 'key: value' lines, indented alike, and texts with special signs in quotes",
+        where=where,
+    )
 
 
 def parse_scalar(text: str) -> bool | int | float | str | None:
@@ -162,112 +91,65 @@ def parse_scalar(text: str) -> bool | int | float | str | None:
     >>> [parse_scalar(word) for word in ("1_000", "1e-3", "on", "1:30", "true")]
     [1000, 0.001, 'on', '1:30', True]
     """
-    if text in _NULL:
-        return None
-    if text in _BOOL:
-        return _BOOL[text]
+    if text in _WORDS:
+        return _WORDS[text]
     if len(text) <= _LONGEST_NUMBER:
         if _INT.fullmatch(text):
             return int(text)
-        if _FLOAT.fullmatch(text) and not re.match(r"[-+]?0[0-9]", text):
-            number = float(text)
-            return number if math.isfinite(number) else text
+        if _FLOAT.fullmatch(text) and math.isfinite(float(text)):
+            return float(text)
     return text
 
 
-class _Composer(yaml.SafeLoader):
-    """Makes nodes of a text, and stops where one holds too much or would make an object."""
-
-    def __init__(self, text: str, name: str) -> None:
-        super().__init__(text)
-        self.name = name
-        self.depth = 0
-        self.count = 0
+class _Loader(yaml.SafeLoader):
+    """Refuses tags."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
-        self.count += 1
-        _check_bounds(self.name, event.start_mark, self.depth, self.count)
-        tag = getattr(event, "tag", None)
-        if tag is not None:
-            why = f"the tag {shown(tag)} would make an object"
-            raise _refused(self.name, event.start_mark, why, "write the plain value")
-        self.depth += 1
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+        if getattr(event, "tag", None) is not None:
+            raise _error(event, f"the tag {shown(event.tag)} would make an object")  # type: ignore[attr-defined]
+        return super().compose_node(parent, index)
 
 
-@dataclass(slots=True)
-class _Values:
-    """Makes plain values of nodes, aliases followed."""
-
-    name: str
-    lines: dict[Path, int] = field(default_factory=dict)
-    count: int = 0
-
-    def of(self, node: yaml.Node, path: Path) -> Value:
-        self.count += 1
-        _check_bounds(self.name, node.start_mark, len(path), self.count)
-        if isinstance(node, yaml.ScalarNode):
-            text = self._text(node)
-            return text if node.style else parse_scalar(text)
-        if isinstance(node, yaml.SequenceNode):
-            return [self._inner(item, item, (*path, n)) for n, item in enumerate(node.value)]
-        entries: dict[str, Value] = {}
-        for key_node, item in node.value:
-            key = self._key(key_node)
-            if key in entries:
-                first = self.lines[(*path, key)]
-                why = f"the key {shown(key)} stands twice, first on line {first}"
-                raise _refused(self.name, key_node.start_mark, why, "keep one of them")
-            if ":" in key and _is_bare(key_node) and _is_bare(item) and item.value == "":
-                # In braces, '{0ep:8}' is the key '0ep:8' without a value.
-                instead = f"write {shown(key.replace(':', ': ', 1))}, with a space"
-                why = f"{shown(key)} has no value"
-                raise _refused(self.name, key_node.start_mark, why, instead)
-            entries[key] = self._inner(key_node, item, (*path, key))
-        return entries
-
-    def _inner(self, at: yaml.Node, node: yaml.Node, path: Path) -> Value:
-        self.lines[path] = at.start_mark.line + 1
-        return self.of(node, path)
-
-    def _key(self, node: yaml.Node) -> str:
-        if not isinstance(node, yaml.ScalarNode):
-            why = "a key is not plain text"
-            raise _refused(self.name, node.start_mark, why, "write 'key: value'")
-        if node.value == "<<" and not node.style:
-            why = "'<<' merges are not read"
-            raise _refused(self.name, node.start_mark, why, "write the keys out")
-        return self._text(node)
-
-    def _text(self, node: yaml.ScalarNode) -> str:
-        text = str(node.value)
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            why = "half of a surrogate pair is not a character"
-            raise _refused(self.name, node.start_mark, why, "write the character itself")
-        return text
+def _value(node: yaml.Node, path: Path, lines: dict[Path, int]) -> Value:
+    """Return the value of a node, and note the line of each key and item."""
+    if len(lines) > MAX_VALUES:
+        raise _error(node, f"it holds more than {MAX_VALUES} values")
+    if len(path) > MAX_DEPTH:
+        raise _error(node, f"values nest deeper than {MAX_DEPTH}")
+    if isinstance(node, yaml.ScalarNode):
+        text = _text(node)
+        return text if node.style else parse_scalar(text)
+    if isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            lines[*path, number] = item.start_mark.line + 1
+        return [_value(item, (*path, number), lines) for number, item in enumerate(node.value)]
+    entries: dict[str, Value] = {}
+    for at, item in node.value:
+        key = _text(at)
+        if key == "<<" and not at.style:
+            raise _error(at, "'<<' merges are not read; write the keys out")
+        if key in entries:
+            raise _error(at, f"the key {shown(key)} stands twice")
+        if ":" in key and not at.style and item.value == "" and not item.style:
+            # In braces, '{0ep:8}' is the key '0ep:8' without a value.
+            better = shown(key.replace(":", ": ", 1))
+            raise _error(at, f"{shown(key)} has no value; write {better}, with a space")
+        lines[*path, key] = at.start_mark.line + 1
+        entries[key] = _value(item, (*path, key), lines)
+    return entries
 
 
-def _is_bare(node: yaml.Node) -> bool:
-    """Whether it is a word without quotes."""
-    return isinstance(node, yaml.ScalarNode) and not node.style
+def _text(node: yaml.Node) -> str:
+    if not isinstance(node, yaml.ScalarNode):
+        raise _error(node, "a key is not plain text")
+    if any("\ud800" <= character <= "\udfff" for character in node.value):
+        raise _error(node, "half of a surrogate pair is not a character")
+    return str(node.value)
 
 
-def _check_bounds(name: str, mark: Any, depth: int, count: int) -> None:
-    if depth > MAX_DEPTH:
-        why = f"values nest deeper than {MAX_DEPTH}"
-        raise _refused(name, mark, why, "write it with less nesting")
-    if count > MAX_VALUES:
-        why = f"it holds more than {MAX_VALUES} values"
-        raise _refused(name, mark, why, "name code with 'target:'")
-
-
-def _refused(name: str, mark: Any, why: str, instead: str) -> ConfigError:
-    if mark is not None and not isinstance(mark, str):
-        mark = f"line {mark.line + 1}, column {mark.column + 1} of {name}"
-    return ConfigError.cannot(f"read {name}", why=why, instead=instead, where=mark)
+def _error(at: Any, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
 def check_mapping(value: Value, name: str) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def test_a_replaced_mapping_forgets_its_lines() -> None:
         ("batch_size.at_most=3", "batch_size is a number, which has no keys"),
         ("schedules.lr.2.cosine={}", "schedules.lr is a list of 2; write a number from 0 to 1"),
         ("schedules.lr.end=1", "schedules.lr is a list of 2"),
-        ("batch_size=[1", "is not closed"),
+        ("batch_size=[1", "expected"),
     ],
 )
 def test_what_is_refused(override: str, message: str) -> None:
