@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, NoReturn, TypeAlias, cast, final
 
@@ -38,11 +38,8 @@ _AXIS_COUNTERS = {
 class Period:
     """One period on a run. Periods that are counted on one axis without a break form a chain."""
 
-    policy: BatchSizePolicy
     bound: BoundPolicy
     """The policy on the period's own run."""
-    is_open: bool
-    """Whether its length is known only when it begins; `policy` is bound again then."""
     axis: Axis
     chain: int
     begin: Fraction
@@ -58,8 +55,6 @@ class BoundPeriods(BoundPolicy):
 
     horizon: Horizon
     periods: tuple[Period, ...]
-    opened: dict[tuple[int, Timestamp], BoundPolicy] = field(compare=False, repr=False)
-    """Open periods that have begun, bound; it only saves binding them again for each batch."""
 
     @property
     def is_static(self) -> bool:
@@ -104,8 +99,7 @@ class BoundPeriods(BoundPolicy):
 
     def inside(self, state: PolicyState) -> tuple[BoundPolicy, PolicyState]:
         """Return the policy of the present period, and its state."""
-        bound = self._bound(cast(int, state["period"]), _timestamp(state))
-        return bound, inner_state(state)
+        return self.periods[cast(int, state["period"])].bound, inner_state(state)
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals
@@ -113,14 +107,14 @@ class BoundPeriods(BoundPolicy):
         """Return what the policy of the present period decides, on the period's clock."""
         state = self._entered(timestamp, state)
         began = _timestamp(state)
-        bound = self._bound(cast(int, state["period"]), began)
-        size, inner = bound.decide(self._since(timestamp, began), inner_state(state), signals)
+        bound, inner = self.inside(state)
+        size, inner = bound.decide(self._since(timestamp, began), inner, signals)
         return size, {**state, "inner": inner}
 
     def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold | None:
         """Return the hold of the policy of the present period, ended with the period."""
         number, began = cast(int, state["period"]), _timestamp(state)
-        bound = self._bound(number, began)
+        bound = self.periods[number].bound
         hold = bound.holds_until(self._since(timestamp, began), inner_state(state))
         if hold is None:
             return None
@@ -153,20 +147,7 @@ class BoundPeriods(BoundPolicy):
         """The state of a period that begins at `began`."""
         counts = {name: began[Timestamp._fields.index(name)] for name in _COUNTERS}
         state: PolicyState = {"period": number, "anchor": anchor, **counts}
-        return {**state, "inner": self._bound(number, _timestamp(state)).start()}
-
-    def _bound(self, number: int, began: Timestamp) -> BoundPolicy:
-        period = self.periods[number]
-        if not period.is_open:
-            return period.bound
-        if (number, began) not in self.opened:
-            run = self.horizon.max_duration
-            axis = self.horizon.axis(run.unit)
-            left = self.horizon.ticks(run, axis) - axis.read(began)
-            # A run that has reached its length decides no more: any positive length will do.
-            length = rounded(max(left, Fraction(1)) / axis.scale, run.unit)
-            self.opened[number, began] = period.policy.bind(sub_horizon(self.horizon, length))
-        return self.opened[number, began]
+        return {**state, "inner": self.periods[number].bound.start()}
 
     def _since(self, timestamp: Timestamp, began: Timestamp) -> Timestamp:
         """The clock of a period: what has passed since it began."""
@@ -183,17 +164,6 @@ class BoundPeriods(BoundPolicy):
             sample_in_epoch=within,
             run_nanoseconds=wall - began.run_nanoseconds,
         )
-
-
-def sub_horizon(horizon: Horizon, length: Time) -> Horizon:
-    """Return the run that a period of `length` is to the policy inside it."""
-    return Horizon(
-        length,
-        dataset_num_samples=horizon.dataset_num_samples,
-        dataset_num_tokens=horizon.dataset_num_tokens,
-        tokens_per_sample=horizon.tokens_per_sample,
-        last_batch=horizon.last_batch,
-    )
 
 
 def _timestamp(state: PolicyState) -> Timestamp:
@@ -263,14 +233,16 @@ class PeriodSizes(BatchSizePolicy):
             if own is not axis:
                 axis, offset, chain = own, Fraction(0), chain + bool(periods)
             end = None if ticks is None else offset + ticks
-            inside = _inside(horizon, axis, ticks)
-            periods.append(
-                Period(
-                    policy, policy.bind(inside or horizon), inside is None, axis, chain, offset, end
+            inside = horizon if ticks is None else _inside(horizon, axis, ticks)
+            if ticks is None and any(one.unit is TimeUnit.DURATION for one in policy.times()):
+                _refuse(
+                    [repr(policy)],
+                    "how long the 'rest' is, which its fractions are of, only the run can tell",
+                    "its times in other units, or all lengths in the unit of max_duration",
                 )
-            )
+            periods.append(Period(policy.bind(inside), axis, chain, offset, end))
             offset = end or offset
-        return BoundPeriods(horizon, tuple(periods), {})
+        return BoundPeriods(horizon, tuple(periods))
 
     def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
         """Return what the policies of the periods warn of."""
@@ -302,15 +274,19 @@ class PeriodSizes(BatchSizePolicy):
         return f"PeriodSizes([{shown}])"
 
 
-def _inside(horizon: Horizon, axis: Axis, ticks: Fraction | None) -> Horizon | None:
+def _inside(horizon: Horizon, axis: Axis, ticks: Fraction) -> Horizon:
     """The run that a period of `ticks` is to the policy inside it."""
-    if ticks is None:
-        return None
     unit = axis.unit
     if unit is TimeUnit.SAMPLE and horizon.dataset_num_samples is not None:
         unit = TimeUnit.EPOCH  # which has parts, so that no fraction of a sample is rounded away
     each = horizon.ticks(Time(1, unit), axis)
-    return sub_horizon(horizon, rounded(ticks / each, unit))
+    return Horizon(
+        rounded(ticks / each, unit),
+        dataset_num_samples=horizon.dataset_num_samples,
+        dataset_num_tokens=horizon.dataset_num_tokens,
+        tokens_per_sample=horizon.tokens_per_sample,
+        last_batch=horizon.last_batch,
+    )
 
 
 def _pair(pair: object) -> tuple[Time | Rest, BatchSizePolicy]:

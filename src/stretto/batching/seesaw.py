@@ -86,10 +86,7 @@ class BoundCoupling:
             return math.floor(size * Fraction(growth))
         steps, enough = _steps(cut, self.factor), math.log(self.maximum) / _log(self.factor)
         steps = math.ceil(enough if steps is None else min(steps, enough))
-        bits = 128 + self.maximum.bit_length()
-        below, above = (size * power >> bits for power in _powers(self.factor, steps, bits))
-        # They differ where the product is a whole number: after few steps, whose power is short.
-        return below if below == above else math.floor(size * self.factor**steps)
+        return math.floor(size * self.factor**steps)
 
 
 @final
@@ -143,25 +140,9 @@ def _log(factor: Fraction) -> float:
     return math.log1p(float(factor - 1))  # a float has 7 digits more of 1e-7 than of 1 + 1e-7
 
 
-def _powers(factor: Fraction, exponent: int, bits: int) -> tuple[int, int]:
-    """Return whole numbers that `factor ** exponent * 2 ** bits` lies between, both close to it.
-
-    The exact power of 1.0001 up to 64 times the size has 170,000 digits, and takes 30 ms.
-    """
-    below = above = 1 << bits
-    low = below * factor.numerator // factor.denominator
-    high = low + 1
-    while exponent:
-        if exponent & 1:
-            below, above = below * low >> bits, (above * high >> bits) + 1
-        low, high = low * low >> bits, (high * high >> bits) + 1
-        exponent >>= 1
-    return below, above
-
-
 def _fallen(factor: Fraction, steps: int | None) -> float:
     """What is left of 1 after so many divisions by the factor."""
-    return 0.0 if steps is None else float(Fraction(1 << 128, _powers(factor, steps, 128)[0]))
+    return 0.0 if steps is None else float(1 / factor**steps)
 
 
 Decaying: TypeAlias = Annotated[ScheduleLike, Check(lambda value, *_: as_schedule(value))]
@@ -174,7 +155,8 @@ DEFAULT_GROWTH = 64
 for batches without end: the last one of a cosine is as many times as large as the first as the 2/3
 power of the run's number of batches. Beyond 64 times a cosine has 0.2 percent of its steps left to
 save."""
-_LARGEST_FACTOR = 2**20
+_LEAST_FACTOR, _LARGEST_FACTOR = Fraction("1.01"), 2**20
+"""Powers of a smaller factor have thousands of digits, and it is as good as 'continuous'."""
 _FAR = Timestamp(*[2**62] * len(Timestamp._fields))
 """After the end of any run: where a warm-up of the batch is over."""
 
@@ -391,10 +373,10 @@ def _checked_factor(factor: object, *, smooth: bool) -> float | Continuous:
         ratio = exact(factor)
     except TimeError:
         ratio = Fraction(0)
-    if not 1 < ratio <= _LARGEST_FACTOR or float(ratio) == 1:
+    if not _LEAST_FACTOR <= ratio <= _LARGEST_FACTOR:
         raise BatchSizeError.cannot(
             f"grow the batch by a factor of {shown(factor)}",
-            why=f"it is not a number above 1 and up to {_LARGEST_FACTOR:,}",
+            why=f"it is not a number from 1.01 to {_LARGEST_FACTOR:,}",
             instead="write 2, or 'continuous'",
         )
     return float(ratio)
@@ -427,7 +409,7 @@ class Seesaw(Coupling):
             tokens or fractions of the run.
         size: the size until the schedule has fallen, or a warm-up of the batch: steps or a ramp,
             whose sizes are multiplied by the growth.
-        factor: by how much the batch grows at once, above 1; `"continuous"`: as soon as another
+        factor: by how much the batch grows at once, at least 1.01; `"continuous"`: as soon as another
             sample (or `multiple_of`) fits in.
         smooth: let the learning rate follow the curve between two steps of the size, and rise
             where the size does; left out, it moves in steps, too.
@@ -472,7 +454,7 @@ class IncreaseInsteadOfDecay(Coupling):
             tokens or fractions of the run.
         size: the size until the schedule has fallen, or a warm-up of the batch: steps or a ramp,
             whose sizes are multiplied by the growth.
-        factor: by how much the batch grows at once, above 1; `"continuous"`: as soon as another
+        factor: by how much the batch grows at once, at least 1.01; `"continuous"`: as soon as another
             sample (or `multiple_of`) fits in, which is the way for a schedule that has steps.
         smooth: let the learning rate follow the curve between two steps of the size, and rise
             where the size does; left out, it moves in steps, too.

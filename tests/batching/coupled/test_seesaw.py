@@ -383,20 +383,11 @@ def test_sizes_are_those_of_the_exact_power_of_the_factor(factor: float) -> None
         assert coupling.grown(size, cut) == min(math.floor(size * exact**steps), 10**6)
 
 
-@pytest.mark.parametrize("factor", [1.0001, 1.0000001, 1.0000000000000002])
-def test_a_factor_close_to_1_grows_as_if_continuous(factor: float) -> None:
-    # With exact powers, whose digits go into the millions, a plan of 1.0001 took 37 s.
+def test_the_least_factor_grows_nearly_as_if_continuous() -> None:
     run = Horizon("10_000sp")
-    near = [stage.size for stage in planned(Seesaw(Cosine(), 16, factor=factor), run).stages]
-    smooth = [
-        stage.size for stage in planned(Seesaw(Cosine(), 16, factor="continuous"), run).stages
-    ]
-    assert near == pytest.approx(smooth, rel=0.01)
-    bound = Seesaw(Cosine(), 16, factor=factor).bind(run)
-    for sample in range(0, 9500, 500):
-        assert bound.base(Timestamp(sample=sample)) == pytest.approx(
-            bound.decay.value(Timestamp(sample=sample)), rel=2e-4
-        )
+    near = planned(Seesaw(Cosine(), 100, factor=1.01), run).stages
+    smooth = planned(Seesaw(Cosine(), 100, factor="continuous"), run).stages
+    assert near[-1].size == pytest.approx(smooth[-1].size, rel=0.02)
 
 
 def test_a_pair_stays_together() -> None:

@@ -72,9 +72,9 @@ def test_without_a_rest_the_last_policy_goes_on() -> None:
 
 def test_batches_mix_with_samples_from_where_they_meet() -> None:
     horizon = Horizon("200sp", dataset_num_samples=1000)
-    policy = PeriodSizes([("3ba", 10), ("35sp", 20), ("4ba", 5), ("rest", "0ba:7 50%:11")])
+    policy = PeriodSizes([("3ba", 10), ("35sp", 20), ("4ba", 5), ("rest", "0ba:7 8ba:11")])
     sizes = [size for _, size in decided(policy, horizon)]
-    # 3 batches to sample 30; until 65 two of 20, to 70; 4 of 5, to 90; of the 110 left, half by 7.
+    # 3 batches to sample 30; until 65 two of 20, to 70; 4 of 5, to 90; then 8 of 7.
     assert sizes == [10, 10, 10, 20, 20, 5, 5, 5, 5, *[7] * 8, *[11] * 5]
 
 
@@ -146,8 +146,16 @@ def test_an_unsized_run_may_have_periods_of_whole_epochs() -> None:
 def test_the_walk_ends_with_the_periods_of_every_kind_of_end() -> None:
     for length in ("2ep", "40sp", "9ba"):
         horizon = Horizon(length, dataset_num_samples=20)
-        policy = PeriodSizes([("3ba", 2), ("rest", "0dur:3 50%:5")])
-        assert [step.decided for step in walk(horizon, policy.bind(horizon))][:4] == [2, 2, 2, 3]
+        policy = PeriodSizes([("3ba", 2), ("rest", "0ba:3 2ba:5")])
+        sizes = [step.decided for step in walk(horizon, policy.bind(horizon))]
+        assert sizes[:6] == [2, 2, 2, 3, 3, 5]
+
+
+def test_fractions_of_a_rest_whose_length_nobody_knows_are_refused() -> None:
+    policy = PeriodSizes([("3ba", 2), ("rest", "0dur:3 50%:5")])
+    policy.bind(Horizon("9ba"))
+    with pytest.raises(BatchSizeError, match="fractions"):
+        policy.bind(Horizon("40sp"))
 
 
 def test_values() -> None:

@@ -90,7 +90,7 @@ def test_it_is_written_as_it_was_read() -> None:
         ({"rule": {"sqrt": 16}}, "cannot follow the batch size by a 'rule"),
         ({"batch_size": {"seesaw": 0}}, "least"),
         ({"batch_size": {"sesaw": 16}}, "did you mean 'seesaw'?"),
-        ({"batch_size": {"seesaw": 16, "factor": 1}}, "it is not a number above 1"),
+        ({"batch_size": {"seesaw": 16, "factor": 1}}, "1.01"),
         ({"batch_size": {"seesaw": 16, "factor": "smooth"}}, "or 'continuous'"),
         ({"batch_size": {"seesaw": 16, "factor": "continuous", "smooth": True}}, "smooth already"),
         ({"batch_size": {"seesaw": 16, "hysteresis": 2}}, "there is no such key"),
