@@ -180,6 +180,9 @@ class Checkpointing:
     """The metric whose best value's checkpoint stays, such as `"validation/loss"`."""
     mode: Literal["min", "max"] = "min"
     """Whether less or more of the metric is better."""
+    upload: Any = None
+    """Where copies go in the background: an address that fsspec knows, such as `"s3://bucket/run"`,
+    or a `stretto.checkpoint.Store` of yours. Training never waits for it."""
 
     def __post_init__(self) -> None:
         _choice("mode", self.mode, ("min", "max"))

@@ -409,8 +409,8 @@ class Seesaw(Coupling):
             tokens or fractions of the run.
         size: the size until the schedule has fallen, or a warm-up of the batch: steps or a ramp,
             whose sizes are multiplied by the growth.
-        factor: by how much the batch grows at once, at least 1.01; `"continuous"`: as soon as another
-            sample (or `multiple_of`) fits in.
+        factor: by how much the batch grows at once, 1.01 or more; `"continuous"`: as soon as
+            another sample (or `multiple_of`) fits in.
         smooth: let the learning rate follow the curve between two steps of the size, and rise
             where the size does; left out, it moves in steps, too.
         maximum: the size beyond which the learning rate alone falls; left out, 64 times the size
@@ -454,8 +454,9 @@ class IncreaseInsteadOfDecay(Coupling):
             tokens or fractions of the run.
         size: the size until the schedule has fallen, or a warm-up of the batch: steps or a ramp,
             whose sizes are multiplied by the growth.
-        factor: by how much the batch grows at once, at least 1.01; `"continuous"`: as soon as another
-            sample (or `multiple_of`) fits in, which is the way for a schedule that has steps.
+        factor: by how much the batch grows at once, 1.01 or more; `"continuous"`: as soon as
+            another sample (or `multiple_of`) fits in, which is the way for a schedule that has
+            steps.
         smooth: let the learning rate follow the curve between two steps of the size, and rise
             where the size does; left out, it moves in steps, too.
         maximum: the size beyond which the learning rate alone falls; left out, 64 times the size

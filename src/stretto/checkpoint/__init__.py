@@ -20,6 +20,7 @@ from stretto.checkpoint.sharding import (
     shard_like,
     to_shard,
 )
+from stretto.checkpoint.store import Store, UrlStore
 from stretto.checkpoint.writing import (
     abandon_checkpoint,
     begin_checkpoint,
@@ -38,6 +39,8 @@ __all__ = [
     "Shard",
     "LazyTensor",
     "TensorGroup",
+    "Store",
+    "UrlStore",
     "abandon_checkpoint",
     "begin_checkpoint",
     "checkpoint_path",

@@ -157,6 +157,13 @@ def _checked_rule(value: Any) -> Any:
 
 _SIZE = {"type": "integer", "minimum": 1, "description": "The size that the rate is meant for."}
 _TARGET = {"type": "string", "pattern": TARGET_PATTERN}
+AnyStore: TypeAlias = Annotated[
+    Annotated[str, Tag("<address>")] | Annotated[Target, Tag("<target>")],
+    shape_of(
+        lambda value: "<target>" if isinstance(value, (dict, Target)) else "<address>",
+        "write s3://bucket/run, or {target: my.module:Store}",
+    ),
+]
 AnyRule: TypeAlias = Annotated[
     Any,
     PlainValidator(_checked_rule),
@@ -237,7 +244,7 @@ else:
             "rank_timeout": WallClock | None,
         },
     )
-    Checkpoint = _derived(Checkpointing, types={}, every=Time("1ep"))
+    Checkpoint = _derived(Checkpointing, types={"upload": AnyStore | None}, every=Time("1ep"))
 
 
 class Evaluate(Section):

@@ -367,8 +367,8 @@ class Trainer:
 
     @property
     def unsaved(self) -> str | None:
-        """Why the last checkpoint could not be written; None where it could."""
-        return self._loop.saver.failure
+        """Why the last checkpoint, or its copy, could not be written; None where it could."""
+        return self._loop.saver.unsaved
 
     def get_elapsed_duration(self) -> float:
         """Return the fraction of the run that has passed, in [0, 1]."""
@@ -463,7 +463,8 @@ class Trainer:
 
         Args:
             path: `"auto"`: the newest, or begin anew where there is none (a trainer that has
-                trained goes on); `"latest"`: the newest; else the path of a checkpoint, or of the
+                trained goes on); `"latest"`: the newest (of `Checkpointing(upload=)` if the folder
+                has none); else the path of a checkpoint, or of the
                 folder of another run.
 
         Returns:
@@ -474,7 +475,7 @@ class Trainer:
             TrainingError: the newest is asked for and the run has no folder, or another live run
                 writes to that.
         """
-        found = find_checkpoint(path, self.folder, self._ranks)
+        found = find_checkpoint(path, self.folder, self._ranks, self._loop.saver.store)
         if found is None:
             if not self.timer.batch:
                 self._loop.recorder.start_over()

@@ -11,18 +11,22 @@ from stretto.checkpoint import CheckpointReader, latest_good, open_checkpoint
 from stretto.checkpoint.folder import candidates, find_newest, position
 from stretto.checkpoint.manifest import read_errors
 from stretto.checkpoint.reading import find
+from stretto.checkpoint.store import Store
 from stretto.distributed.agreement import check_agreement
 from stretto.distributed.ranks import Ranks
 from stretto.errors import CheckpointError, TrainingError
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.lock import locked, set_aside, unwritable
+from stretto.training.checkpointing.upload import fetch_newest
 from stretto.training.logs.recorder import Recorder
 
 FOLDER = "checkpoints"
 """The folder of checkpoints inside a run folder."""
 
 
-def find_checkpoint(asked: str | Path, run_folder: Path | None, ranks: Ranks) -> Path | None:
+def find_checkpoint(
+    asked: str | Path, run_folder: Path | None, ranks: Ranks, store: Store | None = None
+) -> Path | None:
     """Return the checkpoint to resume from, the same on every rank; every rank must call it.
 
     The first rank searches and verifies. In this run's folder, a damaged checkpoint is renamed and
@@ -32,6 +36,7 @@ def find_checkpoint(asked: str | Path, run_folder: Path | None, ranks: Ranks) ->
         asked: `"auto"`, `"latest"`, a checkpoint, or a run folder, to use its newest checkpoint.
         run_folder: the folder of this run.
         ranks: the processes of the run.
+        store: where `"auto"` and `"latest"` look if the folder of this run has no checkpoint.
 
     Returns:
         The path; None if `"auto"` finds nothing.
@@ -45,6 +50,10 @@ def find_checkpoint(asked: str | Path, run_folder: Path | None, ranks: Ranks) ->
 
     def look() -> str:
         with _locked_if_there(run_folder):
+            if store is not None and run_folder is not None and str(asked) in ("auto", "latest"):
+                folder = run_folder / FOLDER
+                if not any(folder.glob("checkpoint-*")):
+                    fetch_newest(store, folder)
             found = _find(asked, run_folder)
         return "" if found is None else str(found)
 

@@ -32,6 +32,7 @@ from stretto.timing import Timestamp
 from stretto.training.checkpointing.lock import is_locked_here
 from stretto.training.checkpointing.resuming import FOLDER
 from stretto.training.checkpointing.state import RunState
+from stretto.training.checkpointing.upload import Uploader, as_store
 from stretto.training.evaluation.best import Best
 from stretto.training.logs.loggers import synchronize_file
 
@@ -81,6 +82,11 @@ class Saver:
         """The position of the last checkpoint of this run."""
         self.failure: str | None = None
         """Why the last checkpoint could not be written; None if it was written."""
+        self.store = None if settings is None else as_store(settings.upload, ranks)
+        """Where copies of checkpoints go."""
+        self._uploader: Uploader | None = None
+        if settings is not None and self.store is not None and ranks.is_first:
+            self._uploader = Uploader(self.store, settings.keep)
 
     @property
     def is_busy(self) -> bool:
@@ -136,6 +142,12 @@ class Saver:
         )
         return earlier
 
+    @property
+    def unsaved(self) -> str | None:
+        """Why the last checkpoint or its copy is not there; None if it is."""
+        missing = None if self._uploader is None else self._uploader.missing
+        return self.failure or (missing and f"{missing} is not in {self.store!r}")
+
     def owns(self, path: Path) -> bool:
         """Return whether a checkpoint is one of this run; renamed ones are not."""
         return self.folder is not None and path.resolve() in [
@@ -187,10 +199,14 @@ class Saver:
             else:
                 self._report(error)
         self._copies.release()
+        if self._uploader is not None:
+            self._uploader.close()
 
     def _note_whole(self, job: _Job) -> None:
         self.saved_at, self.failure = job.sample, None
         self._best.confirm(job.sample)
+        if self._uploader is not None and self.folder is not None:
+            self._uploader.submit(job.path, self._best.paths(self.folder))
 
     def _report(self, error: Exception | None) -> None:
         self.failure = str(error) if error is not None else "another rank could not write"
