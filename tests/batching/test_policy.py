@@ -63,10 +63,10 @@ def test_a_hold_ends_with_its_first_limit() -> None:
 def test_a_saved_state_goes_with_its_policy() -> None:
     monotone = Monotone(IncreaseFunction(lambda epoch, size: 1, 8, 64)).bind(HORIZON)
     fixed = Fixed(8).bind(HORIZON)
-    assert monotone.accepts(monotone.start())
+    assert monotone.accepts(monotone.start)
     assert fixed.accepts({})
-    assert not fixed.accepts(monotone.start())
-    assert not monotone.accepts(fixed.start())
+    assert not fixed.accepts(monotone.start)
+    assert not monotone.accepts(fixed.start)
     assert not monotone.accepts({"largest": 8, "inner": {"size": 8}})
 
 
@@ -74,10 +74,10 @@ def test_the_state_of_a_later_period_goes_with_that_period() -> None:
     """What is kept inside depends on the period, and so does what is accepted."""
     policy = PeriodSizes([("10sp", 8), ("rest", Monotone(Steps("0sp:16 20sp:8")))])
     bound = policy.bind(HORIZON)
-    _, state = bound.decide(Timestamp(sample=16), bound.start(), NO_SIGNALS)
+    _, state = bound.decide(Timestamp(sample=16), bound.start, NO_SIGNALS)
     assert state["period"] == 1
     assert bound.accepts(state)
-    assert bound.accepts(bound.start())
+    assert bound.accepts(bound.start)
     assert not bound.accepts({**state, "period": 0})
     assert not bound.accepts({**state, "period": 2})
     assert not bound.accepts({})
@@ -115,7 +115,7 @@ def test_integers_of_numpy_are_integers(make: Any) -> None:
     """And nothing of NumPy's is left, which JSON could not keep."""
     horizon = Horizon("2ep", dataset_num_samples=100)
     bound = make(_np).bind(horizon)
-    size, state = bound.decide(Timestamp(), bound.start(), NO_SIGNALS)
+    size, state = bound.decide(Timestamp(), bound.start, NO_SIGNALS)
     assert (size, type(size)) == (8, int)
     assert json.loads(json.dumps(state)) == state
     assert repr(make(_np)).split(" at ")[0] == repr(make(int)).split(" at ")[0]

@@ -14,7 +14,7 @@ from stretto.batching import (
     AtLeast,
     AtMost,
     BatchSizePolicy,
-    BoundPolicy,
+    Bound,
     Fixed,
     Hysteresis,
     LinearRamp,
@@ -28,7 +28,7 @@ from stretto.batching import (
 )
 from stretto.errors import BatchSizeError
 from stretto.planning import plan
-from stretto.timing import Horizon, Time, Timestamp, TimeUnit
+from stretto.timing import Horizon, Time, Timestamp
 
 HORIZON = Horizon("1000ba")
 
@@ -36,7 +36,7 @@ HORIZON = Horizon("1000ba")
 def sizes_of(policy: BatchSizePolicy, wanted: list[int]) -> list[int]:
     """What a policy around a list of sizes decides, its state going through JSON each time."""
     bound, got = policy.bind(HORIZON), []
-    state = bound.start()
+    state = bound.start
     for batch in range(len(wanted)):
         size, state = bound.decide(Timestamp(batch=batch), state, NO_SIGNALS)
         state = json.loads(json.dumps(state))
@@ -98,7 +98,7 @@ def test_hysteresis_is_its_rule(wanted: list[int], ratio: float, wait: int) -> N
 def test_hysteresis_waits_in_any_unit() -> None:
     horizon = Horizon("2ep", dataset_num_samples=100)
     policy = Hysteresis(Steps("0sp:10 10sp:20 20sp:40"), 2, wait="0.5ep").bind(horizon)
-    state = policy.start()
+    state = policy.start
     got = []
     for sample in (0, 10, 20, 59, 60, 61):
         size, state = policy.decide(Timestamp(sample=sample), state, NO_SIGNALS)
@@ -129,25 +129,8 @@ def test_a_plan_does_not_leap_over_the_end_of_a_wait() -> None:
 class Noisy(BatchSizePolicy):
     """A policy that follows the measured noise scale as it is: what later ones start from."""
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
-        return BoundNoisy()
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class BoundNoisy(BoundPolicy):
-    """It, on one run: keeps the size where the measurement says nothing."""
-
-    @property
-    def is_static(self) -> bool:
-        return False
-
-    @property
-    def units(self) -> frozenset[TimeUnit]:
-        return frozenset()
-
-    def start(self) -> PolicyState:
-        return {"size": 32}
+    def bind(self, horizon: Horizon) -> Bound:
+        return Bound(decide=self.decide, start={"size": 32})
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals
@@ -168,7 +151,7 @@ def test_no_signal_leaves_the_bounds(signals: list[tuple[float | None, ...]]) ->
     policy = AtMost(AtLeast(MultipleOf(Hysteresis(Monotone(Noisy()), 1.2), 8), 16), 256)
     bound = policy.bind(HORIZON)
     assert not bound.is_static
-    state, previous = bound.start(), 0
+    state, previous = bound.start, 0
     for number, (loss, metric, above, below) in enumerate(signals):
         seen = Signals(loss=loss, metric=metric, noise_numerator=above, noise_denominator=below)
         size, state = bound.decide(Timestamp(batch=number), state, seen)
@@ -241,8 +224,8 @@ def test_wrong_wrappers_are_refused(make: object, match: str) -> None:
 class Timed(BatchSizePolicy):
     """A policy of somebody else's that has a time and does not say how it is stretched."""
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
-        return BoundNoisy()
+    def bind(self, horizon: Horizon) -> Bound:
+        return Noisy().bind(horizon)
 
     def times(self) -> tuple[Time, ...]:
         return (Time("5ba"),)

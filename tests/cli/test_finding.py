@@ -68,20 +68,12 @@ def test_for_a_device_that_is_not_here(wide: Path, stretto: Stretto) -> None:
 NOISY = """
 
 from stretto import BatchSizePolicy
-from stretto.batching import BoundPolicy
+from stretto.batching import Bound
 
 
-class Noisy(BatchSizePolicy, BoundPolicy):
-    is_static, units, reads = False, frozenset(), frozenset({"noise"})
-
+class Noisy(BatchSizePolicy):
     def bind(self, horizon):
-        return self
-
-    def start(self):
-        return {}
-
-    def decide(self, timestamp, state, signals):
-        return 8, state
+        return Bound(decide=lambda now, state, signals: (8, state), reads=frozenset({"noise"}))
 """
 
 

@@ -23,7 +23,7 @@ def policies(max_size: int = 20) -> st.SearchStrategy[BatchSizePolicy]:
     >>> @given(policies(max_size=8))
     ... def test_sizes_are_positive(policy):
     ...     bound = policy.bind(Horizon("100sp"))
-    ...     assert 1 <= bound.decide(Timestamp(), bound.start(), None)[0] <= 8
+    ...     assert 1 <= bound.decide(Timestamp(), bound.start, None)[0] <= 8
     >>> test_sizes_are_positive()
     """
     sizes = st.integers(1, max_size)

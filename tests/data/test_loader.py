@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, Weig
 from stretto.batching import (
     AtLeast,
     BatchSizePolicy,
-    BoundPolicy,
+    Bound,
     Fixed,
     NoiseScale,
     PolicyState,
@@ -179,16 +179,8 @@ def test_a_loop_that_is_left_goes_on_where_it_was() -> None:
 class FollowLoss(BatchSizePolicy):
     """Takes the last loss as the size."""
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
-        return FollowLossBound()
-
-
-class FollowLossBound(BoundPolicy):
-    is_static = False
-    units = frozenset()
-
-    def start(self) -> PolicyState:
-        return {"asked": 0}
+    def bind(self, horizon: Horizon) -> Bound:
+        return Bound(decide=self.decide, start={"asked": 0})
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals

@@ -20,7 +20,7 @@ from stretto.batching import (
     AtLeast,
     AtMost,
     BatchSizePolicy,
-    BoundPolicy,
+    Bound,
     Fixed,
     Hysteresis,
     IncreaseFunction,
@@ -39,7 +39,7 @@ from stretto.data import Step, StepLoader
 from stretto.errors import CheckpointError, DataError
 from stretto.ordering import SampleOrder
 from stretto.testing.data import assert_resumes, read
-from stretto.timing import Horizon, LastBatch, Timestamp, TimeUnit
+from stretto.timing import Horizon, LastBatch, Timestamp
 
 
 def values(batch: Any) -> list[int]:
@@ -100,7 +100,7 @@ def test_a_period_that_has_not_begun_may_become_another() -> None:
         if step.timestamp.batch == 9:
             break
     before.finish()
-    after = periodic(("20sp", 4), ("9ba", 8), ("rest", LinearRamp(20, 30, "50%")))
+    after = periodic(("20sp", 4), ("9ba", 8), ("rest", LinearRamp(20, 30, "50sp")))
     after.load_state_dict(before.state_dict())
     assert [next(after).batch_size for _ in range(5)] == [8, 8, 8, 8, 20]
 
@@ -178,18 +178,11 @@ def test_a_damaged_record_is_refused_when_it_is_read(
 )
 def test_a_policy_of_ones_own_may_keep_what_it_likes(wrapped: Any) -> None:
     class Grows(BatchSizePolicy):
-        def bind(self, horizon: Horizon) -> BoundPolicy:
-            return BoundGrows()
+        def bind(self, horizon: Horizon) -> Bound:
+            return Bound(decide=self.decide, start={"size": 2.0, "largest": "none"})
 
         def scaled(self, ratio: object) -> Grows:
             return self
-
-    class BoundGrows(BoundPolicy):
-        is_static = False
-        units: frozenset[TimeUnit] = frozenset()
-
-        def start(self) -> PolicyState:
-            return {"size": 2.0, "largest": "none"}
 
         def decide(
             self, timestamp: Timestamp, state: PolicyState, signals: Signals

@@ -54,7 +54,7 @@ def infinite(size: int) -> float:
 def decide(policy: Any, horizon: Horizon) -> object:
     """Decide the first batch of a run."""
     bound = policy.bind(horizon)
-    return next_step(horizon, bound, Timestamp(), bound.start(), NO_SIGNALS)
+    return next_step(horizon, bound, Timestamp(), bound.start, NO_SIGNALS)
 
 
 RUN = Horizon("2ep", dataset_num_samples=100)

@@ -16,7 +16,7 @@ from accelerate import Accelerator, skip_first_batches
 from tests.integrations import accelerate_loop as loop
 from torch.utils.data import DataLoader, TensorDataset
 
-from stretto.batching import BatchSizePolicy, BoundPolicy, NoiseScale, Signals
+from stretto.batching import BatchSizePolicy, Bound, NoiseScale, Signals
 from stretto.errors import StrettoError, TrainingError
 from stretto.integrations.accelerate import attach
 from stretto.ordering import SampleOrder
@@ -101,19 +101,14 @@ def test_sizes_follow_the_noise() -> None:
     assert len({len(ids) for ids in found["ids"]}) > 2
 
 
-class Listens(BatchSizePolicy, BoundPolicy):
+class Listens(BatchSizePolicy):
     """Batches of 10; keeps the losses that it is given."""
-
-    is_static, units, bounds, reads = False, frozenset(), (10, 10), frozenset({"loss"})
 
     def __init__(self) -> None:
         self.losses: list[float] = []
 
-    def bind(self, horizon: Any) -> BoundPolicy:
-        return self
-
-    def start(self) -> dict[str, Any]:
-        return {}
+    def bind(self, horizon: Any) -> Bound:
+        return Bound(decide=self.decide, bounds=(10, 10), reads=frozenset({"loss"}))
 
     def decide(self, timestamp: Any, state: Any, signals: Signals) -> tuple[int, Any]:
         if signals.loss is not None:

@@ -10,20 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.batching import BatchSizePolicy, BoundPolicy, Signals
+from stretto.batching import BatchSizePolicy, Bound, Signals
 from stretto.errors import StrettoError
 from stretto.settings import Loading
 from stretto.training import Run, prepare
 
 
-class LossDecides(BatchSizePolicy, BoundPolicy):
-    is_static, units, bounds, reads = False, frozenset(), (3, 17), frozenset({"loss"})
-
-    def bind(self, horizon: Any) -> BoundPolicy:
-        return self
-
-    def start(self) -> dict[str, Any]:
-        return {}
+class LossDecides(BatchSizePolicy):
+    def bind(self, horizon: Any) -> Bound:
+        return Bound(decide=self.decide, bounds=(3, 17), reads=frozenset({"loss"}))
 
     def decide(self, timestamp: Any, state: Any, signals: Signals) -> tuple[int, Any]:
         return (3 if signals.loss is None else int(signals.loss)), state

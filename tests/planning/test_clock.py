@@ -265,7 +265,7 @@ def test_after_the_run_there_is_no_step() -> None:
     horizon = Horizon("1ep", dataset_num_samples=4)
     policy = Fixed(4).bind(horizon)
     now = advance(horizon, Timestamp(), 4)
-    assert next_step(horizon, policy, now, policy.start()) == (now, None)
+    assert next_step(horizon, policy, now, policy.start) == (now, None)
 
 
 def test_a_batch_larger_than_an_epoch_cannot_be_dropped_to_fit() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stretto.batching import (
     AtLeast,
     BatchSizePolicy,
-    BoundPolicy,
+    Bound,
     DoublingRamp,
     Fixed,
     LinearRamp,
@@ -20,9 +20,7 @@ from stretto.batching import (
     MultipleOf,
     NoiseScale,
     PeriodSizes,
-    PolicyState,
     Seesaw,
-    Signals,
     SizeFunction,
     SquareRootRule,
     Steps,
@@ -444,22 +442,15 @@ def test_there_are_no_batches_beyond_the_ends() -> None:
         planned.values_at(5)
 
 
-class ReadsFraction(BatchSizePolicy, BoundPolicy):
+class ReadsFraction(BatchSizePolicy):
     """Says that it reads the fraction of the run."""
 
-    is_static = True
-    units = frozenset({TimeUnit.DURATION})
-
-    def bind(self, horizon: Horizon) -> BoundPolicy:
-        return self
-
-    def start(self) -> PolicyState:
-        return {}
-
-    def decide(
-        self, timestamp: Timestamp, state: PolicyState, signals: Signals
-    ) -> tuple[int, PolicyState]:
-        return 8, state
+    def bind(self, horizon: Horizon) -> Bound:
+        return Bound(
+            decide=lambda timestamp, state, signals: (8, state),
+            is_static=True,
+            units=frozenset({TimeUnit.DURATION}),
+        )
 
 
 @pytest.mark.parametrize(

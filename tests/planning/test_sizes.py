@@ -15,7 +15,7 @@ from stretto.batching import (
     AtLeast,
     AtMost,
     BatchSizePolicy,
-    BoundPolicy,
+    Bound,
     DoublingRamp,
     Fixed,
     Hold,
@@ -29,11 +29,10 @@ from stretto.batching import (
     SizeFunction,
     StagedRamp,
     Steps,
-    TimedPolicy,
 )
 from stretto.errors import BatchSizeError, ConversionError, PlanError
 from stretto.planning import PlannedSizes, bind_run, walk
-from stretto.timing import Horizon, LastBatch, Time, Timestamp, TimeUnit
+from stretto.timing import Horizon, LastBatch, Time, Timestamp
 
 LIMIT = 400
 MODES: tuple[LastBatch, ...] = get_args(LastBatch)
@@ -274,25 +273,13 @@ def test_an_unresolvable_one_refuses_only_what_mixes() -> None:
 class Hiding(BatchSizePolicy):
     """A policy of somebody else's that follows tokens and does not say so."""
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
-        return BoundHiding(horizon)
-
-
-class BoundHiding(TimedPolicy):
-    """It, on one run."""
-
-    def __init__(self, horizon: Horizon) -> None:
-        self.axis = horizon.axis("tok")
-
-    @property
-    def units(self) -> frozenset[TimeUnit]:
-        return frozenset()
-
-    def size_at(self, timestamp: Timestamp) -> int:
-        return 8
-
-    def holds_until(self, timestamp: Timestamp, state: object) -> Hold:
-        return Hold(((self.axis, 1000),))
+    def bind(self, horizon: Horizon) -> Bound:
+        hold = Hold(((horizon.axis("tok"), 1000),))
+        return Bound(
+            decide=lambda timestamp, state, signals: (8, state),
+            holds_until=lambda timestamp, state: hold,
+            is_static=True,
+        )
 
 
 def test_a_policy_that_hides_its_units_is_found_out() -> None:

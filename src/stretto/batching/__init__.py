@@ -8,11 +8,10 @@ from stretto.batching.periods import PeriodSizes
 from stretto.batching.policy import (
     NO_SIGNALS,
     BatchSizePolicy,
-    BoundPolicy,
+    Bound,
     Hold,
     PolicyState,
     Signals,
-    TimedPolicy,
     checked_size,
 )
 from stretto.batching.ramps import DoublingRamp, LinearRamp, StagedRamp, rampup
@@ -40,7 +39,7 @@ __all__ = [
     "AtLeast",
     "AtMost",
     "BatchSizePolicy",
-    "BoundPolicy",
+    "Bound",
     "Coupling",
     "DoublingRamp",
     "Fixed",
@@ -71,7 +70,6 @@ __all__ = [
     "SquareRootRule",
     "StagedRamp",
     "Steps",
-    "TimedPolicy",
     "as_policy",
     "as_rule",
     "awaits_maximum",

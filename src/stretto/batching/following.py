@@ -3,47 +3,23 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast, final
 
 from stretto.batching.policy import (
     BatchSizePolicy,
-    BoundPolicy,
+    Bound,
     PolicyState,
     Signals,
     checked_size,
 )
 from stretto.errors import Argument, BatchSizeError, TrainingError, shown
 from stretto.schedules.fields import fill, one_of
-from stretto.timing import Horizon, Timestamp, TimeUnit
+from stretto.timing import Horizon, Timestamp
 
 LOSS, NOISE = "loss", "noise"
 """What every step can measure; any other signal is a metric of an evaluation."""
-
-
-class FollowingPolicy(BoundPolicy):
-    """A bound policy that goes by signals alone, whatever the clock says."""
-
-    __slots__ = ()
-
-    @property
-    @final
-    def is_static(self) -> bool:
-        """False: only the run can tell the sizes."""
-        return False
-
-    @property
-    @final
-    def units(self) -> frozenset[TimeUnit]:
-        """No unit: it does not read the clock."""
-        return frozenset()
-
-    @property
-    @abstractmethod
-    def reads(self) -> frozenset[str]:
-        """The signals that it follows."""
 
 
 def checked_bounds(
@@ -226,7 +202,7 @@ class Plateau(BatchSizePolicy):
     >>> from stretto import Horizon, Timestamp
     >>> from stretto.batching import Signals
     >>> bound = Plateau("validation/loss", start=16, maximum=64, patience=2).bind(Horizon("9ep"))
-    >>> state, sizes = bound.start(), []
+    >>> state, sizes = bound.start, []
     >>> for epoch, loss in enumerate([2.0, 1.5, 1.5, 1.6, 1.4]):
     ...     size, state = bound.decide(Timestamp(epoch=epoch), state, Signals(metric=loss))
     ...     sizes.append(size)
@@ -267,40 +243,25 @@ class Plateau(BatchSizePolicy):
         fill(self, start=first, maximum=most, factor=factor, patience=patience, threshold=threshold)
         one_of(self.mode, "mode", ("min", "max"), BatchSizeError)
 
-    def bind(self, horizon: Horizon) -> BoundPlateau:
-        """Return the policy on one run."""
+    def bind(self, horizon: Horizon) -> Bound:
+        """Return the policy; it remembers the size, the best value and how long ago it was."""
         del horizon
-        return BoundPlateau(self)
+        return Bound(
+            decide=self._decide,
+            start={"size": self.start, "best": None, "waited": 0, "of": self._of},
+            reads=frozenset({self.metric}),
+            bounds=(self.start, self.maximum),
+            sizes=lambda state: (state["size"],),
+        )
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class BoundPlateau(FollowingPolicy):
-    """A plateau on one run; remembers the size, the best value and how long ago it was."""
-
-    policy: Plateau
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """The metric."""
-        return frozenset({self.policy.metric})
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """The first size and the maximum."""
-        return self.policy.start, self.policy.maximum
-
-    def start(self) -> PolicyState:
-        """Return the first size, before any evaluation."""
-        return {"size": self.policy.start, "best": None, "waited": 0, "of": self._of}
-
-    def decide(
+    def _decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals
     ) -> tuple[int, PolicyState]:
         """Return the size, grown where an evaluation was one too many without improvement."""
         del timestamp
         # The bounds of this run; it may have been resumed with others.
-        size, value = rounded_size(cast(int, state["size"]), *self.bounds), signals.metric
+        size = rounded_size(cast(int, state["size"]), self.start, self.maximum)
+        value = signals.metric
         if state["of"] != self._of:  # the run was resumed with another: nothing is best of it yet
             state = {**state, "best": None, "waited": 0, "of": self._of}
         state = {**state, "size": size}
@@ -309,24 +270,24 @@ class BoundPlateau(FollowingPolicy):
         if self._is_better(value, cast("float | None", state["best"])):
             return size, {**state, "best": value, "waited": 0}
         waited = cast(int, state["waited"]) + 1
-        if waited < self.policy.patience:
+        if waited < self.patience:
             return size, {**state, "waited": waited}
-        grown = math.ceil(min(size * self.policy.factor, self.policy.maximum))
-        size = rounded_size(grown, size, self.policy.maximum)
+        grown = math.ceil(min(size * self.factor, self.maximum))
+        size = rounded_size(grown, size, self.maximum)
         return size, {**state, "size": size, "waited": 0}
 
     @property
     def _of(self) -> str:
         """What the best value is the best of."""
-        return f"{self.policy.mode} {self.policy.metric}"
+        return f"{self.mode} {self.metric}"
 
     def _is_better(self, value: float, best: float | None) -> bool:
         if not math.isfinite(value):
             return False
         if best is None:
             return True
-        gain = best - value if self.policy.mode == "min" else value - best
-        return gain > self.policy.threshold * abs(best)
+        gain = best - value if self.mode == "min" else value - best
+        return gain > self.threshold * abs(best)
 
 
 def _check_metric(metric: object) -> None:

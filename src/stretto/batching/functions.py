@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, cast, final
 
 from stretto.batching.policy import (
     BatchSizePolicy,
-    BoundPolicy,
+    Bound,
     Hold,
     PolicyState,
     Signals,
@@ -37,7 +37,7 @@ class SizeFunction(BatchSizePolicy):
 
     >>> grow = SizeFunction(lambda timestamp, current: current * 2, 4, every="1ep")
     >>> bound = grow.bind(Horizon("2ep", dataset_num_samples=100))
-    >>> bound.decide(Timestamp(), bound.start(), Signals())[0]
+    >>> bound.decide(Timestamp(), bound.start, Signals())[0]
     8
 
     Args:
@@ -65,15 +65,15 @@ class SizeFunction(BatchSizePolicy):
         _check_no_increments(self.function)
         check_fields(self)
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
+    def bind(self, horizon: Horizon) -> Bound:
         """Resolve `every` for one run."""
         if self.every is None:
-            return BoundFunction(self, self._hidden(horizon))
+            return AskedFunction(self, self._hidden(horizon)).bound
         every = Time(self.every)
         axis = horizon.axis(every.unit)
         ticks = horizon.ticks(every, axis)
         hidden = self._hidden(horizon, axis.unit)
-        return BoundFunction(self, hidden, axis, ticks.numerator, ticks.denominator)
+        return AskedFunction(self, hidden, axis, ticks.numerator, ticks.denominator).bound
 
     def _hidden(self, horizon: Horizon, *units: TimeUnit) -> frozenset[str]:
         """The counters that the function must not read."""
@@ -82,7 +82,7 @@ class SizeFunction(BatchSizePolicy):
 
 @final
 @dataclass(frozen=True, slots=True)
-class BoundFunction(BoundPolicy):
+class AskedFunction:
     """A function on one run, asked before every batch or once in each interval of a counter."""
 
     policy: SizeFunction
@@ -94,24 +94,19 @@ class BoundFunction(BoundPolicy):
     below: int = 1
 
     @property
-    def is_static(self) -> bool:
-        """Whether sizes follow from counts alone."""
-        return self.policy.planned and TimeUnit.SECOND not in self.units
-
-    @property
-    def units(self) -> frozenset[TimeUnit]:
-        """The unit of the counter; without one, samples, which a function can always read."""
-        return frozenset({TimeUnit.SAMPLE if self.axis is None else self.axis.unit})
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """No signal."""
-        return frozenset()
-
-    def start(self) -> PolicyState:
-        """Return the state before the first batch."""
+    def bound(self) -> Bound:
+        """The policy. Without a counter it reads samples, which a function can always read."""
+        units = frozenset({TimeUnit.SAMPLE if self.axis is None else self.axis.unit})
         size: PolicyState = {"size": self.policy.start}
-        return size if self.axis is None else {**size, "asked": None}
+        return Bound(
+            decide=self.decide,
+            start=size if self.axis is None else {**size, "asked": None},
+            holds_until=self.holds_until,
+            is_static=self.policy.planned and TimeUnit.SECOND not in units,
+            units=units,
+            reads=frozenset(),
+            sizes=lambda state: (state["size"],),
+        )
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals
@@ -210,7 +205,7 @@ class IncreaseFunction(BatchSizePolicy):
 
     >>> policy = IncreaseFunction(lambda epoch, size: size if epoch in (1, 2) else 0, 8, 20)
     >>> bound = policy.bind(Horizon("3ep", dataset_num_samples=100))
-    >>> size, state = bound.decide(Timestamp(epoch=1), bound.start(), Signals())
+    >>> size, state = bound.decide(Timestamp(epoch=1), bound.start, Signals())
     >>> size, bound.decide(Timestamp(epoch=2), state, Signals())[0]
     (16, 16)
 
@@ -243,7 +238,7 @@ class IncreaseFunction(BatchSizePolicy):
                 instead="write a smaller start or a larger max_batch_size",
             )
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
+    def bind(self, horizon: Horizon) -> Bound:
         """Return the policy on the epochs of one run.
 
         Raises:
@@ -255,12 +250,12 @@ class IncreaseFunction(BatchSizePolicy):
                 why="the largest one is found when a Trainer begins",
                 instead="write a number, such as what 'stretto find-batch-size' answers",
             )
-        return BoundIncrease(self, self.max_batch_size, horizon.axis(TimeUnit.EPOCH))
+        return AskedIncrease(self, self.max_batch_size, horizon.axis(TimeUnit.EPOCH)).bound
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class BoundIncrease(BoundPolicy):
+class AskedIncrease:
     """An increase function on one run; remembers the size and how many epochs were asked about."""
 
     policy: IncreaseFunction
@@ -268,18 +263,16 @@ class BoundIncrease(BoundPolicy):
     epochs: Axis
 
     @property
-    def is_static(self) -> bool:
-        """True: sizes follow from the epoch alone."""
-        return True
-
-    @property
-    def units(self) -> frozenset[TimeUnit]:
-        """Epochs."""
-        return frozenset({TimeUnit.EPOCH})
-
-    def start(self) -> PolicyState:
-        """Return the starting size, with no epoch asked about."""
-        return {"size": self.policy.start, "epochs_asked": 0}
+    def bound(self) -> Bound:
+        """The policy."""
+        return Bound(
+            decide=self.decide,
+            start={"size": self.policy.start, "epochs_asked": 0},
+            holds_until=self.holds_until,
+            is_static=True,
+            units=frozenset({TimeUnit.EPOCH}),
+            sizes=lambda state: (state["size"],),
+        )
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals

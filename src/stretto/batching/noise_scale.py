@@ -9,12 +9,11 @@ from statistics import NormalDist
 from typing import Any, NamedTuple, TypeGuard, cast, final
 
 from stretto.batching.following import (
-    FollowingPolicy,
     checked_bounds,
     checked_number,
     rounded_size,
 )
-from stretto.batching.policy import BatchSizePolicy, PolicyState, Signals
+from stretto.batching.policy import BatchSizePolicy, Bound, PolicyState, Signals
 from stretto.errors import BatchSizeError, shown
 from stretto.schedules.fields import fill
 from stretto.timing import Horizon, Timestamp
@@ -316,7 +315,7 @@ class NoiseScale(_FollowsNoise):
     >>> from stretto import Horizon, Timestamp
     >>> from stretto.batching import Signals
     >>> bound = NoiseScale(8, 256, c=0.5, window=20).bind(Horizon("1ep"))
-    >>> state = bound.start()
+    >>> state = bound.start
     >>> for batch in range(40):
     ...     seen = Signals(noise_numerator=90.0 + batch % 3, noise_denominator=1.0)
     ...     size, state = bound.decide(Timestamp(batch=batch), state, seen)
@@ -346,15 +345,15 @@ class NoiseScale(_FollowsNoise):
         power = checked_number(self.power, "the power of the noise scale", at_most=1.0)
         fill(self, c=c, power=power)
 
-    def bind(self, horizon: Horizon) -> BoundNoiseScale:
+    def bind(self, horizon: Horizon) -> Bound:
         """Return the policy on one run."""
         del horizon
-        return BoundNoiseScale(self, cast(int, self.minimum))
+        return NoiseFollower(self, cast(int, self.minimum)).bound
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class BoundNoiseScale(FollowingPolicy):
+class NoiseFollower:
     """The noise scale on one run; remembers the size and the averages."""
 
     policy: NoiseScale
@@ -363,18 +362,16 @@ class BoundNoiseScale(FollowingPolicy):
     """Whether it also reports the size that passes the norm test: its part of the noise scale."""
 
     @property
-    def reads(self) -> frozenset[str]:
-        """The noise of the gradient."""
-        return frozenset({"noise"})
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """The minimum and the maximum."""
-        return self.minimum, self.policy.maximum
-
-    def start(self) -> PolicyState:
-        """Return the first size, with nothing measured."""
-        return {"size": self.policy.start, **RatioAverage().to_state()}
+    def bound(self) -> Bound:
+        """The policy."""
+        return Bound(
+            decide=self.decide,
+            start={"size": self.policy.start, **RatioAverage().to_state()},
+            reads=frozenset({"noise"}),
+            bounds=(self.minimum, self.policy.maximum),
+            log_values=self.log_values,
+            sizes=lambda state: (state["size"],),
+        )
 
     def log_values(self, state: PolicyState) -> Mapping[str, float]:
         """Return what is known: the noise scale, and each end of its interval."""
@@ -445,7 +442,7 @@ class NormTest(_FollowsNoise):
     >>> from stretto import Horizon, Timestamp
     >>> from stretto.batching import Signals
     >>> bound = NormTest(8, 256, eta=0.5, window=20).bind(Horizon("1ep"))
-    >>> state = bound.start()
+    >>> state = bound.start
     >>> for batch in range(40):
     ...     seen = Signals(noise_numerator=20.0 + batch % 3, noise_denominator=1.0)
     ...     size, state = bound.decide(Timestamp(batch=batch), state, seen)
@@ -471,7 +468,7 @@ class NormTest(_FollowsNoise):
         _FollowsNoise.__post_init__(self)
         fill(self, eta=checked_number(self.eta, "the eta of a norm test", below=1.0))
 
-    def bind(self, horizon: Horizon) -> BoundNoiseScale:
+    def bind(self, horizon: Horizon) -> Bound:
         """Return the policy on one run."""
         del horizon
         part = (1.0 - self.eta * self.eta) / self.eta / self.eta
@@ -483,4 +480,4 @@ class NormTest(_FollowsNoise):
             window=self.window,
             confidence=self.confidence,
         )
-        return BoundNoiseScale(policy, cast(int, self.minimum), is_norm_test=True)
+        return NoiseFollower(policy, cast(int, self.minimum), is_norm_test=True).bound

@@ -10,7 +10,7 @@ from typing import Literal, NoReturn, TypeAlias, cast, final
 
 from stretto.batching.policy import (
     BatchSizePolicy,
-    BoundPolicy,
+    Bound,
     Hold,
     PolicyState,
     Signals,
@@ -38,7 +38,7 @@ _AXIS_COUNTERS = {
 class Period:
     """One period on a run. Periods that are counted on one axis without a break form a chain."""
 
-    bound: BoundPolicy
+    bound: Bound
     """The policy on the period's own run."""
     axis: Axis
     chain: int
@@ -50,56 +50,41 @@ class Period:
 
 @final
 @dataclass(frozen=True, slots=True)
-class BoundPeriods(BoundPolicy):
+class PeriodsRun:
     """Periods on one run; remembers the present one and what the clock read when it began."""
 
     horizon: Horizon
     periods: tuple[Period, ...]
 
     @property
-    def is_static(self) -> bool:
-        """Whether every policy is, and no period is as long as a wall time."""
-        return all(period.bound.is_static for period in self.periods) and not any(
-            period.axis.unit is TimeUnit.SECOND and period.end is not None
-            for period in self.periods[:-1]
+    def bound(self) -> Bound:
+        """The policy: static if all are and no period is as long as a wall time."""
+        inner = [period.bound for period in self.periods]
+        axes = [period.axis.unit for period in self.periods[:-1]]
+        known = [one.bounds for one in inner if one.bounds is not None]
+        return Bound(
+            decide=self.decide,
+            start=self._began(0, 0, Timestamp()),
+            holds_until=self.holds_until,
+            is_static=all(one.is_static for one in inner) and TimeUnit.SECOND not in axes,
+            units=frozenset(axes).union(*(one.units for one in inner)),
+            reads=frozenset[str]().union(*(one.reads for one in inner)),
+            bounds=(min(least for least, _ in known), max(most for _, most in known))
+            if len(known) == len(inner)
+            else None,
+            log_values=lambda state: self._present(state).log_values(inner_state(state)),
+            sizes=lambda state: self._present(state).sizes(inner_state(state)),
+            fits=self._fits,
         )
 
-    @property
-    def units(self) -> frozenset[TimeUnit]:
-        """The units of the lengths and of the policies."""
-        inner = frozenset[TimeUnit]().union(*(period.bound.units for period in self.periods))
-        return inner | {period.axis.unit for period in self.periods[:-1]}
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """The signals of the policies."""
-        return frozenset[str]().union(*(period.bound.reads for period in self.periods))
-
-    @property
-    def bounds(self) -> tuple[int, int] | None:
-        """The least and the largest of all policies; None where one does not know its own."""
-        ends = [period.bound.bounds for period in self.periods]
-        known = [one for one in ends if one is not None]
-        if len(known) < len(ends):
-            return None
-        return min(least for least, _ in known), max(most for _, most in known)
-
-    def start(self) -> PolicyState:
-        """Return the state at the start of the first period."""
-        return self._began(0, 0, Timestamp())
-
-    def accepts(self, state: PolicyState) -> bool:
-        """Return whether there is such a period, and its policy accepts the state inside."""
-        if set(state) != set(self.start()) or not 0 <= cast(int, state["period"]) < len(
-            self.periods
-        ):
+    def _fits(self, state: PolicyState) -> bool:
+        names = {"period", "anchor", "inner", *_COUNTERS}
+        if set(state) != names or not 0 <= cast(int, state["period"]) < len(self.periods):
             return False
-        bound, within = self.inside(state)
-        return bound.accepts(within)
+        return self._present(state).accepts(inner_state(state))
 
-    def inside(self, state: PolicyState) -> tuple[BoundPolicy, PolicyState]:
-        """Return the policy of the present period, and its state."""
-        return self.periods[cast(int, state["period"])].bound, inner_state(state)
+    def _present(self, state: PolicyState) -> Bound:
+        return self.periods[cast(int, state["period"])].bound
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals
@@ -107,8 +92,8 @@ class BoundPeriods(BoundPolicy):
         """Return what the policy of the present period decides, on the period's clock."""
         state = self._entered(timestamp, state)
         began = _timestamp(state)
-        bound, inner = self.inside(state)
-        size, inner = bound.decide(self._since(timestamp, began), inner, signals)
+        since, inner = self._since(timestamp, began), inner_state(state)
+        size, inner = self._present(state).decide(since, inner, signals)
         return size, {**state, "inner": inner}
 
     def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold | None:
@@ -147,7 +132,7 @@ class BoundPeriods(BoundPolicy):
         """The state of a period that begins at `began`."""
         counts = {name: began[Timestamp._fields.index(name)] for name in _COUNTERS}
         state: PolicyState = {"period": number, "anchor": anchor, **counts}
-        return {**state, "inner": self.periods[number].bound.start()}
+        return {**state, "inner": self.periods[number].bound.start}
 
     def _since(self, timestamp: Timestamp, began: Timestamp) -> Timestamp:
         """The clock of a period: what has passed since it began."""
@@ -213,7 +198,7 @@ class PeriodSizes(BatchSizePolicy):
             _refuse(pairs, "two of them are the 'rest'", "lengths such as '10%' for all but one")
         fill(self, periods=tuple(read))
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
+    def bind(self, horizon: Horizon) -> Bound:
         """Resolve the lengths for one run, and each policy on its own period.
 
         Raises:
@@ -242,7 +227,7 @@ class PeriodSizes(BatchSizePolicy):
                 )
             periods.append(Period(policy.bind(inside), axis, chain, offset, end))
             offset = end or offset
-        return BoundPeriods(horizon, tuple(periods))
+        return PeriodsRun(horizon, tuple(periods)).bound
 
     def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
         """Return what the policies of the periods warn of."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Self, TypeAlias, cast, final
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Self, TypeAlias, cast, final
 
 from stretto.errors import BatchSizeError, Text, shown
-from stretto.schedules.fields import Check, Timed
+from stretto.schedules.fields import Check, Timed, fill
 from stretto.timing import Axis, Horizon, Timestamp, TimeUnit
 from stretto.timing.grammar import whole
 from stretto.timing.time import Number
@@ -108,92 +108,103 @@ class Hold:
         return Hold(self.limits + other.limits)
 
 
-class BoundPolicy(ABC):
+_UNSAID = frozenset({"unsaid"})
+PolicyHold: TypeAlias = Callable[[Timestamp, PolicyState], Hold | None]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
     """A policy on one run, with all its times resolved.
 
     It is pure: the caller keeps the state and passes it in. So a checkpoint needs only the state,
-    and ranks with the same arguments decide the same.
+    and ranks with the same arguments decide the same. A wrapper replaces some of the fields.
 
     >>> from stretto import Horizon, Steps, Timestamp
     >>> bound = Steps("0sp:8 100sp:16").bind(Horizon("1ep", dataset_num_samples=1000))
-    >>> size, state = bound.decide(Timestamp(sample=100), bound.start(), Signals())
+    >>> size, state = bound.decide(Timestamp(sample=100), bound.start, Signals())
     >>> size
     16
     """
 
-    __slots__ = ()
+    decide: Callable[[Timestamp, PolicyState, Signals], tuple[int, PolicyState]]
+    """Returns the size of the batch that starts at a timestamp, and the state after deciding.
+    Called once for each batch, in order. The size is at least 1 whatever the signals are."""
+    start: PolicyState = field(default_factory=dict)
+    """The state before the first batch."""
+    holds_until: PolicyHold = lambda _, __: None
+    """Returns how long the decision just made holds, from its timestamp and the state after it:
+    for every later batch that the hold covers, `decide` would return the same size and state, so
+    it is not called. None: for this batch only."""
+    is_static: bool = False
+    """Whether sizes follow from counts alone, without signals and wall time."""
+    units: frozenset[TimeUnit] = frozenset()
+    """The units that it reads from the clock."""
+    reads: frozenset[str] = _UNSAID
+    """The signals that it reads: `"loss"`, `"noise"` (all that belongs to it), or the name of a
+    metric, such as `"validation/loss"`. Only those are measured. By default the loss, and none if
+    it is static."""
+    bounds: tuple[int, int] | None = None
+    """The smallest and the largest size that it may decide; None: unknown."""
+    is_coupled: bool = False
+    """Whether a schedule depends on these sizes, so nothing may change them."""
+    log_values: Callable[[PolicyState], Mapping[str, float]] = lambda _: {}
+    """Returns the values behind the last decision, by name, for the log."""
+    sizes: Callable[[PolicyState], tuple[object, ...]] = lambda _: ()
+    """Returns the sizes in a state, to find out whether a checkpoint is damaged."""
+    fits: Callable[[PolicyState], bool] | None = None
+    """Returns whether a saved state could be one of this policy; None: if it has the fields of
+    `start`."""
 
-    @property
-    @abstractmethod
-    def is_static(self) -> bool:
-        """Whether sizes follow from counts alone, without signals and wall time."""
-
-    @property
-    @abstractmethod
-    def units(self) -> frozenset[TimeUnit]:
-        """The units that it reads from the clock."""
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """The signals that it reads: only those are measured.
-
-        `"loss"`, `"noise"` (all that belongs to it), or the name of a metric, such as
-        `"validation/loss"`. By default, a policy that is not static reads the loss.
-        """
-        return frozenset() if self.is_static else frozenset({"loss"})
-
-    @property
-    def is_coupled(self) -> bool:
-        """Whether a schedule depends on these sizes, so nothing may change them."""
-        return False
-
-    @property
-    def bounds(self) -> tuple[int, int] | None:
-        """The smallest and the largest size that it may decide; by default, None: unknown."""
-        return None
-
-    def inside(self, state: PolicyState) -> tuple[BoundPolicy, PolicyState] | None:
-        """Return the wrapped policy that decides now, and its state; None if there is none."""
-        del state
-        return None
-
-    @abstractmethod
-    def start(self) -> PolicyState:
-        """Return the state before the first batch."""
+    def __post_init__(self) -> None:
+        if self.reads is _UNSAID:
+            fill(self, reads=frozenset(() if self.is_static else {"loss"}))
 
     def accepts(self, state: PolicyState) -> bool:
-        """Return whether a saved `state` could be one of this policy.
+        """Return whether a saved state could be one of this policy."""
+        return _fields(state) == _fields(self.start) if self.fits is None else self.fits(state)
 
-        By default, whether it has the fields of `start()`.
-        """
-        return _fields(state) == _fields(self.start())
 
-    def log_values(self, state: PolicyState) -> Mapping[str, float]:
-        """Return the values behind the last decision, by name, for the log.
+def timed(
+    size_at: Callable[[Timestamp], int],
+    *,
+    units: frozenset[TimeUnit],
+    bounds: tuple[int, int] | None,
+    holds_until: Callable[[Timestamp], Hold | None],
+    is_coupled: bool = False,
+) -> Bound:
+    """Return a bound policy that depends on time alone: no state, no signals."""
+    return Bound(
+        decide=lambda timestamp, state, _: (size_at(timestamp), state),
+        holds_until=lambda timestamp, _: holds_until(timestamp),
+        is_static=TimeUnit.SECOND not in units,
+        units=units,
+        reads=frozenset(),
+        bounds=bounds,
+        is_coupled=is_coupled,
+    )
 
-        By default, those of the policy inside, if there is one.
-        """
-        inside = self.inside(state)
-        return {} if inside is None else inside[0].log_values(inside[1])
 
-    @abstractmethod
-    def decide(
-        self, timestamp: Timestamp, state: PolicyState, signals: Signals
-    ) -> tuple[int, PolicyState]:
-        """Return the size of the batch that starts at `timestamp`, and the state after deciding.
+def wrapped(inner: Bound, own: PolicyState, **changes: Any) -> Bound:
+    """Return a bound policy around another one, whose state is beside its own.
 
-        Called once for each batch, in order. The size is at least 1 whatever the signals are.
-        """
-
-    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold | None:
-        """Return how long the decision just made at `timestamp` holds.
-
-        `state` is the state that `decide` returned there. For every later batch that the hold
-        covers, `decide` would return the same size and state, so it is not called. None (the
-        default): the decision holds for this batch only.
-        """
-        del timestamp, state
-        return None
+    Args:
+        inner: the policy inside.
+        own: the state of the wrapper before the first batch.
+        **changes: the fields of `Bound` that are not those of the policy inside.
+    """
+    start = {**own, "inner": inner.start}
+    same: dict[str, Any] = {
+        "start": start,
+        "holds_until": lambda timestamp, state: inner.holds_until(timestamp, inner_state(state)),
+        "log_values": lambda state: inner.log_values(inner_state(state)),
+        "fits": lambda state: set(state) == set(start) and inner.accepts(inner_state(state)),
+        "sizes": lambda state: (
+            *(state[name] for name in ("size", "largest") if name in own),
+            *inner.sizes(inner_state(state)),
+        ),
+    }
+    return replace(inner, **same | changes)
 
 
 Size: TypeAlias = Annotated[int, Check(lambda value, *_: checked_size(value))]
@@ -213,7 +224,7 @@ class BatchSizePolicy(Timed):
     error = BatchSizeError
 
     @abstractmethod
-    def bind(self, horizon: Horizon) -> BoundPolicy:
+    def bind(self, horizon: Horizon) -> Bound:
         """Resolve every time for one run.
 
         Raises:
@@ -249,41 +260,6 @@ class BatchSizePolicy(Timed):
         A plan shows them. By default, there are none.
         """
         return ()
-
-
-class TimedPolicy(BoundPolicy):
-    """A bound policy that depends on time alone: no state, no signals."""
-
-    __slots__ = ()
-
-    @property
-    @final
-    def is_static(self) -> bool:
-        """Whether sizes follow from counts alone, not from the wall clock."""
-        return TimeUnit.SECOND not in self.units
-
-    @property
-    @final
-    def reads(self) -> frozenset[str]:
-        """No signal."""
-        return frozenset()
-
-    @final
-    def start(self) -> PolicyState:
-        """Return the empty state."""
-        return {}
-
-    @final
-    def decide(
-        self, timestamp: Timestamp, state: PolicyState, signals: Signals
-    ) -> tuple[int, PolicyState]:
-        """Return the size at `timestamp`."""
-        del signals
-        return self.size_at(timestamp), state
-
-    @abstractmethod
-    def size_at(self, timestamp: Timestamp) -> int:
-        """Return the size of a batch that starts at `timestamp`."""
 
 
 def checked_size(

@@ -12,14 +12,14 @@ from typing import Annotated, Literal, TypeAlias, final
 
 from stretto.batching.policy import (
     BatchSizePolicy,
-    BoundPolicy,
+    Bound,
     Hold,
     Size,
-    TimedPolicy,
     checked_size,
     checked_world_size,
+    timed,
 )
-from stretto.batching.steps import BoundStairs, Fixed, line
+from stretto.batching.steps import Fixed, Stairs, line
 from stretto.errors import Argument, BatchSizeError, shown
 from stretto.schedules.fields import Check, Interval, check_fields, fill, one_of
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
@@ -31,22 +31,20 @@ Equal: TypeAlias = Annotated[
 """What the sizes of a ramp get equally much of."""
 
 
-def bound_stairs(
-    horizon: Horizon, sizes: tuple[int, ...], *, over: Time, equal: Equal
-) -> BoundPolicy:
+def bound_stairs(horizon: Horizon, sizes: tuple[int, ...], *, over: Time, equal: Equal) -> Bound:
     """Return the ramp through the sizes."""
     if len(sizes) == 1:
-        return BoundStairs((), sizes)
+        return Stairs((), sizes).bound
     axis, ticks = _ticks(horizon, over, equal)
     parts = sizes[:-1] if _grows_with_size(axis, equal) else (1,) * (len(sizes) - 1)
     marks = [ticks * before / sum(parts) for before in itertools.accumulate(parts)]
     _check_epochs(horizon, axis, marks)
-    return BoundStairs(tuple((axis, math.ceil(mark)) for mark in marks), sizes, is_aligned=True)
+    return Stairs(tuple((axis, math.ceil(mark)) for mark in marks), sizes, is_aligned=True).bound
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class BoundLine(TimedPolicy):
+class Line:
     """A linear ramp on one counter: `count` increments over `above / below` ticks.
 
     Each size is held for an equal part of them, or if `grows`, for a part proportional to it.
@@ -61,22 +59,21 @@ class BoundLine(TimedPolicy):
     grows: bool = False
 
     @property
-    def units(self) -> frozenset[TimeUnit]:
-        """The unit of the counter."""
-        return frozenset({self.axis.unit})
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """The start and the end."""
-        return self.start_size, self.start_size + self.increment * self.count
+    def bound(self) -> Bound:
+        """The policy."""
+        return timed(
+            self.size_at,
+            units=frozenset({self.axis.unit}),
+            bounds=(self.start_size, self.start_size + self.increment * self.count),
+            holds_until=self.holds_until,
+        )
 
     def size_at(self, timestamp: Timestamp) -> int:
         """Return the size on the line, rounded down to an increment."""
         return self.start_size + self.increment * self._level(timestamp)
 
-    def holds_until(self, timestamp: Timestamp, state: object) -> Hold:
+    def holds_until(self, timestamp: Timestamp) -> Hold:
         """Return a hold until the next increment."""
-        del state
         level = self._level(timestamp)
         if level == self.count:
             return Hold()
@@ -202,18 +199,18 @@ class LinearRamp(_Ramp):
             )
         fill(self, increment=increment)
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
+    def bind(self, horizon: Horizon) -> Bound:
         """Resolve the length of the ramp for one run."""
         count = (self.end - self.start) // self.increment
         if count == 0:
             return Fixed(self.start).bind(horizon)
         axis, ticks = _ticks(horizon, Time(self.over), self.equal)
         grows, above, below = _grows_with_size(axis, self.equal), ticks.numerator, ticks.denominator
-        bound = BoundLine(axis, self.start, self.increment, count, above, below, grows)
-        whole = bound.parts(count)
+        ramp = Line(axis, self.start, self.increment, count, above, below, grows)
+        whole = ramp.parts(count)
         levels = range(1, count + 1) if grows else (1,)
-        _check_epochs(horizon, axis, (ticks * bound.parts(level) / whole for level in levels))
-        return bound
+        _check_epochs(horizon, axis, (ticks * ramp.parts(level) / whole for level in levels))
+        return ramp.bound
 
 
 @final
@@ -246,7 +243,7 @@ class DoublingRamp(_Ramp):
             sizes.append(min(2 * sizes[-1], self.end))
         return tuple(sizes)
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
+    def bind(self, horizon: Horizon) -> Bound:
         """Resolve the length of the ramp for one run."""
         return bound_stairs(horizon, tuple(self.sizes), over=Time(self.over), equal=self.equal)
 
@@ -286,7 +283,7 @@ class StagedRamp(BatchSizePolicy):
             )
         fill(self, sizes=checked)
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
+    def bind(self, horizon: Horizon) -> Bound:
         """Resolve the length of the ramp for one run."""
         return bound_stairs(horizon, tuple(self.sizes), over=Time(self.over), equal=self.equal)
 

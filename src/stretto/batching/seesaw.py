@@ -15,12 +15,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, final
 from stretto.batching.decay import Decay, cannot_grow
 from stretto.batching.parse import PolicyLike, as_policy
 from stretto.batching.policy import (
+    NO_SIGNALS,
     BatchSizePolicy,
-    BoundPolicy,
+    Bound,
     Hold,
     Size,
-    TimedPolicy,
     flag,
+    timed,
 )
 from stretto.batching.rules import LearningRateRule, NoRule, is_learning_rate
 from stretto.batching.wrappers import checked_policy
@@ -48,7 +49,7 @@ class BoundCoupling:
     """The pair on one run."""
 
     decay: Decay
-    sizes: TimedPolicy
+    sizes: Bound
     """The sizes without the growth."""
     factor: Fraction | None
     """By how much the batch grows at once; None: continuously."""
@@ -71,7 +72,32 @@ class BoundCoupling:
 
     def size_at(self, timestamp: Timestamp) -> int:
         """Return the size: that without the growth, times the growth, rounded and bounded."""
-        return self.grown(self.sizes.size_at(timestamp), self.decay.cut_at(timestamp))
+        return self.grown(self.size_without(timestamp), self.decay.cut_at(timestamp))
+
+    def size_without(self, timestamp: Timestamp) -> int:
+        """Return the size without the growth."""
+        return self.sizes.decide(timestamp, {}, NO_SIGNALS)[0]
+
+    @property
+    def bound(self) -> Bound:
+        """The batch sizes."""
+        ends = self.sizes.bounds
+        return timed(
+            self.size_at,
+            units=self.sizes.units | {self.decay.axis.unit},
+            bounds=None if ends is None else (self.grown(ends[0], 1.0), self.grown(ends[1], 0.0)),
+            holds_until=self.holds_until,
+            is_coupled=True,
+        )
+
+    def holds_until(self, timestamp: Timestamp) -> Hold | None:
+        """Return a hold until the schedule has fallen enough for another size."""
+        inner = self.sizes.holds_until(timestamp, {})
+        if inner is None:
+            return None
+        size, now = self.size_without(timestamp), self.size_at(timestamp)
+        tick = self.decay.next_change(timestamp, lambda cut: self.grown(size, cut) > now)
+        return inner if tick is None else inner & Hold(((self.decay.axis, tick),))
 
     def grown(self, size: int, cut: float) -> int:
         """Return what becomes of `size` once the schedule is cut to the part `cut` of its peak."""
@@ -87,46 +113,6 @@ class BoundCoupling:
         steps, enough = _steps(cut, self.factor), math.log(self.maximum) / _log(self.factor)
         steps = math.ceil(enough if steps is None else min(steps, enough))
         return math.floor(size * self.factor**steps)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class BoundCoupledSizes(TimedPolicy):
-    """The batch sizes of the pair on one run."""
-
-    coupling: BoundCoupling
-
-    @property
-    def is_coupled(self) -> bool:
-        """The learning rate goes by them."""
-        return True
-
-    @property
-    def bounds(self) -> tuple[int, int] | None:
-        """The least of the sizes without the growth, rounded, and the maximum."""
-        without, grown = self.coupling.sizes.bounds, self.coupling.grown
-        return None if without is None else (grown(without[0], 1.0), grown(without[1], 0.0))
-
-    @property
-    def units(self) -> frozenset[TimeUnit]:
-        """The unit that the schedule is read on, and those of the sizes before it decays."""
-        return self.coupling.sizes.units | {self.coupling.decay.axis.unit}
-
-    def size_at(self, timestamp: Timestamp) -> int:
-        """Return the size."""
-        return self.coupling.size_at(timestamp)
-
-    def holds_until(self, timestamp: Timestamp, state: object) -> Hold | None:
-        """Return a hold until the schedule has fallen enough for another size."""
-        coupling = self.coupling
-        inner = coupling.sizes.holds_until(timestamp, {})
-        if inner is None:
-            return None
-        del state
-        size = coupling.sizes.size_at(timestamp)
-        now = coupling.size_at(timestamp)
-        tick = coupling.decay.next_change(timestamp, lambda cut: coupling.grown(size, cut) > now)
-        return inner if tick is None else inner & Hold(((coupling.decay.axis, tick),))
 
 
 def _steps(cut: float, factor: Fraction) -> int | None:
@@ -240,10 +226,10 @@ class Coupling(Timed):
             Decay.on(horizon, as_schedule(self.decay)),
             as_policy(self.size).bind(horizon),
         )
-        if not isinstance(sizes, TimedPolicy):
+        if sizes.start or sizes.reads:
             why = f"the sizes before it falls, {self.size!r}, are neither one nor steps nor a ramp"
             raise cannot_grow(self.decay, why, "write a number, steps or a ramp")
-        last = sizes.size_at(_FAR)
+        last = sizes.decide(_FAR, {}, NO_SIGNALS)[0]
         maximum = self.maximum or DEFAULT_GROWTH * last
         self._check_factor(decay)
         self._check_sizes(sizes, last, maximum)
@@ -268,7 +254,7 @@ class Coupling(Timed):
             raise cannot_grow(self.decay, why, "write a smaller factor, or 'continuous'")
 
     @final
-    def _check_sizes(self, sizes: TimedPolicy, last: int, maximum: int) -> None:
+    def _check_sizes(self, sizes: Bound, last: int, maximum: int) -> None:
         """Refuse sizes before the growth that would be cut, or lift the rate above the schedule."""
         largest = last if sizes.bounds is None else sizes.bounds[1]
         if largest > max(self.reference or last, last):
@@ -335,14 +321,14 @@ class CoupledSizes(BatchSizePolicy):
         """The learning rate goes by them."""
         return True
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
+    def bind(self, horizon: Horizon) -> Bound:
         """Resolve every time for one run.
 
         Raises:
             BatchSizeError: the schedule or the sizes do not allow it.
             ConversionError: a time needs a fact that is not known.
         """
-        return BoundCoupledSizes(self.coupling.bind(horizon))
+        return self.coupling.bind(horizon).bound
 
     def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
         """Say so where the bound is none that was given."""

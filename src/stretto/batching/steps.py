@@ -13,11 +13,11 @@ from typing import NoReturn, TypeAlias, final
 
 from stretto.batching.policy import (
     BatchSizePolicy,
-    BoundPolicy,
+    Bound,
     Hold,
     Size,
-    TimedPolicy,
     checked_size,
+    timed,
 )
 from stretto.errors import BatchSizeError, ConversionError, shown
 from stretto.schedules.fields import fill
@@ -28,7 +28,7 @@ from stretto.timing.time import Number
 
 @final
 @dataclass(frozen=True, slots=True)
-class BoundStairs(TimedPolicy):
+class Stairs:
     """The size of the last step that has been reached, each step on a counter of its own.
 
     There is one size more than there are edges: `sizes[0]` holds from the start of the run.
@@ -42,7 +42,7 @@ class BoundStairs(TimedPolicy):
     @classmethod
     def on(
         cls, horizon: Horizon, times: Sequence[Time], sizes: tuple[int, ...], *, what: str
-    ) -> BoundPolicy:
+    ) -> Bound:
         """Return the steps that begin at `times`, checked to be in order on this run.
 
         Of steps that begin at the same sample or batch, the last one stays.
@@ -59,25 +59,24 @@ class BoundStairs(TimedPolicy):
                     why=f"on this run '{after}' does not come after '{before}'",
                     instead="write times that come in ascending order, or all in one unit",
                 )
-        return cls(tuple(marks), sizes, len({id(axis) for axis, _ in marks}) == 1)
+        return cls(tuple(marks), sizes, len({id(axis) for axis, _ in marks}) == 1).bound
 
     @property
-    def units(self) -> frozenset[TimeUnit]:
-        """The units of the edges."""
-        return frozenset(axis.unit for axis, _ in self.edges)
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """The least and the largest of the sizes."""
-        return min(self.sizes), max(self.sizes)
+    def bound(self) -> Bound:
+        """The policy."""
+        return timed(
+            self.size_at,
+            units=frozenset(axis.unit for axis, _ in self.edges),
+            bounds=(min(self.sizes), max(self.sizes)),
+            holds_until=self.holds_until,
+        )
 
     def size_at(self, timestamp: Timestamp) -> int:
         """Return the size of the last step that has been reached."""
         return self.sizes[self._reached(timestamp)]
 
-    def holds_until(self, timestamp: Timestamp, state: object) -> Hold:
+    def holds_until(self, timestamp: Timestamp) -> Hold:
         """Return a hold until the next step is reached; on several counters, any later one."""
-        del state
         reached = self._reached(timestamp)
         return Hold(self.edges[reached : reached + 1 if self.is_aligned else None])
 
@@ -165,10 +164,10 @@ class Fixed(BatchSizePolicy):
 
     size: Size
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
+    def bind(self, horizon: Horizon) -> Bound:
         """Return the constant."""
         del horizon
-        return BoundStairs((), (self.size,))
+        return Stairs((), (self.size,)).bound
 
 
 @final
@@ -200,7 +199,7 @@ class Steps(BatchSizePolicy):
     def __init__(self, steps: StepsLike) -> None:
         fill(self, steps=_checked(_pairs(steps)))
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
+    def bind(self, horizon: Horizon) -> Bound:
         """Resolve the times of the steps for one run.
 
         Raises:
@@ -209,7 +208,7 @@ class Steps(BatchSizePolicy):
         """
         times = [time for time, _ in self.steps[1:]]
         sizes = tuple(size for _, size in self.steps)
-        return BoundStairs.on(horizon, times, sizes, what=f"the steps {str(self)!r}")
+        return Stairs.on(horizon, times, sizes, what=f"the steps {str(self)!r}")
 
     def scaled(self, ratio: Number) -> Steps:
         """Return the steps at stretched times; of two that meet, the later one stays."""

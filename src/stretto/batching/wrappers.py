@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Annotated, ClassVar, Literal, TypeAlias, cast, final
 
@@ -13,119 +12,20 @@ from stretto.batching.parse import as_policy
 from stretto.batching.policy import (
     NO_SIGNALS,
     BatchSizePolicy,
-    BoundPolicy,
+    Bound,
     Hold,
     PolicyState,
     Signals,
     Size,
     checked_size,
     inner_state,
+    wrapped,
 )
 from stretto.errors import Argument, BatchSizeError, TimeError, shown
 from stretto.schedules.fields import Check, Interval, check_fields, fill, one_of
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit
 from stretto.timing.grammar import exact
 from stretto.timing.time import Number
-
-
-@dataclass(frozen=True, slots=True)
-class BoundWrapper(BoundPolicy):
-    """A bound policy around another one; it reads the same signals."""
-
-    inner: BoundPolicy
-
-    @property
-    def is_static(self) -> bool:
-        """Whether the policy inside is."""
-        return self.inner.is_static
-
-    @property
-    def units(self) -> frozenset[TimeUnit]:
-        """The units of the policy inside."""
-        return self.inner.units
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """The signals of the policy inside."""
-        return self.inner.reads
-
-    @property
-    def bounds(self) -> tuple[int, int] | None:
-        """The bounds of the policy inside, whose sizes it takes over."""
-        return self.inner.bounds
-
-    def inside(self, state: PolicyState) -> tuple[BoundPolicy, PolicyState]:
-        """Return the policy inside and its part of the state."""
-        return self.inner, inner_state(state)
-
-    def accepts(self, state: PolicyState) -> bool:
-        """Return whether the state fits this policy and the one inside."""
-        return set(state) == set(self.start()) and self.inner.accepts(inner_state(state))
-
-    def holds_until(self, timestamp: Timestamp, state: PolicyState) -> Hold | None:
-        """Return the hold of the policy inside."""
-        inner, within = self.inside(state)
-        return inner.holds_until(timestamp, within)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class BoundMap(BoundWrapper):
-    """A bound policy whose sizes go through a function."""
-
-    function: Callable[[int], int]
-
-    @property
-    def bounds(self) -> tuple[int, int] | None:
-        """The bounds of the policy inside, changed."""
-        inner = self.inner.bounds
-        return None if inner is None else (self.function(inner[0]), self.function(inner[1]))
-
-    def start(self) -> PolicyState:
-        """Return the state of the policy inside."""
-        return self.inner.start()
-
-    def accepts(self, state: PolicyState) -> bool:
-        """Return whether the policy inside accepts the state."""
-        return self.inner.accepts(state)
-
-    def inside(self, state: PolicyState) -> tuple[BoundPolicy, PolicyState]:
-        """Return the policy inside and this state, which it shares."""
-        return self.inner, state
-
-    def decide(
-        self, timestamp: Timestamp, state: PolicyState, signals: Signals
-    ) -> tuple[int, PolicyState]:
-        """Return the size of the policy inside, changed."""
-        size, state = self.inner.decide(timestamp, state, signals)
-        return self.function(size), state
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class BoundMonotone(BoundWrapper):
-    """A bound policy that never shrinks; its state is the largest size so far."""
-
-    @property
-    def bounds(self) -> tuple[int, int] | None:
-        """The first size, and the largest of the policy inside."""
-        if self.inner.bounds is None:
-            return None
-        first, _ = self.inner.decide(Timestamp(), self.inner.start(), NO_SIGNALS)
-        return first, self.inner.bounds[1]
-
-    def start(self) -> PolicyState:
-        """Return the state before any size."""
-        return {"largest": None, "inner": self.inner.start()}
-
-    def decide(
-        self, timestamp: Timestamp, state: PolicyState, signals: Signals
-    ) -> tuple[int, PolicyState]:
-        """Return the larger of what is decided now and what was before."""
-        size, inner = self.inner.decide(timestamp, inner_state(state), signals)
-        largest = max(size, cast("int | None", state["largest"]) or size)
-        return largest, {"largest": largest, "inner": inner}
-
 
 Rounding: TypeAlias = Annotated[
     Literal["down", "up"],
@@ -182,9 +82,19 @@ class SizeMap(Wrapper):
     """A wrapper that maps each size to another; it has no state."""
 
     @final
-    def bind(self, horizon: Horizon) -> BoundPolicy:
+    def bind(self, horizon: Horizon) -> Bound:
         """Bind the policy inside."""
-        return BoundMap(self.policy.bind(horizon), self.changed)
+        inner = self.policy.bind(horizon)
+
+        def decide(
+            timestamp: Timestamp, state: PolicyState, signals: Signals
+        ) -> tuple[int, PolicyState]:
+            size, state = inner.decide(timestamp, state, signals)
+            return self.changed(size), state
+
+        ends = inner.bounds
+        bounds = None if ends is None else (self.changed(ends[0]), self.changed(ends[1]))
+        return replace(inner, decide=decide, bounds=bounds)
 
     @final
     def wrapped(self, size: int) -> int:
@@ -280,7 +190,7 @@ class MultipleOf(SizeMap):
     >>> from stretto.batching import Fixed, Signals
     >>> from stretto.timing import Timestamp
     >>> bound = MultipleOf(Fixed(100), 64).bind(Horizon("1ep"))
-    >>> bound.decide(Timestamp(), bound.start(), Signals())[0]
+    >>> bound.decide(Timestamp(), bound.start, Signals())[0]
     64
 
     Raises:
@@ -324,7 +234,7 @@ class PowerOfTwo(SizeMap):
     >>> from stretto.batching import Fixed, Signals
     >>> from stretto.timing import Timestamp
     >>> bound = PowerOfTwo(Fixed(100)).bind(Horizon("1ep"))
-    >>> bound.decide(Timestamp(), bound.start(), Signals())[0]
+    >>> bound.decide(Timestamp(), bound.start, Signals())[0]
     64
     """
 
@@ -344,14 +254,27 @@ class Monotone(Wrapper):
     >>> from stretto.batching import Signals, Steps
     >>> from stretto.timing import Timestamp
     >>> bound = Monotone(Steps("0ba:8 1ba:4")).bind(Horizon("9ba"))
-    >>> _, state = bound.decide(Timestamp(), bound.start(), Signals())
+    >>> _, state = bound.decide(Timestamp(), bound.start, Signals())
     >>> bound.decide(Timestamp(batch=1), state, Signals())[0]
     8
     """
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
+    def bind(self, horizon: Horizon) -> Bound:
         """Bind the policy inside."""
-        return BoundMonotone(self.policy.bind(horizon))
+        inner = self.policy.bind(horizon)
+
+        def decide(
+            timestamp: Timestamp, state: PolicyState, signals: Signals
+        ) -> tuple[int, PolicyState]:
+            size, within = inner.decide(timestamp, inner_state(state), signals)
+            largest = max(size, cast("int | None", state["largest"]) or size)
+            return largest, {"largest": largest, "inner": within}
+
+        bounds = inner.bounds
+        if bounds is not None:
+            first, _ = inner.decide(Timestamp(), inner.start, NO_SIGNALS)
+            bounds = first, bounds[1]
+        return wrapped(inner, {"largest": None}, decide=decide, bounds=bounds)
 
 
 @final
@@ -383,39 +306,38 @@ class Hysteresis(Wrapper):
         check_fields(self)
         fill(self, ratio=_ratio(self.ratio))
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
+    def bind(self, horizon: Horizon) -> Bound:
         """Bind the policy inside, and resolve `wait`."""
         inner, ratio = self.policy.bind(horizon), exact(self.ratio)
         if self.wait is None:
-            return BoundHysteresis(inner, ratio, None, 0)
+            return HysteresisRun(inner, ratio, None, 0).bound
         wait = Time(self.wait)
         axis = horizon.axis(wait.unit)
-        return BoundHysteresis(inner, ratio, axis, math.ceil(horizon.ticks(wait, axis)))
+        return HysteresisRun(inner, ratio, axis, math.ceil(horizon.ticks(wait, axis))).bound
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class BoundHysteresis(BoundWrapper):
+class HysteresisRun:
     """Hysteresis on one run; remembers the size and when it last changed."""
 
+    inner: Bound
     ratio: Fraction
     axis: Axis | None
     wait_ticks: int
 
     @property
-    def is_static(self) -> bool:
-        """Whether the policy inside is, and `wait` is not wall time."""
-        reads_wall = self.axis is not None and self.axis.unit is TimeUnit.SECOND
-        return self.inner.is_static and not reads_wall
-
-    @property
-    def units(self) -> frozenset[TimeUnit]:
-        """The units of the policy inside, and that of `wait`."""
-        return self.inner.units | ({self.axis.unit} if self.axis else set())
-
-    def start(self) -> PolicyState:
-        """Return the state before any size."""
-        return {"size": None, "changed": None, "inner": self.inner.start()}
+    def bound(self) -> Bound:
+        """The policy."""
+        units = frozenset({self.axis.unit} if self.axis else ())
+        return wrapped(
+            self.inner,
+            {"size": None, "changed": None},
+            decide=self.decide,
+            holds_until=self.holds_until,
+            is_static=self.inner.is_static and TimeUnit.SECOND not in units,
+            units=self.inner.units | units,
+        )
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals

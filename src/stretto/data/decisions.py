@@ -38,7 +38,7 @@ class Decisions:
         self._horizon = run.horizon
         self._policy = run.bound_policy
         self._timer = timer
-        self.state: PolicyState = run.bound_policy.start()
+        self.state: PolicyState = run.bound_policy.start
         """The policy's state after the last finished batch."""
         self.signals = NO_SIGNALS
         """What that batch measured."""
@@ -112,9 +112,7 @@ class Decisions:
         own = saved.policy_state(self._run.policy, self._policy, state["policy"])
         saved.check_state(self._policy, self._timer.timestamp, own or {})
         self._unmeasured = -1
-        self.restart(
-            self._policy.start() if own is None else own, saved.signals_of(state["signals"])
-        )
+        self.restart(self._policy.start if own is None else own, saved.signals_of(state["signals"]))
         self.size = state.get("size")
         return own is not None or not state["policy"]["state"]
 

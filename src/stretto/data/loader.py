@@ -233,7 +233,7 @@ class StepLoader(Iterator[Step]):
             is_keyed=keyed_randomness,
         )
         self.reads = self.prepared.bound_policy.reads
-        """The signals that the policy reads (see `BoundPolicy.reads`)."""
+        """The signals that the policy reads (see `Bound.reads`)."""
         # If only the clock can tell when the run is over, it is checked before each step.
         self._asks_clock = (
             self.horizon.end_sample is None and self.horizon.max_duration.unit != "ba"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from stretto.batching import BatchSizePolicy, BoundPolicy, PeriodSizes, PolicyState, Signals
+from stretto.batching import BatchSizePolicy, Bound, PeriodSizes, PolicyState, Signals
 from stretto.batching.wrappers import SizeMap
 from stretto.errors import CheckpointError, StrettoError
 from stretto.timing import Timestamp
@@ -52,7 +52,7 @@ def policy_record(policy: BatchSizePolicy, state: PolicyState) -> dict[str, Any]
 
 
 def policy_state(
-    policy: BatchSizePolicy, bound: BoundPolicy, saved: Mapping[str, Any]
+    policy: BatchSizePolicy, bound: Bound, saved: Mapping[str, Any]
 ) -> PolicyState | None:
     """Return a saved state for a policy of the same kind; None: another kind starts anew.
 
@@ -66,38 +66,21 @@ def policy_state(
     return state if is_same else None
 
 
-def check_state(bound: BoundPolicy, now: Timestamp, state: PolicyState) -> None:
+def check_state(bound: Bound, now: Timestamp, state: PolicyState) -> None:
     """Refuse a damaged state of a built-in policy.
 
     Raises:
         CheckpointError: it is damaged.
     """
-    if not state or not _is_ours(bound):
-        return
     with read():
-        for size in _sizes(bound, state):
+        sizes = [size for size in bound.sizes(state) if size is not None] if state else []
+        if not sizes:
+            return
+        for size in sizes:
             if type(size) is not int or size < 1:
                 raise TypeError(f"{size!r} is no size")
         if bound.reads and "loss" not in bound.reads:  # read by a user's function
             bound.decide(now, state, _LOUD)
-
-
-def _sizes(bound: BoundPolicy, state: PolicyState) -> Iterator[object]:
-    """Yield the sizes in the states of built-in policies."""
-    if not _is_ours(bound):
-        return
-    inside = bound.inside(state)
-    if inside is not None:
-        yield from _sizes(*inside)
-        if inside[1] is state:
-            return
-    for name in ("size", "largest"):
-        if state.get(name) is not None:
-            yield state[name]
-
-
-def _is_ours(bound: BoundPolicy) -> bool:
-    return type(bound).__module__.startswith("stretto.")
 
 
 @contextmanager

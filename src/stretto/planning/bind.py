@@ -9,7 +9,7 @@ from typing import TypeAlias, final
 
 from stretto.batching import (
     BatchSizePolicy,
-    BoundPolicy,
+    Bound,
     LearningRateRule,
     NoRule,
     PolicyLike,
@@ -39,7 +39,7 @@ class Prepared:
     horizon: Horizon
     """The run. It converts all units that do not depend on unknown batch sizes."""
     policy: BatchSizePolicy
-    bound_policy: BoundPolicy
+    bound_policy: Bound
     sizes: PlannedSizes | None
     """Where each batch begins; None if sizes are decided during the run."""
     refusal: PlanError | None

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast, final
 
-from stretto.batching import BatchSizePolicy, BoundPolicy, PolicyLike, RuleLike
+from stretto.batching import BatchSizePolicy, Bound, PolicyLike, RuleLike
 from stretto.batching.policy import as_float, checked_size, checked_world_size
 from stretto.batching.rules import is_learning_rate
 from stretto.batching.split import split
@@ -67,7 +67,7 @@ class Plan:
     events: tuple[Event, ...]
     warnings: tuple[str, ...]
     """What is allowed but probably a mistake, one line each."""
-    _policy: BoundPolicy
+    _policy: Bound
     _values: Values
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NoReturn, final
 
 from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy
-from stretto.batching.policy import NO_SIGNALS, BoundPolicy, PolicyState, Signals
+from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals
 from stretto.errors import Argument, BatchSizeError, ConversionError, PlanError, Text
 from stretto.timing import Horizon, Timestamp, TimeUnit, advance
 from stretto.timing.batch_sizes import EqualBatches
@@ -47,7 +47,7 @@ class StepPlan(NamedTuple):
 
 def next_step(
     horizon: Horizon,
-    policy: BoundPolicy,
+    policy: Bound,
     timestamp: Timestamp,
     state: PolicyState,
     signals: Signals = NO_SIGNALS,
@@ -57,7 +57,7 @@ def next_step(
     >>> from stretto.batching import Fixed
     >>> horizon = Horizon("1ep", dataset_num_samples=20)
     >>> policy = Fixed(16).bind(horizon)
-    >>> now, step = next_step(horizon, policy, Timestamp(), policy.start())
+    >>> now, step = next_step(horizon, policy, Timestamp(), policy.start)
     >>> step.size
     16
     >>> now, step = next_step(horizon, policy, advance(horizon, now, step.size), step.state)
@@ -109,7 +109,7 @@ def larger_than_epoch(horizon: Horizon, size: int, *, is_coupled: bool) -> Batch
 
 def walk(
     horizon: Horizon,
-    policy: BoundPolicy,
+    policy: Bound,
     *,
     timestamp: Timestamp | None = None,
     state: PolicyState | None = None,
@@ -135,7 +135,7 @@ def walk(
     """
     check_plannable(horizon, policy)
     now = Timestamp() if timestamp is None else timestamp
-    state = policy.start() if state is None else state
+    state = policy.start if state is None else state
     while True:
         now, step = next_step(horizon, policy, now, state)
         if step is None:
@@ -145,7 +145,7 @@ def walk(
         now = advance(horizon, now, step.size)
 
 
-def check_plannable(horizon: Horizon, policy: BoundPolicy) -> None:
+def check_plannable(horizon: Horizon, policy: Bound) -> None:
     """Refuse a policy whose sizes are not known before the run.
 
     Raises:
@@ -210,7 +210,7 @@ class Segment:
 
 
 def find_segments(
-    horizon: Horizon, policy: BoundPolicy, most_stages: int | None
+    horizon: Horizon, policy: Bound, most_stages: int | None
 ) -> tuple[list[Segment], Timestamp | None]:
     """Return the segments of the run, and the clock at its end, if that is known.
 
@@ -225,7 +225,7 @@ def find_segments(
     """
     check_plannable(horizon, policy)
     found: list[Segment] = []
-    now, state, decisions = Timestamp(), policy.start(), 0
+    now, state, decisions = Timestamp(), policy.start, 0
     run_axis, run_end = end_tick(horizon)
     while True:
         now, step = next_step(horizon, policy, now, state)
@@ -332,7 +332,7 @@ class PlannedSizes:
         horizon: Horizon,
         policy: PolicyLike,
         *,
-        bound: BoundPolicy | None = None,
+        bound: Bound | None = None,
         most_stages: int | None = None,
     ) -> None:
         run, policy = horizon.with_batch_sizes(None), as_policy(policy)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, final
 
-from stretto.batching import BoundPolicy, LearningRateRule
+from stretto.batching import Bound, LearningRateRule
 from stretto.batching.rules import is_learning_rate
 from stretto.batching.split import even_unit, not_even, split
 from stretto.errors import Argument, PlanError
@@ -202,7 +202,7 @@ def check_stage(
         raise error.recast(PlanError, where=_where(stage))
 
 
-def check_least(policy: BoundPolicy, *, world_size: int, size: int | None = None) -> None:
+def check_least(policy: Bound, *, world_size: int, size: int | None = None) -> None:
     """Refuse a run without a plan whose smallest size leaves ranks without a sample.
 
     >>> from stretto.batching import NoiseScale

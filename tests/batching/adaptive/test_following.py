@@ -69,7 +69,7 @@ signals = st.builds(
 def sizes_of(policy: BatchSizePolicy, seen: list[Signals]) -> tuple[list[int], PolicyState]:
     """The sizes of a run in which this was measured before each batch."""
     bound = policy.bind(RUN)
-    state, sizes = bound.start(), []
+    state, sizes = bound.start, []
     for batch, measured in enumerate(seen):
         size, state = bound.decide(Timestamp(batch=batch, sample=8 * batch), state, measured)
         sizes.append(size)
@@ -222,7 +222,7 @@ def sizes_on(
 ) -> list[int]:
     """The sizes of a run whose gradient has these noise scales, one for each batch."""
     chance, bound = np.random.default_rng(seed), policy.bind(RUN)
-    state, seen, sizes = bound.start(), Signals(), []
+    state, seen, sizes = bound.start, Signals(), []
     for batch, scale in enumerate(truth):
         size, state = bound.decide(Timestamp(batch=batch), state, seen)
         seen = batch_seen(chance, size, scale, dimensions)
@@ -320,7 +320,7 @@ def test_where_little_is_known_it_moves_to_the_nearer_end(start: int, is_far_bel
     """Beyond an end of the interval, and that wide: so far, and no further."""
     policy, average = NoiseScale(start, 4000, minimum=2, window=40), RatioAverage()
     bound, chance = policy.bind(RUN), random.Random(3)
-    state, moved = bound.start(), None
+    state, moved = bound.start, None
     for _ in range(300):
         seen = Signals(noise_numerator=chance.gauss(60, 6), noise_denominator=chance.gauss(1, 1.6))
         average = average.extended(seen.noise_numerator, seen.noise_denominator, window=40)
@@ -381,7 +381,7 @@ def test_numbers_of_other_libraries_go_into_a_checkpoint() -> None:
 )
 def test_a_resumed_run_is_within_its_own_bounds(policy: BatchSizePolicy) -> None:
     bound = policy.bind(RUN)
-    size, _ = bound.decide(Timestamp(), {**bound.start(), "size": 8}, Signals())
+    size, _ = bound.decide(Timestamp(), {**bound.start, "size": 8}, Signals())
     assert (size, bound.bounds) == (32, (32, 64))
 
 
@@ -482,7 +482,7 @@ def test_the_bounds_of_what_may_be_decided(
 
 def test_a_plateau_that_goes_on_with_another_metric_has_nothing_to_beat() -> None:
     before = Plateau("a/loss", start=8, maximum=64, patience=1).bind(RUN)
-    state = before.start()
+    state = before.start
     for metric in (0.5, 0.9):
         size, state = before.decide(Timestamp(), state, Signals(metric=metric))
     assert size == 16
@@ -518,7 +518,7 @@ def test_a_plateau_that_goes_on_with_another_metric_has_nothing_to_beat() -> Non
 )
 def test_what_is_followed_is_logged(policy: Any, expected: set[str], around: Any) -> None:
     bound = around(policy).bind(RUN)
-    state = bound.start()
+    state = bound.start
     assert bound.log_values(state) == {}
     for batch in range(60):
         seen = Signals(noise_numerator=30 + batch % 2, noise_denominator=1.0)

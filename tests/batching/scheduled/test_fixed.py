@@ -13,7 +13,7 @@ from stretto.timing import Horizon, Time, Timestamp
 
 def test_fixed_is_one_size_to_the_end() -> None:
     bound = Fixed(64).bind(Horizon("1ep"))
-    assert bound.decide(Timestamp(batch=10**9), bound.start(), NO_SIGNALS) == (64, {})
+    assert bound.decide(Timestamp(batch=10**9), bound.start, NO_SIGNALS) == (64, {})
     hold = bound.holds_until(Timestamp(), {})
     assert hold is not None
     assert hold.covers(Timestamp(sample=10**18))
@@ -197,5 +197,5 @@ def test_any_text_is_steps_or_our_error(text: str) -> None:
 def test_a_step_of_no_length_is_left_out(steps: str, horizon: Horizon) -> None:
     """As a ramp leaves out sizes for which there is no room."""
     bound = Steps(steps).bind(horizon)
-    sizes = [bound.decide(Timestamp(sample=at), bound.start(), Signals())[0] for at in (19, 20)]
+    sizes = [bound.decide(Timestamp(sample=at), bound.start, Signals())[0] for at in (19, 20)]
     assert sizes == [8, 32]

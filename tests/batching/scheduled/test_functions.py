@@ -63,7 +63,7 @@ def test_increases_are_those_of_the_rfc(
 
     policy = IncreaseFunction(function, start, start + more).bind(horizon)
     first: dict[int, int] = {}
-    state = policy.start()
+    state = policy.start
     for step in walk(horizon, policy):
         first.setdefault(step.timestamp.epoch, step.decided)
     assert list(first.values()) == rfc(len(increments), start, start + more, increments)
@@ -82,19 +82,19 @@ def test_a_batch_over_several_epochs_asks_about_each() -> None:
         return 10
 
     bound = IncreaseFunction(function, 10, 1000).bind(Horizon("9ep", dataset_num_samples=5))
-    size, state = bound.decide(Timestamp(), bound.start(), NO_SIGNALS)
+    size, state = bound.decide(Timestamp(), bound.start, NO_SIGNALS)
     assert (size, bound.decide(Timestamp(epoch=3), state, NO_SIGNALS)[0]) == (20, 50)
     assert asked == [(0, 10), (1, 20), (2, 30), (3, 40)]
 
 
 def test_no_increase_may_be_said_with_none() -> None:
     bound = IncreaseFunction(lambda epoch, size: None, 8, 16).bind(Horizon("9ep"))
-    assert bound.decide(Timestamp(), bound.start(), NO_SIGNALS)[0] == 8
+    assert bound.decide(Timestamp(), bound.start, NO_SIGNALS)[0] == 8
 
 
 def test_increases_hold_for_the_epoch() -> None:
     bound = IncreaseFunction(by_epoch, 8, 64).bind(Horizon("9ep", dataset_num_samples=50))
-    _, state = bound.decide(Timestamp(sample=20), bound.start(), NO_SIGNALS)
+    _, state = bound.decide(Timestamp(sample=20), bound.start, NO_SIGNALS)
     hold = bound.holds_until(Timestamp(sample=20), state)
     assert hold is not None
     assert hold.covers(Timestamp(sample=49))
@@ -110,7 +110,7 @@ def test_wrong_increments_name_the_call(increment: object) -> None:
 
     bound = IncreaseFunction(function, 8, 64).bind(Horizon("9ep"))
     with pytest.raises(BatchSizeError, match="function"):
-        bound.decide(Timestamp(), bound.start(), NO_SIGNALS)
+        bound.decide(Timestamp(), bound.start, NO_SIGNALS)
 
 
 def test_the_start_must_fit() -> None:
@@ -166,7 +166,7 @@ def test_wrong_sizes_name_the_function(size: object) -> None:
 
     bound = SizeFunction(mine).bind(Horizon("9ep"))
     with pytest.raises(BatchSizeError, match="returned"):
-        bound.decide(Timestamp(), bound.start(), NO_SIGNALS)
+        bound.decide(Timestamp(), bound.start, NO_SIGNALS)
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -225,4 +225,4 @@ def test_any_other_function_is_asked_for_sizes(function: Any) -> None:
 def test_an_increment_returned_for_a_size_is_refused_with_what_increments_are_for() -> None:
     bound = as_policy(lambda e, b: 0).bind(Horizon("1ep"))
     with pytest.raises(BatchSizeError, match="increments"):
-        bound.decide(Timestamp(), bound.start(), NO_SIGNALS)
+        bound.decide(Timestamp(), bound.start, NO_SIGNALS)

@@ -26,7 +26,7 @@ from stretto.timing import Horizon, Time, Timestamp, advance
 def decided(policy: BatchSizePolicy, horizon: Horizon) -> list[tuple[int, int]]:
     """The start and size of every batch, each decision made anew from a state out of JSON."""
     bound, now, found = policy.bind(horizon), Timestamp(), []
-    state = bound.start()
+    state = bound.start
     while not horizon.is_done(now):
         size, state = bound.decide(now, state, NO_SIGNALS)
         state = json.loads(json.dumps(state))
@@ -118,7 +118,7 @@ def test_wall_time_and_tokens_are_followed_as_they_pass() -> None:
         Horizon("1h")
     )
     assert not bound.is_static
-    state, got = bound.start(), []
+    state, got = bound.start, []
     for second in (0, 59, 60, 89, 90, 119, 120):
         now = Timestamp(run_nanoseconds=second * 10**9)
         size, state = bound.decide(now, state, NO_SIGNALS)
@@ -132,7 +132,7 @@ def test_wall_time_and_tokens_are_followed_as_they_pass() -> None:
 
 def test_an_unsized_run_may_have_periods_of_whole_epochs() -> None:
     bound = PeriodSizes([("1ep", 8), ("rest", "0ep:16 1ep:32")]).bind(Horizon("3ep"))
-    state, got = bound.start(), []
+    state, got = bound.start, []
     for epoch in range(4):
         size, state = bound.decide(Timestamp(epoch=epoch, sample=7 * epoch), state, NO_SIGNALS)
         got.append(size)

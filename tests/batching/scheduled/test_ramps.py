@@ -25,7 +25,7 @@ sizes = st.integers(1, 300)
 
 def size_at(policy: BatchSizePolicy, horizon: Horizon, timestamp: Timestamp) -> int:
     bound = policy.bind(horizon)
-    return bound.decide(timestamp, bound.start(), NO_SIGNALS)[0]
+    return bound.decide(timestamp, bound.start, NO_SIGNALS)[0]
 
 
 @given(sizes, sizes, st.integers(1, 500), st.integers(0, 600))
@@ -218,7 +218,7 @@ def test_a_ramp_of_equal_batches_is_modernberts(start: int, more: int, over: int
     ramp = LinearRamp(start, start + more, Time(over, "tok"), equal="batches")
     thresholds = modernbert(start, start + more, over)
     bound = ramp.bind(Horizon("1ep"))
-    got = bound.decide(Timestamp(token=now), bound.start(), NO_SIGNALS)[0]
+    got = bound.decide(Timestamp(token=now), bound.start, NO_SIGNALS)[0]
     expected = next((start + i for i, end in enumerate(thresholds) if now < end), start + more)
     assert got == expected
     stages = StagedRamp(range(start, start + more + 1), Time(over, "tok"), equal="batches")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.batching import BoundPolicy, SquareRootRule, Steps
+from stretto.batching import Bound, SquareRootRule, Steps
 from stretto.config.files import dump_run_file, parse_run_file
 from stretto.config.parts import make_loggers
 from stretto.config.plans import build_plan
@@ -42,10 +42,10 @@ def test_trains() -> None:
 
 
 def test_what_was_checked_is_what_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound: list[BoundPolicy] = []
+    bound: list[Bound] = []
     bind = Steps.bind
 
-    def noted(self: Steps, horizon: Horizon) -> BoundPolicy:
+    def noted(self: Steps, horizon: Horizon) -> Bound:
         bound.append(bind(self, horizon))
         return bound[-1]
 

@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 from stretto.batching import (
     BatchSizePolicy,
-    BoundPolicy,
+    Bound,
     LinearRamp,
     PolicyState,
     Signals,
@@ -39,7 +39,7 @@ from stretto.data.indices import Bundle
 from stretto.errors import DataError
 from stretto.ordering import SampleOrder, share
 from stretto.testing.data import assert_resumes, read
-from stretto.timing import Horizon, Timestamp, TimeUnit
+from stretto.timing import Horizon, Timestamp
 
 
 class Numbers(Dataset[int]):
@@ -286,16 +286,8 @@ def packed_steps(loader: StepLoader, most: int | None = None) -> list[Any]:
 class Falling(BatchSizePolicy):
     """Grows by a sample in each batch whose loss is known, up to 12."""
 
-    def bind(self, horizon: Horizon) -> BoundPolicy:
-        return BoundFalling()
-
-
-class BoundFalling(BoundPolicy):
-    is_static = False
-    units: frozenset[TimeUnit] = frozenset()
-
-    def start(self) -> PolicyState:
-        return {"size": 3}
+    def bind(self, horizon: Horizon) -> Bound:
+        return Bound(decide=self.decide, start={"size": 3})
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals

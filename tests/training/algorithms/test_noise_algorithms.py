@@ -122,7 +122,7 @@ def test_the_suggestion_is_what_the_policy_decides(c: float, power: float) -> No
     report = NoiseReport(c=c, power=power, minimum=4, maximum=64)
     known(report, Watch(), batch_size=10).fit()
     bound = NoiseScale(4, 64, c=c, power=power).bind(Horizon("1ep"))
-    state, sizes = bound.start(), [(0.0, 4)]
+    state, sizes = bound.start, [(0.0, 4)]
     for at, signals in seen:
         size, state = bound.decide(Timestamp(), state, signals)
         if size != sizes[-1][1]:

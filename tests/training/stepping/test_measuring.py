@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.batching import BatchSizePolicy, BoundPolicy, NoiseScale, PolicyState, Signals
+from stretto.batching import BatchSizePolicy, Bound, NoiseScale, PolicyState, Signals
 from stretto.data import DataSpec
 from stretto.errors import ConfigError, TrainingError
 from stretto.noise import NoiseTerms, noise_terms
@@ -41,23 +41,11 @@ class Reads(BatchSizePolicy):
     """Keeps to a size, and what it was told."""
 
     def __init__(self, *reads: str) -> None:
-        self.bound = BoundReads(frozenset(reads))
-
-    def bind(self, horizon: Horizon) -> BoundPolicy:
-        return self.bound
-
-
-class BoundReads(BoundPolicy):
-    is_static = False
-    units = frozenset()
-    reads = frozenset()
-
-    def __init__(self, reads: frozenset[str]) -> None:
-        self.reads = reads
+        self.reads = frozenset(reads)
         self.seen: list[Signals] = []
 
-    def start(self) -> PolicyState:
-        return {}
+    def bind(self, horizon: Horizon) -> Bound:
+        return Bound(decide=self.decide, reads=self.reads)
 
     def decide(
         self, timestamp: Timestamp, state: PolicyState, signals: Signals
@@ -276,7 +264,7 @@ def test_the_policy_is_told_what_it_reads_before_the_next_batch(problem: Make) -
         batch_size=policy, max_duration="5ba", evaluate=Evaluation(run.data, "2ba")
     )
     trainer.fit()
-    seen = policy.bound.seen[-5:]
+    seen = policy.seen[-5:]
     assert seen[0] == Signals()
     assert all(signals.noise_numerator is not None for signals in seen[1:])
     assert all(signals.loss is not None and signals.loss > 0 for signals in seen[1:])
@@ -287,7 +275,7 @@ def test_nothing_is_measured_that_nobody_reads(problem: Make) -> None:
     policy = Reads()
     trainer = problem().trainer(batch_size=policy, max_duration="3ba")
     trainer.fit()
-    assert set(policy.bound.seen) == {Signals()}
+    assert set(policy.seen) == {Signals()}
     assert trainer._loop.stepper.meter is None
 
 

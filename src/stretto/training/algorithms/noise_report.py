@@ -105,7 +105,7 @@ class NoiseReport(Callback):
             self._decided = [(0.0, self._bounded(self._minimum or step.batch_size))]
         policy = self._policy(self._decided[0][1]).bind(run.horizon)
         timestamp = run.timer.timestamp
-        size, self._state = policy.decide(timestamp, self._state or policy.start(), signals)
+        size, self._state = policy.decide(timestamp, self._state or policy.start, signals)
         if size != self._decided[-1][1]:
             self._decided.append((run.timer.get_elapsed_duration(), size))
 
