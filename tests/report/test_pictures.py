@@ -236,7 +236,7 @@ def test_what_cannot_be_drawn(
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot write .*: (file exists|not a directory)"):
+    with pytest.raises(ConfigError, match=r"exists|directory"):
         draw_plan(make_plan(), tmp_path / "file" / "plan.png")
 
 

@@ -97,5 +97,5 @@ def test_a_subclass_comes_back_as_the_plain_type() -> None:
 def test_what_cannot_be_packed_is_refused_by_its_key(value: Any, said: str) -> None:
     with pytest.raises(PackingError, match=said):
         pack(value)
-    with pytest.raises(DataError, match=f"cannot save the position in the data: {said}"):
+    with pytest.raises(DataError, match=said):
         packed(value, "the position in the data", DataError)

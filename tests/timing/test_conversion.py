@@ -123,7 +123,7 @@ def test_without_facts_only_the_same_unit_works(time: Time, unit: TimeUnit) -> N
     if time.unit is unit:
         assert convert(time, unit) == time
     else:
-        with pytest.raises(ConversionError, match=f"cannot convert {re.escape(str(time))} to"):
+        with pytest.raises(ConversionError, match=re.escape(str(time))):
             convert(time, unit)
 
 
@@ -209,7 +209,7 @@ def test_conversions_keep_the_order(horizon: Horizon, data: st.DataObject) -> No
 @pytest.mark.parametrize("count", [0, -1, 1.0, "5", True, np.float64(1), 1.5])
 def test_counts_that_cannot_be(name: str, count: object) -> None:
     given_facts: dict[str, Any] = {name: count}
-    with pytest.raises(ConversionError, match=f"cannot use {name}=.*not an integer of at least 1"):
+    with pytest.raises(ConversionError, match=name):
         convert("1ep", "ep", **given_facts)
 
 

@@ -117,7 +117,7 @@ class TestUnsizedData:
     @pytest.mark.parametrize("time", ["0.5ep", "0.25dur"])
     def test_part_of_an_epoch_is_refused_as_ticks(self, time: str) -> None:
         horizon = Horizon("2ep")
-        with pytest.raises(ConversionError, match=f"cannot tell when {time} has passed"):
+        with pytest.raises(ConversionError, match=time):
             horizon.ticks(Time(time), horizon.axis("ep"))
 
     def test_one_sample_in_an_epoch_is_a_known_size(self) -> None:

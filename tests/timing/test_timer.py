@@ -295,7 +295,7 @@ class TestCounts:
         timer.update(samples=5, tokens=5)
         before, counts = timer.timestamp, {"samples": 1, "tokens": 1, name: count}
         for move in (timer.update, timer.skip, timer.end_epoch):
-            with pytest.raises(TimeError, match=f"cannot move the clock by {name}=.*only goes fo"):
+            with pytest.raises(TimeError, match=name):
                 move(**counts)
         assert timer.timestamp == before
 

@@ -85,7 +85,7 @@ def test_it_cannot_change() -> None:
     ],
 )
 def test_records_that_are_not_timestamps(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(TimeError, match=f"cannot read a timestamp with {message}: each count is"):
+    with pytest.raises(TimeError, match=message):
         Timestamp.from_state({**Timestamp().to_state(), **change})
 
 

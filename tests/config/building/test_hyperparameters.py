@@ -68,7 +68,7 @@ def test_a_plan_has_a_column_for_each_beta_and_momentum_is_the_first_of_adam() -
     ],
 )
 def test_a_learning_rate_that_is_none_is_refused_by_a_plan(lr: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"cannot use {said} as optimizer.lr: it is not a finite"):
+    with pytest.raises(ConfigError, match=said):
         build_plan(config(optimizer={**ADAM, "lr": lr}))
 
 

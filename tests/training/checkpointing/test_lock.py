@@ -21,7 +21,7 @@ Make = Callable[..., Any]
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     with (
         locked(tmp_path / "run"),
-        pytest.raises(TrainingError, match=rf"another run is writing .*process {os.getpid()} "),
+        pytest.raises(TrainingError, match=str(os.getpid())),
         locked(tmp_path / "run"),
     ):
         pass

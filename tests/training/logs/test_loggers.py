@@ -362,7 +362,7 @@ def test_a_logger_that_fails_is_a_warning_and_no_end(
     ids=["a name", "something else", "a class"],
 )
 def test_what_is_no_logger_is_refused(given: Any, why: str) -> None:
-    with pytest.raises(TrainingError, match=rf"cannot log to .*: {why}; pass an object with"):
+    with pytest.raises(TrainingError, match=why):
         Logging(loggers=[given])
 
 
@@ -379,5 +379,5 @@ def test_a_missing_package_names_its_extra(
 ) -> None:
     # None in sys.modules is how Python itself marks a module that cannot be imported.
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingPackageError, match=rf"pip install 'stretto\[{extra}\]'"):
+    with pytest.raises(MissingPackageError, match=rf"stretto\[{extra}\]"):
         logger()

@@ -55,7 +55,7 @@ def test_a_batch_without_a_unit_is_refused_on_one_rank_too(problem: Make, precis
     ids=["shape", "number"],
 )
 def test_a_loss_must_be_a_scalar(problem: Make, loss: Any, why: str) -> None:
-    with pytest.raises(TrainingError, match=f"cannot learn from a loss of type .*: {why}"):
+    with pytest.raises(TrainingError, match=why):
         problem().trainer(loss=loss).fit()
 
 
@@ -175,7 +175,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_targets_whoever_shifts_them(
 @pytest.mark.parametrize(("kind", "shifts"), [("inputs", False), ("shifted", True)])
 def test_labels_that_contradict_what_is_stated_are_warned_of(kind: str, shifts: bool) -> None:
     model = Causal(shifts=shifts)
-    with pytest.warns(UserWarning, match=f"shifts_labels={shifts}, and the labels of the first"):
+    with pytest.warns(UserWarning, match=f"shifts_labels={shifts}"):
         Trainer(
             model,
             rows(kind),
