@@ -35,7 +35,7 @@ class Logged:
     """
 
     def __init__(self) -> None:
-        self._values: dict[str, _Value] = {}
+        self._values: dict[str, Sums] = {}
 
     def __bool__(self) -> bool:
         return bool(self._values)
@@ -51,7 +51,7 @@ class Logged:
         known = self._values.get(name)
         if known is None:
             one_of("reduce", reduce, ("mean", "sum", "last"))
-            known = self._values[name] = _Value(reduce)
+            known = self._values[name] = Sums(reduce)
         elif known.reduce != reduce:
             raise _two_reductions(name, known.reduce, reduce)
         if isinstance(value, Tensor):
@@ -91,9 +91,9 @@ class Logged:
         """Continue from saved values, which the first rank takes over for all."""
         self._values = _read(state) if ranks.is_first else {}
 
-    def _merged(self, ranks: Ranks) -> dict[str, _Value]:
+    def _merged(self, ranks: Ranks) -> dict[str, Sums]:
         own = {name: one.record() for name, one in self._values.items()}
-        merged: dict[str, _Value] = {}
+        merged: dict[str, Sums] = {}
         for text in ranks.gather(json.dumps(own)):
             for name, other in _read(json.loads(text)).items():
                 one = merged.setdefault(name, other)
@@ -106,56 +106,64 @@ class Logged:
 
 
 @final
-class _Value:
-    """The values of one name."""
+class Sums:
+    """The values of one name, or the losses: tensors are read as late as possible."""
 
     __slots__ = ("_pending", "reduce", "total", "weight")
 
-    def __init__(self, reduce: Reduce, total: float = 0.0, weight: float = 0.0) -> None:
+    def __init__(self, reduce: Reduce = "mean", total: float = 0.0, weight: float = 0.0) -> None:
         self.reduce = reduce
         self.total, self.weight = total, weight
-        self._pending: list[tuple[Tensor, float]] = []
+        self._pending: list[tuple[Tensor, float, float]] = []
+
+    def add_losses(self, losses: Iterable[MicroLoss]) -> None:
+        """Add losses without reading them."""
+        self._pending += losses
 
     def add(self, value: float | Tensor, weight: float) -> None:
+        """Add one value."""
         if self.reduce == "last":
             self.total, self._pending = 0.0, []
         if isinstance(value, Tensor):
-            self._pending.append((value, weight))
+            self._pending.append((value, weight if self.reduce == "mean" else 1.0, weight))
             if len(self._pending) == _FOLD:
-                self._fold()
+                self.read()
         else:
-            self._take([(float(value), weight)])
+            self.total += value * weight if self.reduce == "mean" else value
+            self.weight += weight
 
     def record(self) -> Sequence[str | float]:
         """Return the sums as JSON."""
-        self._fold()
+        self.read()
         return [self.reduce, self.total, self.weight]
 
     def result(self) -> float:
+        """Return what the values are reduced to."""
         if self.reduce != "mean":
             return self.total
         return self.total / self.weight if self.weight else float("nan")
 
-    def _fold(self) -> None:
-        pending, self._pending = self._pending, []
-        if pending:
-            values, weights = zip(*pending, strict=True)
-            device = values[0].device
-            read = torch.stack([one.to(device).double().reshape(()) for one in values]).tolist()
-            self._take(zip(read, weights, strict=True))
+    def read(self) -> None:
+        """Read the tensors; this waits for the device.
 
-    def _take(self, values: Iterable[tuple[float, float]]) -> None:
-        for value, weight in values:
-            self.total += value * weight if self.reduce == "mean" else value
+        They are added one by one, so the sum does not depend on how they are grouped.
+        """
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        device = pending[0][0].device
+        values = torch.stack([one.to(device).double().reshape(()) for one, _, _ in pending])
+        for value, (_, factor, weight) in zip(values.tolist(), pending, strict=True):
+            self.total += value * factor
             self.weight += weight
 
 
-def _read(state: Mapping[str, Sequence[str | float]]) -> dict[str, _Value]:
+def _read(state: Mapping[str, Sequence[str | float]]) -> dict[str, Sums]:
     read = {}
     for name, (reduce, total, weight) in state.items():
         one_of("reduce", reduce, ("mean", "sum", "last"))
         sums = {"total": total, "weight": weight}
-        read[name] = _Value(cast(Reduce, reduce), number(sums, "total"), number(sums, "weight"))
+        read[name] = Sums(cast(Reduce, reduce), number(sums, "total"), number(sums, "weight"))
     return read
 
 
@@ -179,57 +187,9 @@ def _two_reductions(name: str, one: str, other: str) -> TrainingError:
     )
 
 
-@final
-class RunningLoss:
-    """Sums losses over their units."""
-
-    def __init__(self) -> None:
-        self._pending: list[MicroLoss] = []
-        self._sum = 0.0
-        self._weight = 0.0
-
-    def add(self, losses: Sequence[MicroLoss]) -> None:
-        """Add the losses of some steps without reading them."""
-        self._pending += losses
-
-    def read(self) -> None:
-        """Read the added losses; this waits for the device."""
-        if self._pending:
-            self._sum, self._weight = _added(self._pending, self._sum, self._weight)
-            self._pending = []
-
-    def take(self) -> tuple[float, float]:
-        """Return this rank's sum and weight since the last call, and reset them."""
-        self.read()
-        sums = self._sum, self._weight
-        self._sum = self._weight = 0.0
-        return sums
-
-    def state_dict(self, ranks: Ranks) -> dict[str, float]:
-        """Return the sums over all ranks. Every rank must call it."""
-        self.read()
-        total, weight = ranks.agree((self._sum, self._weight))
-        return {"sum": total, "weight": weight}
-
-    def load_state_dict(self, state: Mapping[str, float], ranks: Ranks) -> None:
-        """Continue from saved sums, which the first rank keeps for all."""
-        self._pending = []
-        saved = number(state, "sum"), number(state, "weight")
-        self._sum, self._weight = saved if ranks.is_first else (0.0, 0.0)
-
-
 def mean_loss(losses: Sequence[MicroLoss]) -> float:
     """Return the mean loss of micro-batches over their units; nan without any."""
-    total, weight = _added(losses) if losses else (0.0, 0.0)
-    return total / weight if weight else float("nan")
-
-
-def _added(
-    losses: Sequence[MicroLoss], total: float = 0.0, weight: float = 0.0
-) -> tuple[float, float]:
-    """Add losses one by one, so the sum does not depend on how they are grouped."""
-    values = torch.stack([micro.loss for micro in losses]).double().tolist()
-    for loss, micro in zip(values, losses, strict=True):
-        total += loss * micro.factor
-        weight += micro.weight
-    return total, weight
+    sums = Sums()
+    sums.add_losses(losses)
+    sums.read()
+    return sums.result()

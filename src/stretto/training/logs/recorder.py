@@ -13,9 +13,9 @@ from stretto.errors import CheckpointError, TrainingError
 from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.checkpointing.lock import set_aside, unwritable
-from stretto.training.checkpointing.records import count
+from stretto.training.checkpointing.records import count, number
 from stretto.training.logs.console import ConsoleLogger
-from stretto.training.logs.logged import RunningLoss
+from stretto.training.logs.logged import Sums
 from stretto.training.logs.loggers import (
     Appender,
     Guarded,
@@ -73,7 +73,7 @@ class Recorder:
     ) -> None:
         self.pending: list[Finished] = []
         """Batches that are not recorded yet; the loop appends to it."""
-        self.loss = RunningLoss()
+        self.loss = Sums()
         self.units = 0.0
         """What the loss in the last line is a mean over: samples, or target tokens."""
         self._run = run
@@ -162,7 +162,8 @@ class Recorder:
             )
         if self._ledger is not None:
             self._ledger.add("".join(lines))
-        self.loss.add([loss for one in pending for loss in one.losses])
+        for one in pending:
+            self.loss.add_losses(one.losses)
 
     def show_progress(self, timestamp: Timestamp) -> None:
         """Move the bar of the console, if it is time to."""
@@ -185,8 +186,9 @@ class Recorder:
         samples, self._samples = self._samples, 0
         tokens, self._tokens = self._tokens, 0
         seconds = max(passed, 1) / NANOSECONDS
+        sums, self.loss = self.loss, Sums()
         total, self.units, any_logged = self._ranks.agree(
-            (*self.loss.take(), bool(self._run.logged))
+            (sums.total, sums.weight, bool(self._run.logged))
         )
         record = {
             **self._run.clock(timestamp),
@@ -274,7 +276,7 @@ class Recorder:
             CheckpointError: the files cannot be written, so nothing can go on from them.
         """
         self.flush()
-        loss = self.loss.state_dict(self._ranks)
+        total, weight = self._ranks.agree((self.loss.total, self.loss.weight))
         logged = self._run.logged.state_dict(self._ranks)
         if any(one.is_waiting for one in self._outputs):
             raise _no_checkpoint(self._folder, f"{METRICS} and {LEDGER} cannot be written")
@@ -282,11 +284,13 @@ class Recorder:
             lengths = {file.name: file.stat().st_size for file in self.files}
         except OSError as error:  # somebody has moved one
             raise _no_checkpoint(self._folder, str(error)) from error
+        loss = {"sum": total, "weight": weight}
         return {"loss": loss, "logged": logged, "size": self._size, "files": lengths}
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_own: bool) -> None:
         """Continue from saved sums, and where files are its own, from where those were."""
-        self.loss.load_state_dict(state["loss"], self._ranks)
+        sums = number(state["loss"], "sum"), number(state["loss"], "weight")
+        self.loss = Sums("mean", *sums) if self._writes else Sums()
         self._run.logged.load_state_dict(state.get("logged", {}), self._ranks)
         self._size = None if state.get("size") is None else count(state, "size", least=1)
         # Files of this folder that belong to another past are none to go on with.
