@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stretto.cli.app import convert
+from stretto.cli.app import plan as plan_verb
 from stretto.cli.files import find_run_file
-from stretto.cli.planning import convert
-from stretto.cli.planning import plan as plan_verb
 from stretto.cli.training import unnamed_run_file
 from stretto.config.fields import Target
 from stretto.config.files import parse_run_file, read_run_file
@@ -218,10 +218,9 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("config-command-unnamed-own", unnamed_beside_a_run_file),
     ("config-command-override", lambda: find_run_file(["run.yaml", "seed"])),
     ("config-command-unit", partial(
-        plan_verb, [], as_json=False, batches=False, plot=None, unit="ep", against=None)),
+        plan_verb, [], unit="ep")),
     ("config-command-convert", partial(
-        convert, "0.1dur", "ba", max_duration="90ep", samples=None, tokens=None, batch_size=128,
-        drop_last=False)),
+        convert, "0.1dur", to="ba", max_duration="90ep", batch_size=128)),
     # pictures and reports
     ("config-picture-ending", lambda: check_format(Path("plan.gif"))),
     ("config-picture-tokens", lambda: plan_curves(plan(Horizon("40sp"), 8), "tok")),

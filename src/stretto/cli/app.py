@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -25,6 +26,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _check_unit(unit: str | None, plot: Path | None) -> None:
+    if unit is not None and plot is None:
+        raise ConfigError.cannot(
+            f"use --unit {unit}",
+            why="there is no picture to draw",
+            instead="add --plot FILE, or leave it out",
+        )
 
 
 def _show_version(is_wanted: bool) -> None:  # noqa: FBT001  typer calls it
@@ -73,9 +83,38 @@ def train(
     ] = None,
 ) -> None:
     """Train as a run file says; with torchrun, on all its processes."""
-    from stretto.cli.training import train as run
+    from rich.console import Console
 
-    run(run_file or [], folder=folder, resume=resume)
+    from stretto.cli import training as verb
+    from stretto.cli.files import add_working_folder, split_arguments
+    from stretto.config.files import read_run_file
+    from stretto.config.training import build_trainer
+    from stretto.training.interrupt import exit_code
+
+    add_working_folder()
+    named, overrides = split_arguments(run_file or [])
+    path = named or verb.unnamed_run_file(folder or verb.overridden_folder(overrides), resume)
+    config = read_run_file(path, overrides)
+    console = Console(highlight=False)
+    is_first = os.environ.get("RANK", "0") == "0"
+    folder = verb.choose_folder(config, path.stem, folder, resumes=resume is not None)
+    description, results = verb.Description(config), verb.Results()
+    trainer = build_trainer(
+        verb.with_console(config), folder=folder, callbacks=[description, results]
+    )
+    description.trainer = trainer
+    found = None if resume is None else trainer.resume(resume)
+    if is_first:
+        for line in verb.introduce(trainer, path, found):
+            console.print(line, markup=False, soft_wrap=True)
+    trainer.fit(on_signal="return")
+    if is_first:
+        for line in verb.summarise(trainer, results):
+            console.print(line, markup=False, soft_wrap=True)
+    if trainer.unsaved is not None:
+        raise SystemExit(1)
+    if trainer.stop_reason is not None:
+        raise SystemExit(exit_code(trainer.stop_reason))
 
 
 @app.command()
@@ -110,9 +149,52 @@ def plan(
     ] = None,
 ) -> None:
     """Show what a run will do, without running it."""
-    from stretto.cli.planning import plan as run
+    from stretto.cli import planning as verb
+    from stretto.cli.files import add_working_folder, read_arguments
+    from stretto.config.plans import build_run, ends_of, plan_of, prepare_run
 
-    run(run_file or [], as_json=json, batches=batches, plot=plot, unit=unit, against=against)
+    _check_unit(unit, plot)
+    add_working_folder()
+    config = read_arguments(run_file or [], folder=against)
+    if against is not None:
+        config = verb.as_it_ran(config, against)
+    ranks = config.world_size or 1
+    run = build_run(config, world_size=ranks)
+    prepared = prepare_run(config, run)
+    bounds = prepared.decided_between
+    if bounds is not None:
+        verb.refuse(
+            {"--plot": plot, "--against": against, "--batches": batches},
+            why="it decides its batch sizes as it goes, so no plan knows each batch",
+            instead="leave it out to see what the least and the largest sizes would do, or "
+            "see what a run has done with 'stretto report RUN_FOLDER'",
+        )
+        ends = ends_of(config, run, bounds, world_size=ranks)
+        verb.print_ends(run.policy, ends, as_json=json)
+        return
+    planned = plan_of(config, prepared, world_size=ranks)
+    if not planned.is_exact:
+        verb.refuse(
+            {"--against": against, "--batches": batches},
+            why="the number of samples in its data is not known, so any batch may be cut short",
+            instead="set data.num_samples, or write last_batch: carry",
+        )
+    if plot is not None:
+        from stretto.report.plan_picture import draw_plan
+
+        draw_plan(planned, plot, unit=unit)
+        typer.echo(f"drew {plot}", err=True)
+    if against is not None:
+        from stretto.report.ledger import compare
+
+        comparison = compare(planned, against)
+        typer.echo(str(comparison))
+        if not comparison.agrees:
+            raise SystemExit(1)
+    elif batches:
+        verb.print_batches(planned, as_json=json)
+    else:
+        typer.echo(verb.as_text(planned) if json else planned.table())
 
 
 _DeviceMemory: TypeAlias = Annotated[
@@ -224,29 +306,59 @@ def find_batch_size(
             show_default=False,
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
     """Find the largest micro-batch that a run has memory for, on this device or another."""
-    from stretto.cli.finding import Spread
-    from stretto.cli.finding import find as run
+    import json
 
-    run(
-        run_file or [],
-        method=method,
-        device_memory=device_memory,
-        device=device,
-        spread=Spread.of(world_size, shard, micro_batch_size),
-        gpu=gpu,
-        context=context,
-        margin=margin,
-        minimum=minimum,
-        maximum=maximum,
-        multiple_of=multiple_of,
-        power_of_two=power_of_two,
-        check=check,
-        plot=plot,
-        as_json=json,
-    )
+    from stretto.cli import finding as verb
+    from stretto.cli.files import add_working_folder, read_arguments
+    from stretto.report.memory import memory_table
+
+    spread = verb.Spread.of(world_size, shard, micro_batch_size)
+    wishes = {
+        "gpu": gpu,
+        "context": context,
+        "margin": margin,
+        "minimum": minimum,
+        "maximum": maximum,
+        "multiple_of": multiple_of,
+        "power_of_two": power_of_two,
+        "check": check,
+    }
+    if plot is not None:
+        from stretto.report.drawing import check_format
+
+        check_format(plot)
+    add_working_folder()
+    config = read_arguments(run_file or [])
+    if spread.world_sizes or spread.micro_batch_size is not None:
+        if plot is not None:
+            raise ConfigError.cannot(
+                f"draw {plot}",
+                why="a table of ranks has no picture",
+                instead="leave --plot out, or ask without --world-size and --micro-batch-size",
+                where="--plot",
+            )
+        said = verb.for_ranks(config, spread, device_memory, method=method, **wishes)
+        typer.echo(json.dumps(said.plain, indent=2) if as_json else said.text)
+        return
+    if device is None and device_memory is not None:
+        # Memory that is stated is nearly always that of a GPU.
+        device = "cpu" if config.device == "cpu" else "cuda"
+    answer = verb.ask(config, method=method, device_memory=device_memory, device=device, **wishes)
+    if as_json:
+        typer.echo(json.dumps(verb.to_record(answer), indent=2))
+    else:
+        table = memory_table(answer)
+        if table:
+            typer.echo(f"{table}\n")
+        typer.echo(str(answer))
+    if plot is not None:
+        from stretto.report.memory import draw_memory
+
+        draw_memory(answer, plot)
+        typer.echo(f"drew {plot}", err=True)
 
 
 @app.command()
@@ -270,9 +382,26 @@ def report(
     ] = None,
 ) -> None:
     """Show what a run has done."""
-    from stretto.cli.reporting import report as run
+    from stretto.cli.files import add_working_folder, read_arguments
+    from stretto.config.plans import build_run, plan_of, prepare_run
+    from stretto.errors import PlanError
+    from stretto.report.run import read_metrics, run_table
 
-    run(folder, plot=plot, unit=unit)
+    _check_unit(unit, plot)
+    typer.echo(run_table(read_metrics(folder), folder))
+    if plot is None:
+        return
+    from stretto.report.run_picture import draw_run
+
+    add_working_folder()
+    config = read_arguments([], folder=folder)
+    run = build_run(config)
+    try:
+        plan = plan_of(config, prepare_run(config, run))
+    except PlanError:
+        plan = None  # only the run could tell its batch sizes
+    draw_run(folder, plot, horizon=run.horizon, plan=plan, unit=unit)
+    typer.echo(f"\ndrew {plot}")
 
 
 @app.command()
@@ -284,12 +413,34 @@ def inspect(
         ),
     ],
     *,
-    json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Say what a checkpoint is, when it was written, what is in it, and whether it is whole."""
-    from stretto.cli.reporting import inspect as run
+    import json
 
-    run(path, as_json=json)
+    from stretto.checkpoint import describe
+    from stretto.checkpoint.folder import candidates
+    from stretto.checkpoint.manifest import read_errors
+    from stretto.errors import CheckpointError
+    from stretto.training.checkpointing.resuming import FOLDER
+
+    path = path if path.name else path.resolve()  # '.'
+    with read_errors(path):
+        paths = candidates(path / FOLDER) if (path / FOLDER).is_dir() else [path]
+    if not paths:
+        raise CheckpointError.cannot(
+            f"inspect {path}",
+            why="the run has no checkpoint",
+            instead="write 'checkpoint: {every: 1ep}' in the run file to keep some",
+        )
+    found = [describe(one) for one in paths]
+    if as_json:
+        records = [one.to_json() for one in found]
+        typer.echo(json.dumps(records if len(paths) > 1 else records[0], indent=1))
+    else:
+        typer.echo("\n\n".join(str(one) for one in found))
+    if not all(one.is_whole for one in found):
+        raise SystemExit(1)
 
 
 @app.command()
@@ -315,17 +466,23 @@ def convert(
     ] = False,
 ) -> None:
     """Say a time in another unit: stretto convert 0.1dur --to ep --max-duration 90ep."""
-    from stretto.cli.planning import convert as run
+    from stretto.cli.planning import as_option
+    from stretto.errors import ConversionError
+    from stretto.timing import convert as convert_time
 
-    run(
-        time,
-        to,
-        max_duration=max_duration,
-        samples=samples,
-        tokens=tokens,
-        batch_size=batch_size,
-        drop_last=drop_last,
-    )
+    try:
+        found = convert_time(
+            time,
+            to,
+            dataset_num_samples=samples,
+            dataset_num_tokens=tokens,
+            max_training_duration=max_duration,
+            batch_size=batch_size,
+            drop_last=drop_last,
+        )
+    except ConversionError as error:
+        raise error.recast(ConversionError, word=as_option) from error
+    typer.echo(str(found))
 
 
 @app.command()

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import typer
-
-from stretto.cli.files import add_working_folder, read_arguments
 from stretto.config.run import RunConfig
 from stretto.config.training import Finding, build_finding
 from stretto.errors import ConfigError, shown
@@ -50,55 +44,10 @@ class Spread:
         return cls(tuple(map(int, parts)), shard, micro_batch_size)
 
 
-def find(
-    arguments: Sequence[str],
-    *,
-    spread: Spread,
-    method: str,
-    device_memory: str | None,
-    device: str | None,
-    plot: Path | None,
-    as_json: bool,
-    **wishes: Any,
-) -> None:
-    """Print the largest micro-batch that a run has memory for, and draw what it needs."""
-    if plot is not None:
-        from stretto.report.drawing import check_format
+def ask(config: RunConfig, *, method: str, device_memory: str | None, **wishes: Any) -> Answer:
+    """Return the largest micro-batch; without memory for the model where that will do."""
 
-        check_format(plot)
-    add_working_folder()
-    config = read_arguments(arguments)
-    if spread.world_sizes or spread.micro_batch_size is not None:
-        if plot is not None:
-            raise ConfigError.cannot(
-                f"draw {plot}",
-                why="a table of ranks has no picture",
-                instead="leave --plot out, or ask without --world-size and --micro-batch-size",
-                where="--plot",
-            )
-        said = _for_ranks(config, spread, device_memory, method=method, **wishes)
-        typer.echo(json.dumps(said.plain, indent=2) if as_json else said.text)
-        return
-    if device is None and device_memory is not None:
-        # Memory that is stated is nearly always that of a GPU.
-        device = "cpu" if config.device == "cpu" else "cuda"
-    answer = _answer(config, method=method, device_memory=device_memory, device=device, **wishes)
-    if as_json:
-        typer.echo(json.dumps(_plain(answer), indent=2))
-    else:
-        table = memory_table(answer)
-        if table:
-            typer.echo(f"{table}\n")
-        typer.echo(str(answer))
-    if plot is not None:
-        from stretto.report.memory import draw_memory
-
-        draw_memory(answer, plot)
-        typer.echo(f"drew {plot}", err=True)
-
-
-def _answer(config: RunConfig, *, method: str, device_memory: str | None, **wishes: Any) -> Answer:
-    def ask(found: Finding, method: str) -> Answer:
+    def find(found: Finding, method: str) -> Answer:
         if wishes["maximum"] is None:
             wishes["maximum"] = found.num_samples or MAXIMUM
         return find_batch_size(
@@ -119,11 +68,11 @@ def _answer(config: RunConfig, *, method: str, device_memory: str | None, **wish
             pass  # it reads values while it is built, or is wrong: the next attempt will say
         else:
             try:
-                return ask(found, "predict")
+                return find(found, "predict")
             except NoEstimateError:
                 if method == "predict":
                     raise
-    return ask(build_finding(config), method)
+    return find(build_finding(config), method)
 
 
 class _Said(NamedTuple):
@@ -133,7 +82,7 @@ class _Said(NamedTuple):
     plain: Any
 
 
-def _for_ranks(
+def for_ranks(
     config: RunConfig, spread: Spread, device_memory: str | None, *, method: str, **wishes: Any
 ) -> _Said:
     """Answer for simulated ranks of GPUs.
@@ -160,8 +109,8 @@ def _for_ranks(
     }
     if spread.micro_batch_size is not None:
         fewest = find_num_ranks(found.step, found.batch, spread.micro_batch_size, **about)
-        plain = {"num_ranks": fewest.num_ranks, "rows": [row._asdict() for row in fewest.rows]}
-        return _Said(str(fewest), plain)
+        record = {"num_ranks": fewest.num_ranks, "rows": [row._asdict() for row in fewest.rows]}
+        return _Said(str(fewest), record)
     for name in ("minimum", "maximum", "multiple_of", "power_of_two"):
         if wishes[name] is not None:
             about[name] = wishes[name]
@@ -169,14 +118,15 @@ def _for_ranks(
         ranks: find_batch_size(found.step, found.batch, world_size=ranks, **about)
         for ranks in spread.world_sizes
     }
-    rows = [{"ranks": ranks, **_plain(answer)} for ranks, answer in answers.items()]
+    rows = [{"ranks": ranks, **to_record(answer)} for ranks, answer in answers.items()]
     if len(answers) == 1:
         (answer,) = answers.values()
         return _Said(f"{memory_table(answer)}\n\n{answer}", rows[0])
     return _Said(ranks_table(answers), rows)
 
 
-def _plain(answer: Answer) -> dict[str, Any]:
+def to_record(answer: Answer) -> dict[str, Any]:
+    """Return an answer as plain values for JSON."""
     return {
         "size": answer.size,
         "certainty": answer.certainty,

@@ -9,26 +9,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from rich.console import Console
-
 from stretto._location import local_path
 from stretto.cli.files import (
     PLAN,
     RUN_FILE,
-    add_working_folder,
     packaged_run_file,
-    split_arguments,
 )
-from stretto.config.files import dump_run_file, read_run_file
+from stretto.config.files import dump_run_file
 from stretto.config.run import RunConfig
-from stretto.config.training import build_trainer, resolved
+from stretto.config.training import resolved
 from stretto.config.yaml import parse_override
 from stretto.errors import ConfigError
 from stretto.planning import UnknownSizes, bound_of
 from stretto.timing import TimeUnit
 from stretto.training import Callback
 from stretto.training.checkpointing.resuming import FOLDER as CHECKPOINTS
-from stretto.training.interrupt import exit_code
 from stretto.training.logs.console import show_metrics, show_position, show_seconds
 
 if TYPE_CHECKING:
@@ -38,36 +33,6 @@ RUNS = Path("runs")
 """Where runs go that were given no folder."""
 LEDGER = "ledger.csv"
 """Holds a line for every batch; where there is one, a run has begun."""
-
-
-def train(arguments: Sequence[str], *, folder: Path | None, resume: str | None) -> None:
-    """Train as a run file says, and say what came of it."""
-    add_working_folder()
-    named, overrides = split_arguments(arguments)
-    path = named or unnamed_run_file(folder or _overridden_folder(overrides), resume)
-    config = read_run_file(path, overrides)
-    console = Console(highlight=False)
-    is_first = os.environ.get("RANK", "0") == "0"
-    folder = choose_folder(config, path.stem, folder, resumes=resume is not None)
-    description, results = Description(config), Results()
-    trainer = build_trainer(
-        with_console(config),
-        folder=folder,
-        callbacks=[description, results],
-    )
-    description.trainer = trainer
-    found = None if resume is None else trainer.resume(resume)
-    if is_first:
-        for line in introduce(trainer, path, found):
-            console.print(line, markup=False, soft_wrap=True)
-    trainer.fit(on_signal="return")
-    if is_first:
-        for line in summarise(trainer, results):
-            console.print(line, markup=False, soft_wrap=True)
-    if trainer.unsaved is not None:
-        raise SystemExit(1)
-    if trainer.stop_reason is not None:
-        raise SystemExit(exit_code(trainer.stop_reason))
 
 
 def with_console(config: RunConfig) -> RunConfig:
@@ -176,8 +141,8 @@ def unnamed_run_file(folder: Path | None, resume: str | None) -> Path:
     return packaged_run_file()
 
 
-def _overridden_folder(overrides: Sequence[str]) -> Path | None:
-    """The folder that `folder=...` on the command line names."""
+def overridden_folder(overrides: Sequence[str]) -> Path | None:
+    """Return the folder that `folder=...` on the command line names."""
     values = dict(map(parse_override, overrides))
     folder = values.get(("folder",))
     return local_path(folder, "keep a run in", ConfigError) if isinstance(folder, str) else None
