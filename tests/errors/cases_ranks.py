@@ -38,7 +38,7 @@ def spread(shard: Callable[[Two], Any], *, device: str = "cpu") -> None:
         ranks: Any = SimpleNamespace(
             rank=0, world_size=4, device=torch.device(device), limit_waiting=id
         )
-        strategy_for(model, ranks).place(model, ranks)
+        strategy_for(model, ranks).of(ranks).place(model)
     finally:
         dist.destroy_process_group()
 

@@ -46,8 +46,7 @@ def test_its_weights_are_those_of_a_step_of_the_trainer(
     ]
     WholeStep.of(steps[0], accumulation=accumulation, measures_noise=measures).run(batch)
 
-    strategy = Single()
-    strategy.place(models[1], Ranks(torch.device("cpu")))
+    strategy = Single().of(Ranks(torch.device("cpu")))
     stepper = Stepper(steps[1], settings=Stepping(), strategy=strategy)
     whole = torch.cat([batch] * accumulation)
     (given,) = StepLoader(

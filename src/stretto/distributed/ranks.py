@@ -141,6 +141,8 @@ class Ranks:
 
     def __init__(self, device: torch.device, timeout: timedelta | None = None) -> None:
         self.device = device
+        self.counts = True
+        """Whether what this rank has seen is added up: of ranks with the same samples, one is."""
         self._timeout = timeout
         self._group: Any = None
         if is_started():
@@ -175,6 +177,10 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this rank writes what is global."""
         return self.rank == 0
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Return the sums of `values` over the ranks that count."""
+        return self.agree([value * self.counts for value in values])
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """Return the sums of `values` over all ranks; exact for integers up to 2^53."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,9 @@ _NOTHING = contextlib.nullcontext()
 class Strategy:
     """Places and wraps a model, and says when gradients are averaged over ranks.
 
-    The trainer calls `place` and `wrap` once, and runs each forward and backward pass in `sync`.
-    Override what should be different, for example `wrap` of `Ddp` to register a communication hook,
-    and pass the result as `Trainer(strategy=...)`.
+    The trainer calls `of`, `place` and `wrap` once, and runs each forward and backward pass in
+    `sync`. Override what should be different, for example `wrap` of `Ddp` to register a
+    communication hook, and pass the result as `Trainer(strategy=...)`.
     """
 
     averaging: Literal["none", "last", "each", "after"] = "none"
@@ -40,7 +40,7 @@ class Strategy:
     """Whether each rank has a part of the model, and writes it in checkpoints. All ranks must then
     run the same number of forward passes."""
     ranks: Ranks
-    """The processes of the run."""
+    """The processes of the run, set by `of`."""
     model: nn.Module
     """What `wrap` has returned."""
 
@@ -54,14 +54,27 @@ class Strategy:
         """How many ranks have samples of their own."""
         return self.ranks.world_size
 
-    def place(self, model: nn.Module, ranks: Ranks) -> nn.Module:
+    @property
+    def counts(self) -> bool:
+        """Whether losses, tokens and samples of this rank are added up.
+
+        Of ranks that have the same samples, because they share a model, the first one counts.
+        """
+        return True
+
+    def of(self, ranks: Ranks) -> Self:
+        """Return this strategy, for the processes of a run."""
+        self.ranks = ranks
+        ranks.counts = self.counts
+        return self
+
+    def place(self, model: nn.Module) -> nn.Module:
         """Return `model` on the device of this rank, before its step is built.
 
         Raises:
             TrainingError: it cannot be trained in this way.
         """
-        self.ranks = ranks
-        return model.to(ranks.device)
+        return model.to(self.ranks.device)
 
     def wrap(self, model: nn.Module, *, is_called: bool) -> nn.Module:
         """Return what the step calls instead of `model`.
@@ -150,13 +163,13 @@ class FullyShard(Strategy):
     averaging = "each"
     is_sharded = True
 
-    def place(self, model: nn.Module, ranks: Ranks) -> nn.Module:
+    def place(self, model: nn.Module) -> nn.Module:
         """Return the model, which `fully_shard` has placed.
 
         Raises:
             TrainingError: it is sharded over other ranks than those of the run, or only in part.
         """
-        self.ranks = ranks
+        ranks = self.ranks
         for name, parameter in model.named_parameters():
             if is_dtensor(parameter):
                 _check_mesh(model, name, parameter, ranks)
@@ -184,8 +197,8 @@ def adopted(model: nn.Module, ranks: Ranks) -> Strategy:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         strategy = Ddp()
         strategy.averaging = "last"
-    strategy.ranks, strategy.model = ranks, model
-    return strategy
+    strategy.model = model
+    return strategy.of(ranks)
 
 
 def strategy_for(model: nn.Module, ranks: Ranks) -> Strategy:

@@ -128,7 +128,7 @@ class StepMeter:
         Args:
             scale: what the loss was multiplied by (the loss scaling of fp16).
         """
-        sums = NoiseSums(*self._ranks.agree(self._meter.sums(scale)))
+        sums = NoiseSums(*self._ranks.total(self._meter.sums(scale)))
         terms = sums.terms(self._size)
         if terms is None:
             return Signals()

@@ -220,18 +220,19 @@ class Loop:
         wants_stop = self.run.stop_reason is not None
         seconds = self.run.timer.seconds_since_update() if self.ranks.is_first else 0.0
         tokens = step.num_tokens if gradient.tokens is None else gradient.tokens
+        counts = self.ranks.counts
         own = self.run.loader.extent | self.run.hyperparameters.values()
         sums = self.ranks.agree(
             (
-                tokens,
-                gradient.units,
+                tokens * counts,
+                gradient.units * counts,
                 wants_stop,
                 seconds,
                 not self.stepper.is_finite(gradient),
                 self._has_skipped,
                 *marks(hash(tuple(own.values()))),
                 *saving,
-                *measured,
+                *(one * counts for one in measured),
             )
         )
         self._check_skipped(sums[5])

@@ -187,7 +187,7 @@ class Trainer:
         """What is set up otherwise than in the checkpoint that was resumed, a line each."""
         self._ranks = Ranks.from_environment(device, stepping.longest_wait)
         inner = model.model if isinstance(model, TrainStep) else model
-        self._strategy = strategy or strategy_for(inner, self._ranks)
+        self._strategy = (strategy or strategy_for(inner, self._ranks)).of(self._ranks)
         self.step = make_step(
             model,
             optimizer,
@@ -514,7 +514,7 @@ def make_step(
 ) -> TrainStep:
     """Return the step of a run, its model on the device of this rank."""
     if isinstance(model, TrainStep):
-        model.model = strategy.place(model.model, ranks)
+        model.model = strategy.place(model.model)
         model.transforms = ()  # those of another run
         return model
     assert optimizer is not None, "checked"
@@ -522,7 +522,7 @@ def make_step(
     if isinstance(loss, CriterionLoss):
         loss.to(ranks.device)
     return SupervisedStep(
-        strategy.place(model, ranks),
+        strategy.place(model),
         optimizer,
         loss,
         precision=computing.precision,

@@ -15,6 +15,8 @@ from stretto.training.logs.logged import Logged
 class Others:
     """Ranks of which this is one; what the others say is known before."""
 
+    counts = True
+
     def __init__(self, *others: dict[str, Any], rank: int = 0) -> None:
         self.texts = [json.dumps(other) for other in others]
         self.rank = rank

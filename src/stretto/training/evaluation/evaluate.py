@@ -106,7 +106,9 @@ class Evaluator:
             for module, was_training in modes:
                 module.training = was_training
             reshard(self._model)
-        loss, units, *metrics, samples, mark, square = self._ranks.agree([*sums, *marks(seen)])
+        loss, units, *metrics, samples, mark, square = self._ranks.agree(
+            [*(one * self._ranks.counts for one in sums), *marks(seen)]
+        )
         if not all_same((mark, square), self._ranks.world_size):
             found = ", ".join(self._ranks.gather(str(seen)))
             raise TrainingError.cannot(
@@ -130,12 +132,16 @@ class Evaluator:
                 if self._strategy.is_sharded:
                     results, arguments = self._results(micro.batch, micro.num_samples)
                     if micro.weight:
-                        self._objects.update(arguments)
+                        self._update(arguments)
                 elif micro.weight:
                     results = self._in_chunks(micro.batch, micro.num_samples)
                 if micro.weight:
                     sums = _added(sums, results)
         return sums, loader.timer.sample
+
+    def _update(self, arguments: Any) -> None:
+        if self._ranks.counts:
+            self._objects.update(arguments)
 
     def _in_chunks(self, batch: Any, num_samples: int) -> list[float]:
         """Return the sums of a batch; split it if memory runs out, and remember the size."""
@@ -143,7 +149,7 @@ class Evaluator:
             done = attempt(lambda: self._results(batch, num_samples))
             if done.result is not None:
                 results, arguments = done.result
-                self._objects.update(arguments)
+                self._update(arguments)
                 return results
             self._most = num_samples // 2
             if not self._most:
@@ -177,14 +183,14 @@ class Evaluator:
     def _loader(self, batch_size: int) -> StepLoader:
         return StepLoader(
             self._spec,
-            batch_size * self._ranks.world_size,
+            batch_size * self._strategy.world_size,
             max_duration="1ep",
             micro_batch_size=batch_size,
             shuffle=False,
             last_batch="keep",
             collate_fn=self._collate_fn,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
+            rank=self._strategy.rank,
+            world_size=self._strategy.world_size,
         )
 
 

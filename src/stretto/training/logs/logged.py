@@ -92,7 +92,8 @@ class Logged:
         self._values = _read(state) if ranks.is_first else {}
 
     def _merged(self, ranks: Ranks) -> dict[str, Sums]:
-        own = {name: one.record() for name, one in self._values.items()}
+        values = self._values if ranks.counts else {}
+        own = {name: one.record() for name, one in values.items()}
         merged: dict[str, Sums] = {}
         for text in ranks.gather(json.dumps(own)):
             for name, other in _read(json.loads(text)).items():

@@ -187,7 +187,7 @@ class Recorder:
         tokens, self._tokens = self._tokens, 0
         seconds = max(passed, 1) / NANOSECONDS
         sums, self.loss = self.loss, Sums()
-        total, self.units, any_logged = self._ranks.agree(
+        total, self.units, any_logged = self._ranks.total(
             (sums.total, sums.weight, bool(self._run.logged))
         )
         record = {
@@ -276,7 +276,7 @@ class Recorder:
             CheckpointError: the files cannot be written, so nothing can go on from them.
         """
         self.flush()
-        total, weight = self._ranks.agree((self.loss.total, self.loss.weight))
+        total, weight = self._ranks.total((self.loss.total, self.loss.weight))
         logged = self._run.logged.state_dict(self._ranks)
         if any(one.is_waiting for one in self._outputs):
             raise _no_checkpoint(self._folder, f"{METRICS} and {LEDGER} cannot be written")

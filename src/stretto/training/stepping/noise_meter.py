@@ -67,7 +67,7 @@ class NoiseMeter:
         """Whether the norm has shown that this rank's gradient is finite."""
         self._spec = spec
         self._averages_last = strategy.averaging == "last"
-        self._ranks = strategy.ranks
+        self._strategy, self._ranks = strategy, strategy.ranks
         self._copies = _copies_of_parts(parameters)
         self._divisor = 1.0
         self._is_complete = False
@@ -84,7 +84,7 @@ class NoiseMeter:
         self._gradients.begin()
         self._units = []
         self._is_complete = False
-        several = self._ranks.world_size > 1
+        several = self._strategy.world_size > 1
         if len(micro_batches) > 1 or (several and not self.averages_each):
             return micro_batches
         return [half for micro in micro_batches for half in self._halves(micro, several=several)]
@@ -117,8 +117,8 @@ class NoiseMeter:
         *squares, whole = self._gradients.read()
         self.has_finite_gradient = math.isfinite(whole)
         # If each pass is collective, units are of all ranks, and each rank has a part of the norm.
-        units = self._ranks.agree(self._units) if self.averages_each else self._units
-        unit = self._divisor / scale / (1 if self.averages_each else self._ranks.world_size)
+        units = self._ranks.total(self._units) if self.averages_each else self._units
+        unit = self._divisor / scale / (1 if self.averages_each else self._strategy.world_size)
         weighted = total(
             square / count for square, count in zip(squares, units, strict=True) if count
         )
@@ -143,7 +143,7 @@ class NoiseMeter:
         # All ranks run the same number of passes. If each rank has one sample, neighbours use
         # different passes; otherwise, one pass would have all samples.
         nothing = MicroBatch(micro.batch, 0, 0, 0.0)
-        pair = [nothing, micro] if self._ranks.rank % 2 else [micro, nothing]
+        pair = [nothing, micro] if self._strategy.rank % 2 else [micro, nothing]
         return pair if several else [micro]
 
 

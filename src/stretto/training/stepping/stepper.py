@@ -181,7 +181,7 @@ class Stepper:
 
     def _whole(self, step: Step, counts: Sequence[int]) -> float:
         """Return the units that the losses are divided by."""
-        return step.num_samples if self._divides_late else self._ranks.agree((sum(counts),))[0]
+        return step.num_samples if self._divides_late else self._ranks.total((sum(counts),))[0]
 
     def _pass(self, micro: MicroBatch, weight: float) -> Tensor:
         """Run the step on one micro-batch, and return its loss."""
