@@ -78,6 +78,8 @@ class Loop:
     """Whether a checkpoint is being written."""
     _is_alone: bool = False
     """Whether there is one process and nothing is measured, so nothing is exchanged."""
+    _shows: bool = False
+    """Whether a callback sees the gradient."""
     _listens: bool = False
     """Whether a callback listens to single batches."""
     _may_stop: bool = False
@@ -132,6 +134,7 @@ class Loop:
         self._all_stop, self.signal = False, None
         self._is_saving = self.saver.is_busy
         self._listens = any(map(self.events.listeners, _BATCH_EVENTS))
+        self._shows = bool(self.events.listeners("on_gradient"))
         self._is_alone = self.ranks.world_size == 1 and self.measurements.is_idle
         stops, listens = self.ranks.agree((self.run.stop_reason is not None, self._listens))
         self._may_stop = listens > 0
@@ -186,7 +189,7 @@ class Loop:
         return gradient, info, shared
 
     def _update(self, step: Step) -> Info | None:
-        if self._listens and self.events.listeners("on_gradient"):
+        if self._shows:
             self.stepper.show(partial(self.events.tell, "on_gradient", step))
         info = self.stepper.update()
         if info is not None:

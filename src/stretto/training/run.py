@@ -343,7 +343,8 @@ class Run:
                 why="the framework fetches batches ahead, or the loop did not finish the step",
                 instead="turn prefetching off, and call finish() after each optimizer step",
             )
-        step = next(self._loader or self.loader, None)
+        # Not `or`: asking whether a loader is true is a call.
+        step = next(self.loader if self._loader is None else self._loader, None)
         if step is not None:
             self.step, self.is_open, self.batch_size = step, True, step.batch_size
             self.latest_loss = _NAN

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter, is_not
 from typing import Any, NamedTuple, final
 
 import torch
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 from stretto.errors import Argument, TrainingError
 from stretto.timing import Timestamp
 from stretto.training.checkpointing.records import count
+
+_GRADIENT, _IS_GIVEN = attrgetter("grad"), partial(is_not, None)
 
 
 class MicroLoss(NamedTuple):
@@ -93,7 +97,7 @@ class FiniteCheck:
         """
         found = torch.stack(losses) if losses else None  # a copy: the kernel multiplies by one
         for place, parameters in () if is_gradient_known else self._groups:
-            tensors = [grad for p in parameters if (grad := p.grad) is not None]
+            tensors = list(filter(_IS_GIVEN, map(_GRADIENT, parameters)))
             if found is not None and (found.device, found.dtype) == place:
                 tensors.append(found)
                 found = None
