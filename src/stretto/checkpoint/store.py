@@ -53,22 +53,32 @@ class UrlStore:
         self._url = url
 
     def write(self, name: str, folder: Path) -> None:
-        """Put the files of a checkpoint, the manifest last."""
+        """Put the files of a checkpoint, the manifest last; remove what was left half-way."""
         self._files.makedirs(f"{self._root}/{name}", exist_ok=True)
         for file in sorted(folder.iterdir(), key=lambda file: file.name == MANIFEST):
             self._files.put_file(str(file), f"{self._root}/{name}/{file.name}")
+        for other, time in self._found().items():
+            if time is None and position_of(other) <= position_of(name):
+                self.delete(other)
 
     def list(self) -> list[str]:
         """Return the names of copies that have a manifest."""
-        self._files.invalidate_cache()
-        # `find` raises where the folder cannot be reached; `exists` would say that it is not there.
-        found = self._files.find(self._root, detail=True)
-        times = {
-            path.split("/")[-2]: str(entry.get("LastModified", entry.get("mtime", "")))
-            for path, entry in found.items()
-            if path.endswith(f"/{MANIFEST}") and NAME.fullmatch(path.split("/")[-2])
-        }
+        times = {name: time for name, time in self._found().items() if time is not None}
         return sorted(times, key=lambda name: (position_of(name), times[name]))
+
+    def _found(self) -> dict[str, str | None]:
+        """Return the time of the manifest of each copy; None: it has none."""
+        self._files.invalidate_cache()
+        times: dict[str, str | None] = {}
+        # `find` raises where the folder cannot be reached; `exists` would say that it is not there.
+        for path, entry in self._files.find(self._root, detail=True).items():
+            folder, _, file = str(path).rpartition("/")
+            name = folder.rpartition("/")[2]
+            if NAME.fullmatch(name):
+                times.setdefault(name, None)
+                if file == MANIFEST:
+                    times[name] = str(entry.get("LastModified", entry.get("mtime", "")))
+        return times
 
     def open(self, name: str, folder: Path) -> None:
         """Get the files of a copy."""
