@@ -223,6 +223,7 @@ _Mapping: TypeAlias = Annotated[
         }
     ),
 ]
+_STEPS_SHAPES: dict[Any, str] = {dict: "<mapping>", str: "<text>"}
 _TYPES: dict[Any, Any] = {
     int: Count,
     Size: Count,
@@ -238,7 +239,7 @@ _TYPES: dict[Any, Any] = {
     StepsLike: Annotated[
         Annotated[_Text, Tag("<text>")] | Annotated[_Mapping, Tag("<mapping>")],
         shape_of(
-            lambda value: "<mapping>" if isinstance(value, dict) else "<text>",
+            lambda value: _STEPS_SHAPES.get(type(value)),
             "write for example '0ep:8 1ep:16'",
         ),
     ],
@@ -286,6 +287,11 @@ def _fields(make: Any, key: str, argument: str) -> dict[str, Any]:
     return found
 
 
+def _title(make: Any) -> str:
+    """Return the name of a form in the JSON schema."""
+    return str(make.__name__) if isinstance(make, type) else make.__name__.title().replace("_", "")
+
+
 def _form(make: Any, key: str = "", argument: str = "", **beside: Any) -> Any:
     """Return the type of a mapping whose keys are the arguments of `make`.
 
@@ -296,7 +302,7 @@ def _form(make: Any, key: str = "", argument: str = "", **beside: Any) -> Any:
         beside: further keys: type and default of each.
     """
     own = _fields(make, key, argument)
-    name = make.__name__[0].upper() + make.__name__[1:]
+    name = _title(make)
     section = create_model(name, __base__=Section, __doc__=summary_of(make), **beside | own)
 
     def made(read: Any, info: ValidationInfo) -> Any:
@@ -414,7 +420,7 @@ def _size_shape(value: Any) -> str | None:
     given = [key for key in (*SIZES, *COUPLED) if value.get(key) is not None]
     if given:
         make = COUPLED[given[0]] if given[0] in COUPLED else SIZES[given[0]][0]
-        return f"<{make.__name__[0].upper()}{make.__name__[1:]}>"
+        return f"<{_title(make)}>"
     if "target" in value:
         return "<TargetSizes>"
     return "<mapping>" if any(not str(key).isidentifier() for key in value) else None
@@ -446,7 +452,12 @@ def _schedule_shape(value: Any) -> str | None:
         return None
     if "target" in value:
         return "<Target>"
-    return next((f"<Schedule{key}>" for key in (*CURVES, "periods") if key in value), None)
+    return next((f"<{_curve(key)}>" for key in (*CURVES, "periods") if key in value), None)
+
+
+def _curve(key: str) -> str:
+    """Return the name of the form of a schedule."""
+    return f"Schedule{key.title().replace('_', '')}"
 
 
 def _schedule_forms() -> Iterator[tuple[Any, str]]:
@@ -459,9 +470,9 @@ def _schedule_forms() -> Iterator[tuple[Any, str]]:
     inner["periods"] = Annotated[_period("Schedule"), AfterValidator(schedules.Periods)]
     for key, kind in inner.items():
         only: dict[str, Any] = {key: (kind, ...)}
-        model = create_model(f"Schedule{key}", __base__=Section, **only)
+        model = create_model(_curve(key), __base__=Section, **only)
         value = AfterValidator(lambda read, key=key: getattr(read, key))
-        yield Annotated[model, value], f"<Schedule{key}>"
+        yield Annotated[model, value], f"<{_curve(key)}>"
 
 
 def _product(items: Sequence[Schedule]) -> Schedule:
@@ -474,8 +485,8 @@ def _arguments() -> set[str]:
     return {name for make in makes for name in inspect.signature(make).parameters}
 
 
-def _spelled(names: Sequence[str], error: Any) -> BeforeValidator:
-    """Return what refuses a mapping of no form, with the key that was probably meant."""
+def _spelled(names: Sequence[str], error: Any, alternative: str) -> BeforeValidator:
+    """Return what refuses a mapping of no form or of several."""
 
     def check(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -488,7 +499,14 @@ def _spelled(names: Sequence[str], error: Any) -> BeforeValidator:
                     why="there is no such ramp",
                     instead=f"did you mean {near!r}?" if near else f"write {' or '.join(RAMPS)}",
                 )
-        for key in () if any(name in value for name in names) else value:
+        given = [name for name in names if value.get(name) is not None]
+        if len(given) > 1:
+            raise error.cannot(
+                f"combine {' and '.join(map(repr, given))}",
+                why="each of them says what it is",
+                instead=alternative,
+            )
+        for key in () if given else value:
             # 'start' is near to 'target', and an argument of some form.
             is_meant = str(key)[:1].isdigit() or key in _arguments()
             if not is_meant and (near := nearest(key, names)):
@@ -518,7 +536,11 @@ def adapter(name: str) -> TypeAdapter[Any]:
     tagged = tuple(Annotated[form, Tag(tag)] for form, tag in forms)
     shape = shape_of(_size_shape if is_size else _schedule_shape, _INSTEAD[name])
     names = ["ramp", "target", *SIZES, *COUPLED] if is_size else [*CURVES, "periods", "target"]
-    known = _spelled(names, BatchSizeError if is_size else ScheduleError)
+    known = (
+        _spelled(names, BatchSizeError, "keep one")
+        if is_size
+        else _spelled(names, ScheduleError, "keep one, or write a list: its items multiply")
+    )
     whole: Any = Annotated[Union[tagged], shape, known]  # noqa: UP007  of a tuple
     return TypeAdapter(whole)
 

@@ -61,7 +61,7 @@ def parse_yaml(text: str, name: str) -> Document:
         ConfigError: it is not YAML, or more than a run file may hold; the message says where.
     """
     lines: dict[Path, int] = {}
-    where = None
+    where, instead = None, ""
     try:
         if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
             raise yaml.YAMLError(f"a run file has at most {MAX_BYTES} bytes")
@@ -72,7 +72,7 @@ def parse_yaml(text: str, name: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1} of {name}" if mark else name
-        why = error.problem or "it is not YAML"
+        why, _, instead = (error.problem or "it is not YAML").partition("; ")
     except RecursionError:
         why = f"values nest deeper than {MAX_DEPTH}"
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # int() and chr() in PyYAML
@@ -80,7 +80,8 @@ def parse_yaml(text: str, name: str) -> Document:
     raise ConfigError.cannot(
         f"read {name}",
         why=why,
-        instead="write 'key: value' lines, indented alike, and texts with special signs in quotes",
+        instead=instead
+        or "write 'key: value' lines, indented alike, and texts with special signs in quotes",
         where=where,
     )
 
@@ -130,7 +131,8 @@ def _value(node: yaml.Node, path: Path, lines: dict[Path, int]) -> Value:
         if key == "<<" and not at.style:
             raise _error(at, "'<<' merges are not read; write the keys out")
         if key in entries:
-            raise _error(at, f"the key {shown(key)} stands twice")
+            first = f"first on line {lines[*path, key]}; keep one of them"
+            raise _error(at, f"the key {shown(key)} stands twice, {first}")
         if ":" in key and not at.style and item.value == "" and not item.style:
             # In braces, '{0ep:8}' is the key '0ep:8' without a value.
             better = shown(key.replace(":", ": ", 1))
@@ -142,7 +144,7 @@ def _value(node: yaml.Node, path: Path, lines: dict[Path, int]) -> Value:
 
 def _text(node: yaml.Node) -> str:
     if not isinstance(node, yaml.ScalarNode):
-        raise _error(node, "a key is not plain text")
+        raise _error(node, "a key is not plain text; write 'key: value'")
     if any("\ud800" <= character <= "\udfff" for character in node.value):
         raise _error(node, "half of a surrogate pair is not a character")
     return str(node.value)

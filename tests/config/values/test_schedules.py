@@ -115,7 +115,7 @@ def test_functions(project: str) -> None:
         ({"cosine": None}, "cosine"),
         ({"cosin": {}}, "'cosine'"),
         ({"cosine": {"ends": 0.1}}, "'end'"),
-        ({"cosine": {}, "linear": {}}, "linear"),
+        ({"cosine": {}, "linear": {}}, "multiply"),
         ({"cosine": {"end": -0.1}}, "least"),
         ({"cosine": {"end": True}}, "number"),
         ({"cosine": {"warmup": "5"}}, "unit"),
