@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, final
 
 from stretto.batching.decay import Decay, cannot_grow
@@ -113,6 +114,12 @@ class BoundCoupling:
         steps, enough = _steps(cut, self.factor), math.log(self.maximum) / _log(self.factor)
         steps = math.ceil(enough if steps is None else min(steps, enough))
         return math.floor(size * self.factor**steps)
+
+
+@lru_cache(maxsize=2)
+def _bound_once(coupling: Coupling, horizon: Horizon) -> BoundCoupling:
+    """Bind a pair: a plan asks its sizes, its schedule and its warnings for the same."""
+    return coupling._bound(horizon)
 
 
 def _steps(cut: float, factor: Fraction) -> int | None:
@@ -222,6 +229,14 @@ class Coupling(Timed):
             ConversionError: a time needs a fact that is not known.
         """
         horizon = horizon.with_batch_sizes(None)
+        try:
+            hash((self, horizon))
+        except TypeError:  # of somebody's callable
+            return self._bound(horizon)
+        return _bound_once(self, horizon)
+
+    @final
+    def _bound(self, horizon: Horizon) -> BoundCoupling:
         decay, sizes = (
             Decay.on(horizon, as_schedule(self.decay)),
             as_policy(self.size).bind(horizon),
