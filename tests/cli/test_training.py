@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from stretto.config.files import read_run_file
+from stretto.config.run import read_run_file
 from stretto.errors import CheckpointError, cannot
 
 Stretto = Callable[..., Any]

@@ -13,8 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.config.files import dump_run_file, parse_run_file, read_run_file
-from stretto.config.run import RunConfig
+from stretto.config.run import RunConfig, dump_run_file, parse_run_file, read_run_file
 from stretto.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.config.files import parse_run_file, read_run_file
 from stretto.config.plans import build_plan
+from stretto.config.run import parse_run_file, read_run_file
 from stretto.config.yaml import MAX_BYTES
 from stretto.errors import ConfigError, StrettoError
 

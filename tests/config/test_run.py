@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from stretto.config.files import parse_run_file
-from stretto.config.run import RunConfig
+from stretto.config.run import RunConfig, parse_run_file
 from stretto.errors import ConfigError
 from stretto.timing import Time
 

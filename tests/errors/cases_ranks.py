@@ -16,9 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stretto.checkpoint import pack_optimizer, unpack_optimizer
-from stretto.distributed.agreement import check_agreement
 from stretto.distributed.peers import Peers
-from stretto.distributed.ranks import Ranks
+from stretto.distributed.ranks import Ranks, check_agreement
 from stretto.distributed.strategy import strategy_for
 from stretto.settings import Stepping
 

@@ -36,7 +36,7 @@ from stretto.training.algorithms import (
     SequenceLengthWarmup,
     StochasticDepth,
 )
-from stretto.training.checkpointing.lock import LOCK, locked
+from stretto.training.checkpointing.records import LOCK, locked
 from stretto.training.evaluation.metrics import check_merging, default_predict
 
 DATA = TensorDataset(torch.zeros(20, 3))

@@ -19,10 +19,8 @@ import torch
 
 from stretto.checkpoint import manifest, read_checkpoint, write_checkpoint
 from stretto.checkpoint.manifest import MANIFEST, RECORDS
-from stretto.config.files import dump_run_file, parse_run_file
-from stretto.config.run import RunConfig
-from stretto.config.source import Source
-from stretto.config.yaml import apply_overrides, check_mapping, parse_yaml
+from stretto.config.run import RunConfig, dump_run_file, parse_run_file
+from stretto.config.yaml import Source, apply_overrides, check_mapping, parse_yaml
 from stretto.errors import CheckpointError, ConfigError, TimeError
 from stretto.timing import Time
 

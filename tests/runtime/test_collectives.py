@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.runtime.collectives import (
+from stretto.runtime.gradients import (
     all_gather_rows,
     all_gather_texts,
     all_same,

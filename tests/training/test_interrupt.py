@@ -11,8 +11,8 @@ import pytest
 from stretto.errors import TrainingError
 from stretto.training import Callback, Checkpointing, Evaluation
 from stretto.training.algorithms import LayerFreezing, StochasticDepth
-from stretto.training.checkpointing.lock import locked
-from stretto.training.interrupt import Interrupts
+from stretto.training.checkpointing.records import locked
+from stretto.training.loop import Interrupts
 
 Make = Callable[..., Any]
 

@@ -3,7 +3,6 @@
 from stretto.batching.following import Plateau
 from stretto.batching.functions import IncreaseFunction, SizeFunction, awaits_maximum, with_maximum
 from stretto.batching.noise_scale import NoiseScale, NormTest
-from stretto.batching.parse import PolicyLike, as_policy
 from stretto.batching.periods import PeriodSizes
 from stretto.batching.policy import (
     NO_SIGNALS,
@@ -15,15 +14,6 @@ from stretto.batching.policy import (
     checked_size,
 )
 from stretto.batching.ramps import DoublingRamp, LinearRamp, StagedRamp, rampup
-from stretto.batching.rules import (
-    FunctionRule,
-    LearningRateRule,
-    LinearRule,
-    NoRule,
-    RuleLike,
-    SquareRootRule,
-    as_rule,
-)
 from stretto.batching.seesaw import (
     Coupling,
     IncreaseInsteadOfDecay,
@@ -31,8 +21,18 @@ from stretto.batching.seesaw import (
     check_pairs,
     couplings_in,
 )
-from stretto.batching.split import Split, split
-from stretto.batching.steps import Fixed, Steps
+from stretto.batching.split import (
+    FunctionRule,
+    LearningRateRule,
+    LinearRule,
+    NoRule,
+    RuleLike,
+    Split,
+    SquareRootRule,
+    as_rule,
+    split,
+)
+from stretto.batching.steps import Fixed, PolicyLike, Steps, as_policy
 from stretto.batching.wrappers import AtLeast, AtMost, Hysteresis, Monotone, MultipleOf, PowerOfTwo
 
 __all__ = [

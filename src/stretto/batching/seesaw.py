@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, final
 
 from stretto.batching.decay import Decay, cannot_grow
-from stretto.batching.parse import PolicyLike, as_policy
 from stretto.batching.policy import (
     NO_SIGNALS,
     BatchSizePolicy,
@@ -24,7 +23,8 @@ from stretto.batching.policy import (
     flag,
     timed,
 )
-from stretto.batching.rules import LearningRateRule, NoRule, is_learning_rate
+from stretto.batching.split import LearningRateRule, NoRule, is_learning_rate
+from stretto.batching.steps import PolicyLike, as_policy
 from stretto.batching.wrappers import checked_policy
 from stretto.errors import Argument, BatchSizeError, ScheduleError, TimeError, shown
 from stretto.schedules import (

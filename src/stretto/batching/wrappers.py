@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Annotated, ClassVar, Literal, TypeAlias, cast, final
 
-from stretto.batching.parse import as_policy
 from stretto.batching.policy import (
     NO_SIGNALS,
     BatchSizePolicy,
@@ -21,6 +20,7 @@ from stretto.batching.policy import (
     inner_state,
     wrapped,
 )
+from stretto.batching.steps import as_policy
 from stretto.errors import Argument, BatchSizeError, TimeError, shown
 from stretto.schedules.fields import Check, Interval, check_fields, fill, one_of
 from stretto.timing import Axis, Horizon, Time, Timestamp, TimeUnit

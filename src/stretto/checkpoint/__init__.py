@@ -1,6 +1,13 @@
 """Checkpoints on disk: atomic, verified when read, never unpickled."""
 
-from stretto.checkpoint.folder import checkpoint_path, checkpoints, keep, latest_good
+from stretto.checkpoint.folder import (
+    Store,
+    UrlStore,
+    checkpoint_path,
+    checkpoints,
+    keep,
+    latest_good,
+)
 from stretto.checkpoint.optimizer import pack_optimizer, unpack_optimizer
 from stretto.checkpoint.reading import (
     Checkpoint,
@@ -20,7 +27,6 @@ from stretto.checkpoint.sharding import (
     shard_like,
     to_shard,
 )
-from stretto.checkpoint.store import Store, UrlStore
 from stretto.checkpoint.writing import (
     abandon_checkpoint,
     begin_checkpoint,

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from stretto.cli.main import main
+from stretto.cli.app import main
 
 __all__ = ["main"]

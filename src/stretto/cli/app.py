@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
 
 from stretto._location import local_path
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, StrettoError
 
 
 def _local(folder: Path | None) -> Path | None:
@@ -44,7 +47,7 @@ def _show_version(is_wanted: bool) -> None:  # noqa: FBT001  typer calls it
 
 
 @app.callback()
-def main(
+def stretto(
     *,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, help="Print the version.")
@@ -86,10 +89,10 @@ def train(
     from rich.console import Console
 
     from stretto.cli import training as verb
-    from stretto.cli.files import add_working_folder, split_arguments
-    from stretto.config.files import read_run_file
+    from stretto.cli.planning import add_working_folder, split_arguments
+    from stretto.config.run import read_run_file
     from stretto.config.training import build_trainer
-    from stretto.training.interrupt import exit_code
+    from stretto.training.loop import exit_code
 
     add_working_folder()
     named, overrides = split_arguments(run_file or [])
@@ -150,7 +153,7 @@ def plan(
 ) -> None:
     """Show what a run will do, without running it."""
     from stretto.cli import planning as verb
-    from stretto.cli.files import add_working_folder, read_arguments
+    from stretto.cli.planning import add_working_folder, read_arguments
     from stretto.config.plans import build_run, ends_of, plan_of, prepare_run
 
     _check_unit(unit, plot)
@@ -312,7 +315,7 @@ def find_batch_size(
     import json
 
     from stretto.cli import finding as verb
-    from stretto.cli.files import add_working_folder, read_arguments
+    from stretto.cli.planning import add_working_folder, read_arguments
     from stretto.report.memory import memory_table
 
     spread = verb.Spread.of(world_size, shard, micro_batch_size)
@@ -382,7 +385,7 @@ def report(
     ] = None,
 ) -> None:
     """Show what a run has done."""
-    from stretto.cli.files import add_working_folder, read_arguments
+    from stretto.cli.planning import add_working_folder, read_arguments
     from stretto.config.plans import build_run, plan_of, prepare_run
     from stretto.errors import PlanError
     from stretto.report.run import read_metrics, run_table
@@ -501,3 +504,36 @@ def version() -> None:
     from stretto import __version__
 
     typer.echo(f"stretto {__version__}")
+
+
+TRACEBACK = "--traceback"
+"""Shows where an error was raised; may stand anywhere on the command line."""
+MISUSE = 2
+"""Exit code where something must be written differently, as with unknown options."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; errors of ours are one clear text, and end with code 2.
+
+    Args:
+        arguments: what follows the program's name; left out, those of this process.
+    """
+    warnings.formatwarning = _one_line
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    shows_traceback = TRACEBACK in given
+    try:
+        app([one for one in given if one != TRACEBACK], prog_name="stretto")
+    except StrettoError as error:
+        if shows_traceback:
+            raise
+        from stretto.config.yaml import as_key
+
+        in_keys = error.recast(StrettoError, word=as_key)
+        text = "\n".join([str(in_keys), *getattr(error, "__notes__", ())])
+        typer.secho(f"Error: {text}", err=True, fg=typer.colors.RED)
+        raise SystemExit(MISUSE) from None
+
+
+def _one_line(message: Warning | str, *_: object, **__: object) -> str:
+    """What a warning is on a terminal: whoever reads it there did not write the code."""
+    return f"Warning: {message}\n"

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from stretto._location import local_path
-from stretto.cli.files import (
+from stretto.cli.planning import (
     PLAN,
     RUN_FILE,
     packaged_run_file,
 )
-from stretto.config.files import dump_run_file
-from stretto.config.run import RunConfig
+from stretto.config.run import RunConfig, dump_run_file
 from stretto.config.training import resolved
 from stretto.config.yaml import parse_override
 from stretto.errors import ConfigError

@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from stretto.config.source import show_path
+from stretto.config.yaml import show_path
 from stretto.errors import ConfigError, TimeError
 from stretto.timing import Every, Time, read_wall_clock
 from stretto.timing.conversion import check_run

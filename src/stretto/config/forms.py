@@ -39,11 +39,10 @@ from pydantic import (
 from stretto import batching, schedules
 from stretto.batching import BatchSizePolicy, SizeFunction, rampup
 from stretto.batching.functions import IncreaseCallable
-from stretto.batching.parse import PolicyLike
 from stretto.batching.periods import Periods as PeriodsOfSizes
 from stretto.batching.policy import Size
 from stretto.batching.seesaw import Continuous, Coupling
-from stretto.batching.steps import StepsLike
+from stretto.batching.steps import PolicyLike, StepsLike
 from stretto.config.fields import (
     Count,
     CountOrAuto,
@@ -57,8 +56,8 @@ from stretto.config.fields import (
 )
 from stretto.config.messages import explain
 from stretto.config.settings import CHECKING, Building, refused_at
-from stretto.config.source import Path, Source
 from stretto.config.targets import call_target
+from stretto.config.yaml import Path, Source
 from stretto.errors import Argument, BatchSizeError, ScheduleError, TimeError, nearest
 from stretto.schedules import Schedule
 from stretto.schedules.fields import Factor, Interval, Length, Positive

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from stretto._foreign import FOREIGN
 from stretto.config.fields import Section, shown
-from stretto.config.source import Path, Source, as_key, show_path
+from stretto.config.yaml import Path, Source, as_key, show_path
 from stretto.errors import ConfigError, Message, StrettoError, cannot, nearest
 
 MAX_ERRORS = 20

@@ -13,8 +13,8 @@ from stretto.config.fields import Target
 from stretto.config.plans import TimesAndSizes, scale_of
 from stretto.config.run import RunConfig
 from stretto.config.settings import Evaluate
-from stretto.config.source import Path, show_path
 from stretto.config.targets import accepts, bound_target, call_target, import_target
+from stretto.config.yaml import Path, show_path
 from stretto.data import DataSpec
 from stretto.errors import ConfigError
 from stretto.runtime import TrainStep

@@ -14,13 +14,13 @@ from stretto.batching.following import check_monitored, followed_metric, metrics
 from stretto.config.forms import build_schedule, build_sizes
 from stretto.config.run import RunConfig
 from stretto.config.settings import Building, Optimizer, build_rule
-from stretto.config.source import Path, Source, as_key
 from stretto.config.targets import call_target, import_target
+from stretto.config.yaml import Path, Source, as_key
 from stretto.errors import ConfigError, Place, PlanError, shown
 from stretto.planning import Plan, Prepared, bind_run
 from stretto.planning.plan import plan_prepared
 from stretto.schedules import Constant, Product, Schedule
-from stretto.schedules.names import Name, check_index, find_name, parse_name
+from stretto.schedules.fields import Name, check_index, find_name, parse_name
 from stretto.timing import Every, Horizon, Time, Trigger
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails
 
 from stretto.batching import LearningRateRule, as_rule
-from stretto.batching.rules import RULES
+from stretto.batching.split import RULES
 from stretto.config.fields import (
     TARGET_PATTERN,
     Count,
@@ -37,8 +37,8 @@ from stretto.config.fields import (
     shown,
     summary_of,
 )
-from stretto.config.source import Path, Source
 from stretto.config.targets import bound_target, import_target
+from stretto.config.yaml import Path, Source
 from stretto.errors import ConfigError, StrettoError
 from stretto.schedules import Cosine, Schedule
 from stretto.settings import Checkpointing, Loading, Stepping

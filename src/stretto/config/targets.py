@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stretto.config.fields import Target
-from stretto.config.source import NO_SOURCE, Path, Source
+from stretto.config.yaml import NO_SOURCE, Path, Source
 from stretto.errors import ConfigError, Message, Place, StrettoError, cannot, first_line, nearest
 
 

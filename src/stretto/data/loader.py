@@ -17,7 +17,7 @@ from stretto.data.fetch import FetchedStep, Part
 from stretto.data.ranks import agreed, check_shares, is_all, part_of
 from stretto.data.source import Source, make_source, prepared_for
 from stretto.data.spec import Collate, DataSpec
-from stretto.data.step import MicroBatch, Step
+from stretto.data.state import MicroBatch, Step
 from stretto.data.workers import Workers
 from stretto.errors import DataError, cannot
 from stretto.planning import Prepared

@@ -15,7 +15,7 @@ from stretto.data.fetch import Part
 from stretto.errors import DataError
 from stretto.planning import Prepared, check_least
 from stretto.planning.plan import plan_prepared
-from stretto.runtime.collectives import (
+from stretto.runtime.gradients import (
     all_gather_rows,
     all_gather_texts,
     all_same,

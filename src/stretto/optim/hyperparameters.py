@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from stretto.batching import LearningRateRule, NoRule, RuleLike, as_rule, check_pairs
 from stretto.errors import ScheduleError, shown
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
-from stretto.schedules.names import find_name, parse_name
+from stretto.schedules.fields import find_name, parse_name
 from stretto.schedules.schedule import product_of
 from stretto.timing import Horizon, Timestamp
 

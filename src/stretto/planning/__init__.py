@@ -2,9 +2,8 @@
 
 from stretto.planning.bind import Prepared, bind_run
 from stretto.planning.plan import Plan, PlannedBatch, plan
-from stretto.planning.plan_warnings import bound_of
 from stretto.planning.sizes import PlannedSizes, StepPlan, UnknownSizes, next_step, walk
-from stretto.planning.stages import Event, FirstLast, Stage, check_least
+from stretto.planning.stages import Event, FirstLast, Stage, bound_of, check_least
 
 __all__ = [
     "Event",

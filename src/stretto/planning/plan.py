@@ -12,21 +12,22 @@ from typing import Any, NamedTuple, TypeAlias, cast, final
 
 from stretto.batching import BatchSizePolicy, Bound, PolicyLike, RuleLike
 from stretto.batching.policy import as_float, checked_size, checked_world_size
-from stretto.batching.rules import is_learning_rate
-from stretto.batching.split import split
+from stretto.batching.split import is_learning_rate, split
 from stretto.errors import PlanError, shown
 from stretto.planning.bind import Prepared, bind_run, check_tokens
-from stretto.planning.plan_warnings import bound_of, growth_alone, warnings_of
 from stretto.planning.sizes import PlannedSizes, walk
 from stretto.planning.stages import (
     Event,
     Stage,
     Values,
+    bound_of,
     check_stage,
+    growth_alone,
     hyperparameters,
     known_schedules,
     make_event,
     make_stage,
+    warnings_of,
 )
 from stretto.schedules import BoundSchedule, Schedule, ScheduleLike
 from stretto.timing import Horizon, TimeLike, Timestamp, TimeUnit, Trigger

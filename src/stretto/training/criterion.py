@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from stretto.distributed.agreement import as_text
+from stretto.distributed.ranks import as_text
 from stretto.errors import TrainingError, shown
 
 _OUTPUTS = frozenset({"input", "inputs", "output", "outputs", "pred", "preds", "prediction",

@@ -15,8 +15,7 @@ from stretto import __version__
 from stretto.data import DataSpec
 from stretto.data.chunks import fingerprint
 from stretto.data.indices import seed_generators
-from stretto.distributed.agreement import Plain, as_text, check_agreement, plain
-from stretto.distributed.ranks import Ranks
+from stretto.distributed.ranks import Plain, Ranks, as_text, check_agreement, plain
 from stretto.optim.hyperparameters import as_one_schedule, each_of
 from stretto.runtime import TrainStep
 from stretto.runtime.random_state import kept_generators

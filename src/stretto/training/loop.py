@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, final
+from types import FrameType
+from typing import Any, Literal, NamedTuple, final
 
 from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import Step
-from stretto.distributed.agreement import Plain, check_agreement, in_batch
-from stretto.distributed.ranks import Ranks
+from stretto.distributed.ranks import Plain, Ranks, check_agreement, in_batch
 from stretto.distributed.strategy import Strategy
 from stretto.runtime import TrainStep
-from stretto.runtime.collectives import all_same, marks
+from stretto.runtime.gradients import all_same, marks
 from stretto.runtime.step import Info
 from stretto.settings import Stepping
 from stretto.timing import Timestamp
@@ -22,18 +24,78 @@ from stretto.training.callback import Events
 from stretto.training.checkpointing.saver import Progress, Saver
 from stretto.training.checkpointing.state import RunState
 from stretto.training.describe import BuiltWith
-from stretto.training.evaluation.best import Best
-from stretto.training.evaluation.evaluate import Evaluator
-from stretto.training.interrupt import SIGNALS, Interrupts
+from stretto.training.evaluation.evaluate import Best, Evaluator
 from stretto.training.logs.console import ConsoleLogger, has_terminal
 from stretto.training.logs.logged import mean_loss
 from stretto.training.logs.recorder import MOST_PENDING, Finished, Recorder
 from stretto.training.run import Run
 from stretto.training.settings import Timed
 from stretto.training.stepping.finite import Gradient, not_finite, skipped_alone
-from stretto.training.stepping.measuring import Measurements
+from stretto.training.stepping.noise_meter import Measurements
 from stretto.training.stepping.retry import Retry
 from stretto.training.stepping.stepper import Stepper
+
+SIGNALS = ("SIGTERM", "SIGINT")
+"""Those that end a run; where ranks have received several, the first of these counts."""
+
+
+@final
+class Interrupts:
+    """While open, the first SIGINT or SIGTERM is remembered; the second one is as always.
+
+    >>> with Interrupts() as interrupts:
+    ...     interrupts.received is None
+    True
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        self.received = None
+        # Python lets only the main thread set handlers.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+
+def raise_for(received: str | None) -> None:
+    """Raise what Python raises when a signal ends a program, if one was received.
+
+    >>> raise_for(None)
+
+    Raises:
+        KeyboardInterrupt: it was SIGINT.
+        SystemExit: it was SIGTERM; its code is 143.
+    """
+    if received == "SIGINT":
+        raise KeyboardInterrupt
+    if received is not None:
+        raise SystemExit(exit_code(received))
+
+
+def exit_code(reason: str) -> int:
+    """Return what a shell expects of a run that stopped so: 0 where no signal has ended it.
+
+    >>> exit_code("received SIGTERM"), exit_code("the loss is low enough")
+    (143, 0)
+    """
+    return next((128 + n for n in (signal.SIGINT, signal.SIGTERM) if n.name in reason), 0)
+
 
 _EVALUATION_BATCH = 64
 """Samples of a forward pass in evaluation where no micro-batch size is set."""

@@ -28,8 +28,8 @@ from stretto.optim.hyperparameters import (
     read_base_values,
     set_base_values,
 )
-from stretto.planning import Plan, Prepared, bind_run, counts
-from stretto.planning.counts import Count
+from stretto.planning import Plan, Prepared, bind_run
+from stretto.planning.bind import Count, micro_batches_of_epoch, steps_left, steps_of_epoch
 from stretto.planning.plan import plan_prepared
 from stretto.runtime.packing import PackingError, pack, unpack
 from stretto.settings import Loading, one_of, read_settings
@@ -463,21 +463,21 @@ class Run:
     @property
     def num_steps(self) -> Count:
         """The number of steps in the whole run."""
-        return counts.steps_left(self.prepared, Timestamp())
+        return steps_left(self.prepared, Timestamp())
 
     @property
     def steps_left(self) -> Count:
         """The number of steps that are not finished."""
-        return counts.steps_left(self.prepared, self.timer.timestamp)
+        return steps_left(self.prepared, self.timer.timestamp)
 
     def steps_in_epoch(self, epoch: int) -> Count:
         """Return the number of steps that begin in an epoch, from 0."""
-        return counts.steps_of_epoch(self.prepared, epoch)
+        return steps_of_epoch(self.prepared, epoch)
 
     def micro_batches_in_epoch(self, epoch: int) -> Count:
         """Return the micro-batches of each rank in these steps; an iterable may have more."""
         world_size = self.loader.world_size
-        return counts.micro_batches_of_epoch(
+        return micro_batches_of_epoch(
             self.prepared, epoch, world_size=world_size, micro_batch_size=self.micro_batch_size
         )
 

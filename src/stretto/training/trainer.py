@@ -19,8 +19,7 @@ from stretto.batching import PolicyLike
 from stretto.batching.seesaw import Coupling, paired
 from stretto.checkpoint import checkpoint_path
 from stretto.data import DataSpec, StepLoader
-from stretto.distributed.agreement import plain
-from stretto.distributed.ranks import Ranks
+from stretto.distributed.ranks import Ranks, plain
 from stretto.distributed.strategy import Strategy, strategy_for
 from stretto.errors import PlanError, TrainingError
 from stretto.optim import Hyperparameters
@@ -46,14 +45,13 @@ from stretto.training.checkpointing.state import check_states
 from stretto.training.checks import check_parts, given_size, read_evaluations
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
 from stretto.training.describe import BuiltWith, compare_ranks, describe
-from stretto.training.evaluation.best import BestEvaluation
+from stretto.training.evaluation.evaluate import BestEvaluation
 from stretto.training.evaluation.metrics import check_merging
-from stretto.training.interrupt import raise_for
-from stretto.training.loop import make_loop
+from stretto.training.loop import make_loop, raise_for
 from stretto.training.run import Run
 from stretto.training.settings import Logging, LossFunction, Timed
 from stretto.training.stepping.fitting import find_fitting, largest_share, with_found_maximum
-from stretto.training.stepping.measuring import keeps_gradients_apart
+from stretto.training.stepping.noise_meter import keeps_gradients_apart
 
 if TYPE_CHECKING:
     from stretto.memory import Answer

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from stretto.data import Step, count_target_tokens
 from stretto.data.tokens import needs_label_shift
 from stretto.errors import TrainingError, shown
-from stretto.runtime.collectives import all_sum, is_started
+from stretto.runtime.gradients import all_sum, is_started
 from stretto.settings import Stepping
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from stretto.config.files import parse_run_file
 from stretto.config.plans import build_plan
-from stretto.config.run import RunConfig
+from stretto.config.run import RunConfig, parse_run_file
 from stretto.errors import ConfigError, PlanError
 from stretto.timing import Time
 
@@ -44,7 +43,7 @@ def test_nothing_of_the_data_is_imported_and_torch_is_not(tmp_path: Path) -> Non
     )
     code = (
         "import sys\n"
-        "from stretto.config.files import read_run_file\n"
+        "from stretto.config.run import read_run_file\n"
         "from stretto.config.plans import build_plan\n"
         "assert build_plan(read_run_file('run.yaml')).num_batches == 20\n"
         "print(*{'torch', 'numpy', 'matplotlib', 'rich'} & set(sys.modules))\n"

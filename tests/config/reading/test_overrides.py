@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from stretto.config.source import Path, Source
-from stretto.config.yaml import apply_overrides, parse_override
+from stretto.config.yaml import Path, Source, apply_overrides, parse_override
 from stretto.errors import ConfigError
 
 VALUES: dict[str, Any] = {

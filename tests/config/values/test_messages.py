@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from stretto.config.files import parse_run_file
-from stretto.config.run import RunConfig
+from stretto.config.run import RunConfig, parse_run_file
 from stretto.errors import ConfigError, StrettoError
 
 FILES = yaml.safe_load_all("""

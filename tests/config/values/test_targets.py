@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from stretto.config.fields import Target
-from stretto.config.source import Source
 from stretto.config.targets import (
     accepts,
     bound_target,
     call_target,
     import_target,
 )
+from stretto.config.yaml import Source
 from stretto.errors import ConfigError
 
 

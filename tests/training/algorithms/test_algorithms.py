@@ -18,7 +18,7 @@ from stretto.training.algorithms import (
     SequenceLengthWarmup,
     StochasticDepth,
 )
-from stretto.training.algorithms.modules import progress
+from stretto.training.algorithms.stochastic_depth import progress
 
 
 class Watch(Callback):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stretto.checkpoint import UrlStore
-from stretto.checkpoint.store import position_of
+from stretto.checkpoint.folder import position_of
 from stretto.errors import CheckpointError, TrainingError
 from stretto.training import Checkpointing
 from stretto.training.checkpointing.upload import fetch_newest

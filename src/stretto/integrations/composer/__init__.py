@@ -30,18 +30,16 @@ from stretto.errors import TrainingError
 from stretto.integrations.composer.batches import (
     Noise,
     Steps,
-    check_size,
-    ends_epoch,
-    plain,
-)
-from stretto.integrations.composer.checks import (
     check_fit,
     check_length,
     check_schedulers,
+    check_size,
     check_trainer,
+    ends_epoch,
+    plain,
 )
 from stretto.integrations.shared import StepMeter
-from stretto.planning.counts import UNKNOWN, smallest_step
+from stretto.planning.bind import UNKNOWN, smallest_step
 from stretto.settings import Loading
 from stretto.training.run import Run, prepare
 

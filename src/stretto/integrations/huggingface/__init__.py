@@ -22,8 +22,14 @@ from transformers import Trainer
 
 from stretto.batching import PolicyLike, RuleLike
 from stretto.batching.seesaw import Coupling
-from stretto.integrations.huggingface.checks import check_best, check_events, check_trainer
-from stretto.integrations.huggingface.trainer import Attached, Follows, StrettoCallback
+from stretto.integrations.huggingface.trainer import (
+    Attached,
+    Follows,
+    StrettoCallback,
+    check_best,
+    check_events,
+    check_trainer,
+)
 from stretto.timing import LastBatch, TimeLike, Trigger
 
 __all__ = ["Attached", "StrettoCallback", "attach"]

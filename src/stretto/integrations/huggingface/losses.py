@@ -19,7 +19,7 @@ from stretto.data import MicroBatch
 from stretto.data.containers import join_samples, take_samples
 from stretto.data.tokens import IGNORED_LABEL
 from stretto.errors import DataError, TrainingError
-from stretto.runtime.collectives import all_gather_rows, is_started
+from stretto.runtime.gradients import all_gather_rows, is_started
 from stretto.runtime.random_state import RandomState
 from stretto.training.run import Run
 from stretto.training.weights import Units

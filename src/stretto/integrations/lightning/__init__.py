@@ -29,8 +29,9 @@ from torch.utils.data import DataLoader
 
 from stretto.batching import PolicyLike, RuleLike
 from stretto.data import DataSpec
-from stretto.integrations.lightning.callback import FollowRun, MicroBatches
-from stretto.integrations.lightning.checks import (
+from stretto.integrations.lightning.callback import (
+    FollowRun,
+    MicroBatches,
     check_events,
     check_trainer,
     own_interval,

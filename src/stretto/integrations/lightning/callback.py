@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, final
 
+import lightning
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -18,10 +24,108 @@ from torch import Tensor
 from stretto.batching import NO_SIGNALS
 from stretto.errors import CheckpointError, TrainingError
 from stretto.integrations.shared import StepMeter, counted_steps
-from stretto.planning import counts
-from stretto.planning.counts import UNKNOWN
+from stretto.planning.bind import UNKNOWN, end_of, planned_micro_batches
 from stretto.training.run import Run
 from stretto.training.weights import Units
+
+_REFUSED = (BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging)
+
+
+def check_events(every: Iterable[str]) -> None:
+    """Refuse events that a trainer does not have.
+
+    Raises:
+        TrainingError: there is one.
+    """
+    for name in set(every) - {"evaluate", "save"}:
+        raise TrainingError.cannot(
+            f"wait for {name!r}",
+            why="a trainer does nothing of that name now and then",
+            instead="write 'evaluate' or 'save'",
+        )
+
+
+def own_interval(trainer: Trainer) -> str:
+    """Return how often the settings of a trainer evaluate, as a time.
+
+    Raises:
+        TrainingError: they count batches or seconds.
+    """
+    epochs = trainer.check_val_every_n_epoch
+    interval = trainer.val_check_interval
+    if not isinstance(interval, float) or (interval != 1.0 and epochs != 1):
+        raise TrainingError.cannot(
+            f"evaluate with val_check_interval={interval!r}",
+            why="it counts micro-batches, whose number changes with the batch size",
+            instead="leave it out, and pass every={'evaluate': '10%'}",
+        )
+    return f"{interval * (epochs or 1):g}ep"
+
+
+def own_length(trainer: Trainer) -> str:
+    """Return how long the settings of a trainer train, as a time.
+
+    Raises:
+        TrainingError: they name no end, or two.
+    """
+    steps, epochs = trainer.max_steps, trainer.max_epochs
+    given = [
+        f"{name}={value}"
+        for name, value in (("max_epochs", epochs), ("max_steps", steps))
+        if value not in (None, -1)
+    ]
+    if len(given) != 1 or given[0].endswith("=0"):
+        raise TrainingError.cannot(
+            f"train with Trainer({', '.join(given) or 'max_epochs=-1'})",
+            why="a run has one length above 0",
+            instead="give max_epochs or max_steps, or pass attach(..., max_duration='2ep')",
+        )
+    return f"{epochs}ep" if steps == -1 else f"{steps}ba"
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse a trainer with settings or callbacks that cannot be followed.
+
+    Raises:
+        TrainingError: it has one, or it is of another version.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TrainingError.cannot(
+            f"attach to a {type(trainer).__name__}",
+            why="it is not a lightning.Trainer",
+            instead="call attach(trainer, dataloader, batch_size, schedules)",
+        )
+    if trainer.fast_dev_run:
+        raise TrainingError.cannot(
+            "use Trainer(fast_dev_run=...)",
+            why="a few micro-batches are not the first steps of the run",
+            instead="leave it out, and pass attach(..., max_duration='2ba')",
+        )
+    settings = {
+        "accumulate_grad_batches": (1, "micro-batches follow from the batch size"),
+        "overfit_batches": (0.0, "a run has all batches of its length"),
+        "limit_train_batches": (1.0, "a run has all batches of its length; see max_duration"),
+        "reload_dataloaders_every_n_epochs": (0, "the run itself counts the batches of an epoch"),
+    }
+    for name, (default, why) in settings.items():
+        value = getattr(trainer, name)
+        if value != default or (name == "limit_train_batches" and type(value) is int):
+            raise TrainingError.cannot(
+                f"use Trainer({name}={value!r})", why=why, instead="leave it out"
+            )
+    for one in trainer.callbacks:
+        if isinstance(one, _REFUSED):
+            raise TrainingError.cannot(
+                f"use {type(one).__name__}",
+                why="it changes the batches or the accumulation, which the run decides",
+                instead="leave it out",
+            )
+    if not lightning.__version__.startswith("2.6."):
+        raise TrainingError.cannot(
+            f"use Lightning {lightning.__version__}",
+            why="only 2.6 was tested, and the loop of another version may differ",
+            instead="install 'lightning>=2.6,<2.7'",
+        )
 
 
 @final
@@ -261,7 +365,7 @@ class FollowRun(Callback):
             self.on_before_optimizer_step = self._on_before_optimizer_step
         self._batches.follow(trainer, is_open=self._is_open)
         self._is_open = False
-        end, num_samples = counts.end_of(self._run.prepared), self._run.horizon.dataset_num_samples
+        end, num_samples = end_of(self._run.prepared), self._run.horizon.dataset_num_samples
         trainer.fit_loop.epoch_loop.max_steps = -1
         trainer.fit_loop.max_epochs = math.ceil(end / num_samples) if end and num_samples else -1
 
@@ -283,7 +387,7 @@ class FollowRun(Callback):
         if not loop.restarting or num_samples is None or len(self._batches) == UNKNOWN:
             return
         now = run.timer.timestamp
-        done = counts.planned_micro_batches(
+        done = planned_micro_batches(
             run.prepared,
             now.epoch * num_samples,
             now.sample,

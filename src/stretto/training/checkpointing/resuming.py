@@ -8,15 +8,13 @@ from pathlib import Path
 
 from stretto._location import local_path
 from stretto.checkpoint import CheckpointReader, latest_good, open_checkpoint
-from stretto.checkpoint.folder import candidates, find_newest, position
+from stretto.checkpoint.folder import Store, candidates, find_newest, position
 from stretto.checkpoint.manifest import read_errors
 from stretto.checkpoint.reading import find
-from stretto.checkpoint.store import Store
-from stretto.distributed.agreement import check_agreement
-from stretto.distributed.ranks import Ranks
+from stretto.distributed.ranks import Ranks, check_agreement
 from stretto.errors import CheckpointError, TrainingError
 from stretto.timing import Timestamp
-from stretto.training.checkpointing.lock import locked, set_aside, unwritable
+from stretto.training.checkpointing.records import locked, set_aside, unwritable
 from stretto.training.checkpointing.upload import fetch_newest
 from stretto.training.logs.recorder import Recorder
 

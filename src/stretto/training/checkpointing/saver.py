@@ -29,11 +29,11 @@ from stretto.distributed.ranks import Ranks
 from stretto.errors import CheckpointError, TrainingError
 from stretto.settings import Checkpointing
 from stretto.timing import Timestamp
-from stretto.training.checkpointing.lock import is_locked_here
+from stretto.training.checkpointing.records import is_locked_here
 from stretto.training.checkpointing.resuming import FOLDER
 from stretto.training.checkpointing.state import RunState
 from stretto.training.checkpointing.upload import Uploader, as_store
-from stretto.training.evaluation.best import Best
+from stretto.training.evaluation.evaluate import Best
 from stretto.training.logs.loggers import synchronize_file
 
 

@@ -32,8 +32,7 @@ from stretto.runtime.random_state import RandomState
 from stretto.training.callback import Callback
 from stretto.training.checkpointing.records import count, section
 from stretto.training.describe import BuiltWith, changes, gone, samples_mark
-from stretto.training.evaluation.best import Best
-from stretto.training.evaluation.evaluate import Evaluator
+from stretto.training.evaluation.evaluate import Best, Evaluator
 from stretto.training.logs.recorder import Recorder
 from stretto.training.run import Run
 from stretto.training.stepping.stepper import Stepper

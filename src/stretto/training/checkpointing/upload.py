@@ -14,7 +14,7 @@ from threading import Lock, Thread
 from typing import Any, final
 
 from stretto.checkpoint import describe
-from stretto.checkpoint.store import Store, UrlStore, position_of
+from stretto.checkpoint.folder import Store, UrlStore, position_of
 from stretto.distributed.ranks import Ranks
 from stretto.errors import CheckpointError, TrainingError, first_line
 

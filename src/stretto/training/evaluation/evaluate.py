@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast, final
+from pathlib import Path
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from stretto.batching.following import check_monitored, measured_value, metrics_of
+from stretto.checkpoint import checkpoint_path
 from stretto.data import DataSpec, StepLoader, move_batch
 from stretto.data.spec import Collate
 from stretto.distributed.strategy import Strategy, reshard
 from stretto.errors import TrainingError
 from stretto.ordering import evenly
-from stretto.runtime.collectives import all_same, marks
+from stretto.runtime.gradients import all_same, marks
 from stretto.runtime.out_of_memory import attempt
 from stretto.runtime.random_state import RandomState
+from stretto.settings import Checkpointing
+from stretto.training.checkpointing.records import count, number
 from stretto.training.criterion import CriterionLoss
 from stretto.training.evaluation.metrics import MetricObjects, check_predictable, is_object
 from stretto.training.settings import Evaluation, LossFunction
@@ -214,3 +219,76 @@ def _scalar(name: str, value: Any) -> Tensor:
             instead="return a scalar, such as errors.mean()",
         )
     return tensor
+
+
+class BestEvaluation(NamedTuple):
+    """The best evaluation of a run so far."""
+
+    path: Path
+    """Its checkpoint."""
+    metric: str
+    value: float
+
+
+@final
+class Best:
+    """Tracks the best value of one metric.
+
+    Args:
+        settings: the metric, such as `validation/loss`, and whether lower or higher is better.
+        evaluations: all evaluations of the run.
+
+    Raises:
+        TrainingError: no evaluation measures that metric.
+    """
+
+    def __init__(self, settings: Checkpointing | None, evaluations: Sequence[Evaluation]) -> None:
+        self.monitor = settings.monitor if settings is not None else None
+        self._sign = -1 if settings is not None and settings.mode == "max" else 1
+        self.value = math.inf * self._sign
+        self.sample: int | None = None
+        """The position at which it was measured; None before the first."""
+        # The position of the best one whose checkpoint is complete.
+        self._kept: int | None = None
+        if self.monitor is not None:
+            check_monitored(self.monitor, metrics_of(evaluations))
+
+    def is_beaten(self, metrics: Mapping[str, float], sample: int) -> bool:
+        """Update with the metrics of an evaluation at `sample`; return whether it is the best."""
+        value = measured_value(self.monitor, metrics)
+        if value is None or not value * self._sign < self.value * self._sign:  # nan is never better
+            return False
+        self.value, self.sample = value, sample
+        return True
+
+    def confirm(self, sample: int) -> None:
+        """Record that the checkpoint at `sample` is complete."""
+        if sample == self.sample:
+            self._kept = sample
+
+    def paths(self, folder: Path) -> list[Path]:
+        """Return the checkpoints to keep: of the best, and of the best that is complete."""
+        kept = {sample for sample in (self.sample, self._kept) if sample is not None}
+        return [checkpoint_path(folder, sample) for sample in sorted(kept)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value so far."""
+        value = None if math.isinf(self.value) else self.value
+        return {
+            "monitor": self.monitor,
+            "value": value,
+            "sample": self.sample,
+            "kept": self._kept,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the best value, if the metric is the same."""
+        self.start_over()
+        if state["monitor"] == self.monitor and state["value"] is not None:
+            self.value, self.sample = number(state, "value"), count(state, "sample")
+            if state.get("kept", self.sample) is not None:
+                self._kept = count({"kept": self.sample, **state}, "kept")
+
+    def start_over(self) -> None:
+        """Reset the best value."""
+        self.value, self.sample, self._kept = math.inf * self._sign, None, None

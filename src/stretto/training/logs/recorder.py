@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, final
 from stretto.errors import CheckpointError, TrainingError
 from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
-from stretto.training.checkpointing.lock import set_aside, unwritable
-from stretto.training.checkpointing.records import count, number
+from stretto.training.checkpointing.records import count, number, set_aside, unwritable
 from stretto.training.logs.console import ConsoleLogger
 from stretto.training.logs.logged import Sums
 from stretto.training.logs.loggers import (
