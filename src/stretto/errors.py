@@ -193,6 +193,15 @@ class StrettoError(Exception):
         """Return an error of this kind; the arguments are those of the function `cannot`."""
         return cls(cannot(what, why=why, instead=instead, where=where))
 
+    @classmethod
+    def bad(cls, name: str, value: object, why: Text, instead: Text) -> Self:
+        """Return an error for one value that is wrong in itself.
+
+        >>> print(BatchSizeError.bad("maximum", 0, "it is not positive", "write 1 or more"))
+        cannot use maximum=0: it is not positive; write 1 or more
+        """
+        return cls(cannot(f"use {name}={shown(value)}", why=why, instead=instead))
+
     def __str__(self) -> str:
         return "\n".join(map(str, self.messages))
 

@@ -31,7 +31,7 @@ from stretto.training.logs.recorder import MOST_PENDING, Finished, Recorder
 from stretto.training.run import Run
 from stretto.training.settings import Timed
 from stretto.training.stepping.finite import Gradient, not_finite, skipped_alone
-from stretto.training.stepping.noise_meter import Measurements
+from stretto.training.stepping.measuring import Measurements
 from stretto.training.stepping.retry import Retry
 from stretto.training.stepping.stepper import Stepper
 

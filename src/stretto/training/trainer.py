@@ -51,7 +51,7 @@ from stretto.training.loop import make_loop, raise_for
 from stretto.training.run import Run
 from stretto.training.settings import Logging, LossFunction, Timed
 from stretto.training.stepping.fitting import find_fitting, largest_share, with_found_maximum
-from stretto.training.stepping.noise_meter import keeps_gradients_apart
+from stretto.training.stepping.measuring import keeps_gradients_apart
 
 if TYPE_CHECKING:
     from stretto.memory import Answer
