@@ -38,10 +38,11 @@ RANKS_END_SECONDS = 240
 
 LIMITED = """
 import resource
-from stretto.memory.measuring.limits import process_status
 
 def leave(room):
-    resource.setrlimit(resource.RLIMIT_DATA, (process_status()["VmData"] + room, -1))
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    used = int(status["VmData"].split()[0]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (used + room, -1))
 
 """
 

@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional
 
 from stretto import Trainer
 from stretto.batching import IncreaseFunction
 from stretto.data import DataSpec, StepLoader
-from stretto.memory import Answer, find_batch_size
+from stretto.memory import Answer, Estimator, find_batch_size
 from stretto.memory.examples import example_batches, resizable
-from stretto.memory.measuring.real import record_step
-from stretto.memory.step import WholeStep
 from stretto.runtime import SupervisedStep
 from stretto.training import Loading
 
@@ -58,11 +57,14 @@ def training_step() -> SupervisedStep:
     return SupervisedStep(model, torch.optim.AdamW(model.parameters()), lambda m, x: m(x))
 
 
-def real_peak(size: int) -> int:
-    step = training_step()
-    longest = [torch.zeros(max(LENGTHS), dtype=torch.long)]
-    WholeStep.of(step).run(pack(longest))
-    return record_step(step, pack(longest * size), size).peak
+def peak(size: int) -> int:
+    longest = torch.zeros(max(LENGTHS), dtype=torch.long)
+
+    def packed(count: int) -> dict[str, Tensor]:
+        with unset_fake_temporarily():  # values are read
+            return pack([longest] * count)
+
+    return Estimator(training_step(), packed).at(size).bytes
 
 
 def test_a_collate_function_that_packs_gets_as_many_samples_as_are_asked_about() -> None:
@@ -78,7 +80,7 @@ def test_the_largest_packed_batch_is_counted_in_samples() -> None:
     batches = example_batches(loader)
     answer = find_batch_size(training_step(), batches, device_memory=LIMIT, margin=0)
     assert answer.size > 100
-    assert real_peak(answer.size) <= LIMIT < real_peak(answer.size + 1)
+    assert peak(answer.size) <= LIMIT < peak(answer.size + 1)
 
 
 def test_a_trainer_finds_sizes_of_packed_batches(monkeypatch: Any) -> None:
@@ -101,13 +103,13 @@ def test_a_trainer_finds_sizes_of_packed_batches(monkeypatch: Any) -> None:
 
     found = train(batch_size=2000, micro_batch_size="auto").loader.micro_batch_size
     assert found is not None
-    assert 0.8 * LIMIT < real_peak(found) <= LIMIT
+    assert 0.8 * LIMIT < peak(found) <= LIMIT
     grows = IncreaseFunction(lambda epoch, size: 64, 64, "auto")
     policy = train(batch_size=grows).loader.policy
     assert isinstance(policy, IncreaseFunction)
     largest = policy.max_batch_size
     assert isinstance(largest, int)
-    assert 0.8 * LIMIT < real_peak(largest) <= LIMIT
+    assert 0.8 * LIMIT < peak(largest) <= LIMIT
 
 
 def test_packed_batches_of_an_iterable_are_counted_in_samples() -> None:
@@ -115,4 +117,4 @@ def test_packed_batches_of_an_iterable_are_counted_in_samples() -> None:
     spec = DataSpec(iter([batch]), get_num_samples_in_batch=num_packed)
     answer = find_batch_size(training_step(), resizable(spec, batch), device_memory=LIMIT, margin=0)
     assert answer.size % 32 == 0
-    assert 0.7 * LIMIT < real_peak(answer.size) <= LIMIT
+    assert 0.7 * LIMIT < peak(answer.size) <= LIMIT

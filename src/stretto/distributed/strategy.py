@@ -16,7 +16,7 @@ from stretto.data.containers import mapped
 from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError
 from stretto.noise import MicroGradients
-from stretto.runtime.gradients import is_fully_sharded, touching_all
+from stretto.runtime.gradients import fully_shard_blocks, is_fully_sharded, touching_all
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -240,15 +240,9 @@ def shard_blocks(model: nn.Module, *, device: str | None = None) -> nn.Module:
     if ranks.world_size == 1:
         return model
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
-    for module in list(model.modules()):
-        if isinstance(module, nn.ModuleList):
-            for block in module:
-                if any(True for _ in block.parameters()):
-                    fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard_blocks(model, mesh)
     return model
 
 

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from stretto.data import DataSpec, StepLoader, count_samples
-from stretto.data.containers import opened
+from stretto.data.containers import nodes, opened
 from stretto.errors import DataError
-from stretto.memory.prediction.tensors import tensors_in
 
 EXAMPLES = 32
 """Number of samples, spread over the data set, among which the longest is chosen."""
@@ -62,7 +61,7 @@ def _is_packed(spec: DataSpec, batch: Any) -> bool:
 
 
 def _num_elements(batch: Any) -> int:
-    return sum(tensor.numel() for tensor in tensors_in(batch))
+    return sum(one.numel() for one in nodes(batch) if isinstance(one, Tensor))
 
 
 def resize_batch(batch: Any, size: int) -> Any:

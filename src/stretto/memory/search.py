@@ -22,6 +22,10 @@ class Found(NamedTuple):
     """The smallest size that was tried and does not fit; None if all tried sizes fit."""
 
 
+class NothingFitsError(FitError):
+    """The smallest candidate does not fit."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class CandidateSizes:
@@ -115,7 +119,7 @@ def search(
     Found(size=96, too_large=104)
 
     Raises:
-        FitError: the smallest size does not fit.
+        NothingFitsError: the smallest size does not fit.
     """
     failed: list[int] = []
 
@@ -135,7 +139,7 @@ def search(
     else:
         low, high = _enclose(tried, sizes, begin)
     if low is None:
-        raise FitError.cannot(
+        raise NothingFitsError.cannot(
             f"find a batch size from {sizes.minimum} to {sizes.maximum}",
             why=f"{sizes.smallest} does not fit",
             instead="make the model or its samples smaller, or give it more memory",

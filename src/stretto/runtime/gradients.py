@@ -140,3 +140,15 @@ def sparse_tables(model: nn.Module) -> set[int]:
     """
     tables = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
     return {id(one.weight) for one in tables if one.sparse}
+
+
+def fully_shard_blocks(model: nn.Module, mesh: Any) -> None:
+    """Shard each block of a `ModuleList`, then the rest, over a mesh with FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList):
+            for block in module:
+                if any(True for _ in block.parameters()):
+                    fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)

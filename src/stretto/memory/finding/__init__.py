@@ -1,1 +1,0 @@
-"""Which batch size is the largest that fits."""

@@ -1,1 +1,0 @@
-"""The memory of real steps, which are undone afterwards."""

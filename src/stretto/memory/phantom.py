@@ -1,0 +1,141 @@
+"""Ask the phantom: run the steps on torch's own CUDA build, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import cloudpickle
+import phantomgpu
+import torch
+
+from stretto.data import move_batch
+from stretto.errors import FitError
+from stretto.memory.amounts import parse_bytes, show_bytes
+from stretto.memory.examples import resize_batch
+from stretto.memory.limits import MemoryLimit, stated
+from stretto.memory.search import CandidateSizes, Found, NothingFitsError
+from stretto.memory.sharding import Shard, apply
+from stretto.memory.step import WholeStep, read, written
+
+STEPS = 3
+"""Steps of a size. The first creates the state of the optimizer between blocks that it frees
+later; the third allocates as all later ones do."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A kind of GPU, and how many ranks of it share a model."""
+
+    gpu: str
+    device_memory: str | int | None = None
+    context: str | int | None = None
+    ranks: int = 1
+    shard: str | Shard = "fsdp"
+
+    def memory(self) -> tuple[MemoryLimit, dict[str, int], list[str]]:
+        """Return what a step may use, what is taken outside of the allocator, and notes.
+
+        Raises:
+            FitError: the kind is not known, or the context leaves nothing.
+        """
+        try:
+            kind = phantomgpu.gpus.find_gpu(self.gpu)
+        except phantomgpu.UnknownGPUError as error:
+            raise FitError.bad("gpu", self.gpu, "there is no such kind", str(error)) from None
+        whole, notes = int(kind.memory * 2**30), []
+        limit = MemoryLimit(whole, f"what a program sees of an {kind.name}")
+        if self.device_memory is not None:
+            limit = stated(self.device_memory)
+            if limit.bytes > whole:
+                seen = show_bytes(whole)
+                notes.append(f"warning: a program sees {seen} of an {kind.name}, not {limit}")
+        known = phantomgpu.gpus.context_bytes(kind)
+        context = known if self.context is None else parse_bytes(self.context)
+        if context >= limit.bytes:
+            raise FitError.cannot(
+                f"find a batch size for {limit}",
+                why=f"the CUDA context takes {show_bytes(context)}",
+                instead="state more memory, or what the context takes, such as context='300MiB'",
+            )
+        return limit._replace(bytes=limit.bytes - context), {"the CUDA context": context}, notes
+
+
+def missing() -> str | None:
+    """Return what has to be done before the phantom can answer; None if it can."""
+    return phantomgpu.missing()
+
+
+def ask(
+    question: Question, step: WholeStep, batch: Any, sizes: CandidateSizes, usable: int
+) -> tuple[Found, dict[int, int]]:
+    """Return the largest size that runs on the phantom, and the peaks of all that fit.
+
+    Args:
+        question: the kind of GPU and the ranks.
+        step: the step; it travels without the elements of its tensors.
+        batch: a micro-batch of any size, or a function that makes one; it travels as it is.
+        sizes: the candidates.
+        usable: the bytes that the allocator may reserve.
+
+    Raises:
+        NothingFitsError: the smallest candidate does not fit.
+        FitError: the step cannot travel, or fails there.
+    """
+    size_of: Callable[[int], int]
+    if sizes.power_of_two:
+        size_of, index_of = (1).__lshift__, lambda size: size.bit_length() - 1
+    else:
+        size_of, index_of = sizes.multiple_of.__mul__, sizes.multiple_of.__rfloordiv__
+    largest = sizes.at_most(sizes.maximum)
+    assert largest is not None, "checked"
+    try:
+        answer = phantomgpu.search(
+            _run,
+            gpu=question.gpu,
+            memory=usable,
+            context=0,
+            ranks=question.ranks,
+            steps=STEPS,
+            smallest=index_of(sizes.smallest),
+            largest=index_of(largest),
+            args=(size_of, written(step), cloudpickle.dumps(batch), question.shard, question.ranks),
+        )
+    except phantomgpu.RunFailedError as error:
+        raise FitError.cannot(
+            "run the step on the phantom",
+            why=str(error),
+            instead="use method='estimate', or run the script itself: phantomgpu run",
+        ) from error
+    trials = {size_of(index): report for index, report in answer.trials.items()}
+    if answer.largest is None:
+        raise NothingFitsError.cannot(
+            f"fit {sizes.smallest:,} samples into {show_bytes(usable)}",
+            why=trials[sizes.smallest].headline,
+            instead="make the model or its samples smaller, or spread it over more ranks",
+        )
+    too_large = min((size for size, one in trials.items() if not one.fits), default=None)
+    peaks = {size: one.peak_reserved for size, one in trials.items() if one.fits}
+    return Found(size_of(answer.largest), too_large), peaks
+
+
+def _run(
+    index: int,
+    size_of: Callable[[int], int],
+    data: bytes,
+    batch: bytes,
+    shard: str | Shard,
+    ranks: int,
+) -> None:
+    """Run the steps of one size; called in the process that has the phantom."""
+    step: WholeStep = read(data, "cuda")
+    if ranks > 1:
+        torch.distributed.init_process_group("nccl")
+        apply(step.step, shard, ranks)
+    made = cloudpickle.loads(batch)
+    size = size_of(index)
+    for _ in range(STEPS):
+        one = made(size) if callable(made) else resize_batch(made, size)
+        step.run(move_batch(one, "cuda"))

@@ -1,1 +1,0 @@
-"""A model of the caching allocator of CUDA."""
