@@ -9,6 +9,8 @@ from typing import Any, final
 import cloudpickle
 import phantomgpu
 import torch
+from phantomgpu import standins
+from phantomgpu.gpus import context_bytes, find_gpu
 
 from stretto.data import move_batch
 from stretto.errors import FitError
@@ -42,7 +44,7 @@ class Question:
             FitError: the kind is not known, or the context leaves nothing.
         """
         try:
-            kind = phantomgpu.gpus.find_gpu(self.gpu)
+            kind = find_gpu(self.gpu)
         except phantomgpu.UnknownGPUError as error:
             raise FitError.bad("gpu", self.gpu, "there is no such kind", str(error)) from None
         whole, notes = int(kind.memory * 2**30), []
@@ -52,7 +54,7 @@ class Question:
             if limit.bytes > whole:
                 seen = show_bytes(whole)
                 notes.append(f"warning: a program sees {seen} of an {kind.name}, not {limit}")
-        known = phantomgpu.gpus.context_bytes(kind)
+        known = context_bytes(kind)
         context = known if self.context is None else parse_bytes(self.context)
         if context >= limit.bytes:
             raise FitError.cannot(
@@ -65,7 +67,14 @@ class Question:
 
 def missing() -> str | None:
     """Return what has to be done before the phantom can answer; None if it can."""
-    return phantomgpu.missing()
+    try:
+        standins.check_system()
+    except phantomgpu.NotSupportedError as error:
+        return str(error)
+    version = torch.__version__.partition("+")[0]
+    if torch.version.cuda is None and not standins.setup_folder(version).exists():
+        return "run 'phantomgpu setup' once"
+    return None
 
 
 def ask(
@@ -95,8 +104,7 @@ def ask(
         answer = phantomgpu.search(
             _run,
             gpu=question.gpu,
-            memory=usable,
-            context=0,
+            memory=usable + context_bytes(find_gpu(question.gpu)),
             ranks=question.ranks,
             steps=STEPS,
             smallest=index_of(sizes.smallest),
@@ -113,7 +121,7 @@ def ask(
     if answer.largest is None:
         raise NothingFitsError.cannot(
             f"fit {sizes.smallest:,} samples into {show_bytes(usable)}",
-            why=trials[sizes.smallest].headline,
+            why=trials[sizes.smallest].lines()[0],
             instead="make the model or its samples smaller, or spread it over more ranks",
         )
     too_large = min((size for size, one in trials.items() if not one.fits), default=None)
