@@ -84,8 +84,8 @@ class GPT(nn.Module):
         if tied:
             self.head.weight = self.token_embedding.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits."""
+    def features(self, tokens: Tensor) -> Tensor:
+        """Return what the head is applied to."""
         positions = torch.arange(tokens.size(1), device=tokens.device)
         features = self.token_embedding(tokens) + self.position_embedding(positions)
         features = functional.dropout(features, self.dropout, self.training)
@@ -94,7 +94,12 @@ class GPT(nn.Module):
                 features = checkpoint(block, features, use_reentrant=False)
             else:
                 features = block(features)
-        logits: Tensor = self.head(self.norm(features))
+        normed: Tensor = self.norm(features)
+        return normed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits."""
+        logits: Tensor = self.head(self.features(tokens))
         return logits
 
 
@@ -237,3 +242,66 @@ class Encoder(nn.Module):
         kept = (~padding).unsqueeze(-1)
         logits: Tensor = self.head((features * kept).sum(1) / kept.sum(1).clamp(min=1))
         return logits
+
+
+class Attention(nn.Module):
+    """Causal attention by hand: the whole matrix of weights."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.project_in = nn.Linear(width, 3 * width)
+        self.project_out = nn.Linear(width, width)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return mixed features."""
+        length = features.size(1)
+        per_head = self.project_in(features).unflatten(-1, (3, self.heads, -1))
+        query, key, value = per_head.permute(2, 0, 3, 1, 4)
+        scores = query @ key.transpose(-1, -2) / query.size(-1) ** 0.5
+        mask = torch.ones(length, length, dtype=torch.bool, device=features.device).triu(1)
+        weights = scores.masked_fill(mask, float("-inf")).softmax(-1)
+        weights = functional.dropout(weights, self.dropout, self.training)
+        out: Tensor = self.project_out((weights @ value).transpose(1, 2).flatten(-2))
+        return out
+
+
+class ByHand(nn.Module):
+    """A language model with attention by hand, LayerNorm and dropout."""
+
+    def __init__(self, dropout: float = 0.1, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.embedding = nn.Embedding(256, 64)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), Attention(64, 4, dropout), nn.Dropout(dropout))
+            for _ in range(3)
+        )
+        self.head = nn.Linear(64, 256)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits."""
+        features = self.embedding(tokens)
+        for block in self.blocks:
+            if self.recompute:
+                features = features + checkpoint(block, features, use_reentrant=False)
+            else:
+                features = features + block(features)
+        logits: Tensor = self.head(features)
+        return logits
+
+
+class LowRank(nn.Module):
+    """A frozen layer and a low-rank change to it that is learnt."""
+
+    def __init__(self, frozen: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.frozen = frozen.requires_grad_(requires_grad=False)
+        self.down = nn.Linear(frozen.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, frozen.out_features, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return what the frozen layer gives, changed."""
+        out: Tensor = self.frozen(inputs) + self.up(self.down(inputs))
+        return out
