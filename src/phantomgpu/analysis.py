@@ -1,0 +1,233 @@
+"""What took the memory: the blocks that are live at the peak, from torch's own history."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import pickle
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from phantomgpu.child import Run
+
+Event = dict[str, Any]
+_SKIPPED = ("/torch/", "<frozen", "<string>", "importlib", "/phantomgpu/")
+_LOSSES = ("cross_entropy", "nll_loss", "lossfunction", "_loss", "loss_fn", "compute_loss")
+_LARGE = 1 << 20
+
+
+def analyse(run: Run) -> dict[str, Any]:
+    """Return the report of this process as plain values."""
+    import torch
+
+    script = time.perf_counter() - run.began
+    snapshot = torch.cuda.memory._snapshot()
+    if run.settings.snapshot:
+        with Path(run.settings.folder, f"{run.process}.pickle").open("wb") as file:
+            pickle.dump(snapshot, file)
+    traces = snapshot["device_traces"]
+    device = max(range(len(traces)), key=lambda index: peak(traces[index])[0], default=0)
+    trace = traces[device] if traces else []
+    allocated, at = peak(trace)
+    live, ends = live_at(trace, at)
+    now = time.time_ns() // 1000
+    owners = [*run.owners, *((now, what, found) for what, found in tensors_now())]
+    categories, places = explain(run, trace, live, ends, owners)
+    phase, step = phase_of(run, trace[at]) if trace else ("start", 0)
+    stats = torch.cuda.memory_stats(device)
+    host = getattr(torch.cuda, "host_memory_stats", dict)()
+    return {
+        "device": device,
+        "peak_allocated": allocated,
+        "peak_reserved": max(reserved(trace), stats.get("reserved_bytes.all.peak", 0)),
+        "phase": phase,
+        "step": step,
+        "steps": max(run.steps.values(), default=0),
+        "categories": dict(categories.most_common()),
+        "places": dict(places.most_common(12)),
+        "retries": stats.get("num_alloc_retries", 0),
+        "out_of_memory": stats.get("num_ooms", 0),
+        "host_pinned": host.get("allocated_bytes.peak", 0),
+        "host_managed": ctypes.c_size_t.in_dll(run.library, "phantom_most_managed").value,
+        "events": len(trace),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.enabled,
+        "distributed": torch.distributed.is_available() and torch.distributed.is_initialized(),
+        "seconds": round(script, 2),
+        "timeline": timeline(trace),
+    }
+
+
+def peak(trace: list[Event]) -> tuple[int, int]:
+    """Return the most bytes that were allocated at a time, and the event that reached them."""
+    sizes: dict[int, int] = {}
+    used = best = at = 0
+    for index, event in enumerate(trace):
+        if event["action"] == "alloc":
+            sizes[event["addr"]] = event["size"]
+            used += event["size"]
+            if used > best:
+                best, at = used, index
+        elif event["action"] == "free_completed":
+            used -= sizes.pop(event["addr"], 0)
+    return best, at
+
+
+def reserved(trace: list[Event]) -> int:
+    """Return the most bytes that torch had of the device."""
+    used = best = 0
+    for event in trace:
+        if event["action"] in ("segment_alloc", "segment_map"):
+            used += event["size"]
+            best = max(best, used)
+        elif event["action"] in ("segment_free", "segment_unmap"):
+            used -= event["size"]
+    return best
+
+
+def live_at(trace: list[Event], at: int) -> tuple[list[int], dict[int, int]]:
+    """Return the blocks that were live at an event, and when each of them was freed."""
+    live: dict[int, int] = {}
+    for index, event in enumerate(trace[: at + 1]):
+        if event["action"] == "alloc":
+            live[event["addr"]] = index
+        elif event["action"] == "free_completed":
+            live.pop(event["addr"], None)
+    ends: dict[int, int] = {}
+    for event in trace[at + 1 :]:
+        if event["action"] == "free_completed" and event["addr"] in live:
+            ends.setdefault(live[event["addr"]], event["time_us"])
+    return list(live.values()), ends
+
+
+def timeline(trace: list[Event], points: int = 1500) -> list[tuple[int, int, int]]:
+    """Return (microseconds, allocated, reserved) at the highest point of each span."""
+    sizes: dict[int, int] = {}
+    used = held = 0
+    best: dict[int, tuple[int, int, int]] = {}
+    width = max(1, len(trace) // points)
+    for index, event in enumerate(trace):
+        if event["action"] == "alloc":
+            sizes[event["addr"]] = event["size"]
+            used += event["size"]
+        elif event["action"] == "free_completed":
+            used -= sizes.pop(event["addr"], 0)
+        elif event["action"] in ("segment_alloc", "segment_map"):
+            held += event["size"]
+        elif event["action"] in ("segment_free", "segment_unmap"):
+            held -= event["size"]
+        old = best.get(index // width)
+        if old is None or used > old[1]:
+            best[index // width] = (event["time_us"] - trace[0]["time_us"], used, held)
+    return list(best.values())
+
+
+def tensors_now() -> list[tuple[str, set[int]]]:
+    """Return where parameters, gradients, buffers and optimizer states are now."""
+    import torch
+
+    from phantomgpu.child import addresses
+
+    found: dict[str, set[int]] = defaultdict(set)
+    for one in gc.get_objects():
+        bases = type(one).__mro__
+        if torch.nn.Module in bases:
+            parameters = list(one.parameters(recurse=False))
+            found["parameters"] |= addresses(parameters)
+            found["gradients"] |= addresses(p.grad for p in parameters)
+            found["buffers"] |= addresses(one.buffers(recurse=False))
+        elif torch.optim.Optimizer in bases:
+            parameters = [p for group in one.param_groups for p in group["params"]]
+            found["parameters"] |= addresses(parameters)
+            found["gradients"] |= addresses(p.grad for p in parameters)
+            states = [state for state in one.state.values() if isinstance(state, dict)]
+            found["optimizer"] |= addresses(t for state in states for t in state.values())
+    return list(found.items())
+
+
+def explain(
+    run: Run,
+    trace: list[Event],
+    live: list[int],
+    ends: dict[int, int],
+    owners: list[tuple[int, str, set[int]]],
+) -> tuple[Counter[str], Counter[str]]:
+    """Return the bytes of each category, and of each place that allocated what has no owner."""
+    known: dict[int, list[tuple[int, str]]] = defaultdict(list)
+    for seen, what, found in owners:
+        for address in found:
+            known[address].append((seen, what))
+    logits = {
+        event["size"]
+        for event in trace
+        if event["action"] == "alloc" and event["size"] >= _LARGE and is_loss(event)
+    }
+    categories: Counter[str] = Counter()
+    places: Counter[str] = Counter()
+    for index in live:
+        event, end = trace[index], ends.get(index, 1 << 62)
+        owned = known.get(event["addr"], ())
+        what = next((what for seen, what in owned if event["time_us"] <= seen <= end), None)
+        if what is None:
+            what = category(run, event, logits)
+            places[place(run, event)] += event["size"]
+        categories[what] += event["size"]
+    return categories, places
+
+
+def category(run: Run, event: Event, logits: set[int]) -> str:
+    """Return what a block is that belongs to no parameter, gradient or optimizer."""
+    phase, _ = phase_of(run, event)
+    if is_loss(event) or event["size"] in logits:
+        return "logits"
+    if any(
+        "autograd/graph.py" not in f["filename"] and "cublas" in f["name"].lower()
+        for f in event["frames"]
+    ):
+        return "workspaces"
+    return {
+        "optimizer": "scratch of the optimizer",
+        "backward": "scratch of the backward",
+    }.get(phase, "activations")
+
+
+def is_loss(event: Event) -> bool:
+    """Return whether a block was allocated inside a loss function."""
+    return any(
+        any(part in frame["name"].lower() for part in _LOSSES) for frame in event["frames"][:12]
+    )
+
+
+def phase_of(run: Run, event: Event) -> tuple[str, int]:
+    """Return the phase and the step in which something was allocated."""
+    what, step = "start", 0
+    for began, name, number in run.phases:
+        if began > event["time_us"]:
+            break
+        what, step = name, number
+    if what != "step":
+        return what, step
+    frames = event["frames"]
+    if any(f["filename"].endswith("checkpoint.py") and "recompute" in f["name"] for f in frames):
+        return "recomputation", step
+    if not frames or any("autograd/graph.py" in f["filename"] for f in frames[:30]):
+        return "backward", step
+    return "forward", step
+
+
+def place(run: Run, event: Event) -> str:
+    """Return the module that a block was allocated in, or else the line of code."""
+    if run.spans:
+        name = ""
+        for began, module in run.spans:
+            if began > event["time_us"]:
+                break
+            name = module
+        return name or "outside of modules"
+    for frame in event["frames"]:
+        if not any(part in frame["filename"] for part in _SKIPPED):
+            return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
+    return "backward" if not event["frames"] else "torch"

@@ -1,0 +1,35 @@
+"""Call a function that came as a pickle: `python call.py FILE`.
+
+With `--serve`, read numbers from standard input, call the function with each in a process of its
+own, and print the status that each ended with.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    file, *serve = sys.argv[1:]
+    import torch  # first, so that its CUDA code is there for what the pickle holds
+    import cloudpickle
+
+    function, args, kwargs = cloudpickle.loads(Path(file).read_bytes())
+    assert torch.version.cuda
+    if not serve:
+        function(*args, **kwargs)
+        return
+    for line in sys.stdin:
+        child = os.fork()  # CUDA has not started here, so it can start in each child
+        if child == 0:
+            from phantomgpu import child as inside
+
+            inside.start_trial(line.strip())
+            function(int(line), *args, **kwargs)
+            sys.exit(0)
+        _, status = os.waitpid(child, 0)
+        sys.__stdout__.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        sys.__stdout__.flush()
+
+
+main()

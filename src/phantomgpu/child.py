@@ -1,0 +1,256 @@
+"""Inside a run: gives torch the phantom when it is imported, and reports when the run ends."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.machinery
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.abc import Loader, MetaPathFinder
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from phantomgpu import standins
+from phantomgpu.errors import PhantomError, SetupNeededError
+
+DOES_NOT_FIT = 3
+CANNOT_RUN = 4
+
+
+@dataclass
+class Settings:
+    """What the run that started this process wants; travels as JSON in the environment."""
+
+    folder: str
+    steps: int = 3
+    ranks: int = 1
+    cudnn: bool = False
+    modules: bool = False
+    values: bool = True
+    snapshot: bool = False
+    path: list[str] = field(default_factory=list)
+
+
+def install() -> None:
+    """Wait for the import of torch."""
+    settings = Settings(**json.loads(os.environ["PHANTOMGPU_RUN"]))
+    sys.path += [entry for entry in settings.path if entry not in sys.path]
+    sys.meta_path.insert(0, _TorchFinder(settings))
+
+
+class _TorchFinder(MetaPathFinder):
+    """Loads the stand-ins before torch, and starts the run after it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = _find_cuda_torch()
+            if spec is None or spec.origin is None or spec.loader is None:
+                return None
+            library = standins.load(standins.build(Path(spec.origin).parent))
+        except PhantomError as error:
+            _leave(CANNOT_RUN, {"status": "cannot run", "problem": str(error)}, self.settings)
+        spec.loader = _Then(spec.loader, self.settings, library)
+        return spec
+
+
+def _find_cuda_torch() -> importlib.machinery.ModuleSpec | None:
+    """Find torch with CUDA code: the installed one, or the one that `phantomgpu setup` made."""
+    spec = importlib.machinery.PathFinder.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).parent
+    if (folder / "lib" / "libtorch_cuda.so").exists():
+        return spec
+    standins.check_system()
+    version = _version(folder)
+    made = standins.setup_folder(version)
+    if not (made / "torch" / "lib" / "libtorch_cuda.so").exists():
+        raise SetupNeededError(
+            f"cannot run: torch {version} is installed without CUDA code; run `phantomgpu setup` "
+            "once (it downloads the CUDA build of that version, about 530 MB)"
+        )
+    sys.path.insert(0, str(made))
+    return importlib.machinery.PathFinder.find_spec("torch")
+
+
+def _version(folder: Path) -> str:
+    for line in (folder / "version.py").read_text().splitlines():
+        if line.startswith("__version__"):
+            return line.split("'")[1].partition("+")[0]
+    raise PhantomError(f"cannot find the version of the torch in {folder}")
+
+
+class _Then(Loader):
+    """Runs a module as its own loader does, and starts the run behind it."""
+
+    def __init__(self, loader: Loader, settings: Settings, library: Any) -> None:
+        self.loader, self.settings, self.library = loader, settings, library
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        Run(self.settings, self.library).start()
+
+
+class Run:
+    """What is seen of the run in this process: phases, and which tensors belong to whom."""
+
+    current: Run | None = None
+
+    def __init__(self, settings: Settings, library: Any) -> None:
+        self.settings, self.library = settings, library
+        self.name = ""
+        self.steps: dict[int, int] = {}
+        self.phases: list[tuple[int, str, int]] = []
+        self.owners: list[tuple[int, str, set[int]]] = []
+        self.spans: list[tuple[int, str]] = []
+        self.problem: dict[str, Any] = {}
+        self.finished = False
+        self.process = os.getpid()
+        self.began = time.perf_counter()
+
+    def start(self) -> None:
+        """Watch the process from here on."""
+        import torch
+        from torch.optim import optimizer
+
+        Run.current = self
+        if not self.settings.cudnn:
+            torch.backends.cudnn.enabled = False
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.cuda._lazy_call(self.begin)  # type: ignore[attr-defined]
+        optimizer.register_optimizer_step_pre_hook(self.before_step)
+        optimizer.register_optimizer_step_post_hook(self.after_step)
+        if self.settings.modules:
+            from phantomgpu import names
+
+            names.follow(self.spans)
+        if self.settings.ranks > 1:
+            from phantomgpu import ranks
+
+            ranks.start(self.settings.ranks)
+        sys.excepthook = self.failed
+        atexit.register(self.ended)
+
+    def begin(self) -> None:
+        """Record allocations, once CUDA starts."""
+        import torch
+
+        torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
+        if self.settings.values:
+            from phantomgpu import values
+
+            values.start(self.library)
+        self.phases.append((_now(), "step", 1))
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Note the gradients, which may be gone after the step."""
+        del args, kwargs
+        grads = (p.grad for group in optimizer.param_groups for p in group["params"])
+        self.owners.append((_now(), "gradients", addresses(grads)))
+        self.phases.append((_now(), "optimizer", self.steps.get(id(optimizer), 0) + 1))
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Count the step; the last one ends the run."""
+        del args, kwargs
+        done = self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
+        self.phases.append((_now(), "step", done + 1))
+        if done >= self.settings.steps and threading.current_thread() is threading.main_thread():
+            self.finish("fits", 0)
+
+    def failed(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Report what an exception that nobody caught means."""
+        import torch
+
+        sys.__excepthook__(kind, error, trace)
+        if issubclass(kind, torch.OutOfMemoryError):
+            self.problem = {"problem": str(error)}
+            self.finish("does not fit", DOES_NOT_FIT)
+        self.problem = {"problem": f"{kind.__name__}: {error}"}
+        self.finish("failed", 1)
+
+    def ended(self) -> None:
+        """Report a script that ended by itself."""
+        if os.getpid() == self.process:
+            self.finish("fits", None)
+
+    def finish(self, status: str, code: int | None) -> None:
+        """Write what is known for the process that started this one, and leave."""
+        import torch
+
+        if self.finished or (code is None and not torch.cuda.is_initialized()):
+            return  # the latter: a helper process
+        self.finished = True
+        from phantomgpu import analysis
+
+        result = {"status": status, **analysis.analyse(self), **self.problem}
+        if code is None:
+            _write(result, self)
+            return
+        _leave(code, result, self.settings, self.name)
+
+
+def start_trial(name: str) -> None:
+    """Watch this process anew, after a fork."""
+    run = Run.current
+    assert run
+    run.process, run.name, run.began = os.getpid(), name, time.perf_counter()
+
+
+def addresses(tensors: Any) -> set[int]:
+    """Return where the memory of tensors begins, looking into subclasses and sparse tensors."""
+    import torch
+
+    found: set[int] = set()
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        inner = getattr(tensor, "__tensor_flatten__", None)
+        if inner is not None:
+            found |= addresses(getattr(tensor, name) for name in inner()[0])
+        elif tensor.layout == torch.sparse_coo:
+            plain = tensor.detach()
+            found |= addresses((plain.indices(), plain.values()) if plain.is_coalesced() else ())
+        elif tensor.is_cuda:
+            found.add(tensor.untyped_storage().data_ptr())
+    return found
+
+
+def _now() -> int:
+    return time.time_ns() // 1000  # the clock of torch's history
+
+
+def _write(result: dict[str, Any], run: Run) -> None:
+    _save(result, run.settings, run.name)
+
+
+def _save(result: dict[str, Any], settings: Settings, name: str = "") -> None:
+    rank = os.environ.get("RANK", "0")
+    file = Path(settings.folder) / f"{name or 'run'}-{int(rank):06d}-{os.getpid()}.json"
+    file.write_text(json.dumps(result))
+
+
+def _leave(code: int, result: dict[str, Any], settings: Settings, name: str = "") -> Any:
+    """Write the result and end the process at once: nothing of the script runs any more."""
+    _save(result, settings, name)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

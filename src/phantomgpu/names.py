@@ -1,0 +1,31 @@
+"""Names of modules, from hooks: only for a second run, because hooks can change what is compiled."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+def follow(spans: list[tuple[int, str]]) -> None:
+    """Append a time and the name of the innermost module whenever that module changes."""
+    from torch.nn.modules import module as modules
+
+    names: dict[int, str] = {}
+    stack: list[str] = []
+
+    def enter(module: Any, args: Any) -> None:
+        del args
+        if not stack and id(module) not in names:
+            top = type(module).__name__
+            names.update({id(one): name or top for name, one in module.named_modules()})
+        stack.append(names.get(id(module), type(module).__name__))
+        spans.append((time.time_ns() // 1000, stack[-1]))
+
+    def leave(module: Any, args: Any, output: Any) -> None:
+        del module, args, output
+        if stack:
+            stack.pop()
+        spans.append((time.time_ns() // 1000, stack[-1] if stack else ""))
+
+    modules.register_module_forward_pre_hook(enter)
+    modules.register_module_forward_hook(leave, always_call=True)

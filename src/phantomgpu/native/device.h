@@ -1,0 +1,58 @@
+/* The device that does not exist: its facts, how its memory is counted, and what its bytes are. */
+#ifndef PHANTOMGPU_DEVICE_H
+#define PHANTOMGPU_DEVICE_H
+#include <stddef.h>
+
+#define PAGE ((size_t)2 << 20) /* the driver hands out pages of 2 MiB */
+#define MOST_DEVICES 16
+
+/* Error numbers, the same in the runtime and the driver. */
+enum {
+  OK = 0,
+  INVALID_VALUE = 1,
+  OUT_OF_MEMORY = 2,
+  NO_DEVICE = 100,
+  INVALID_DEVICE = 101,
+  NOT_FOUND = 500,
+  NOT_SUPPORTED = 801,
+};
+
+/* From the environment variable PHANTOMGPU_FACTS, in this order, separated by spaces. */
+struct facts {
+  size_t memory, context; /* bytes that a program sees, and bytes that its context takes of them */
+  int devices;
+  int major, minor; /* compute capability */
+  int code;         /* which of torch's compiled code runs: sm_86 serves 8.9 */
+  int processors, threads, blocks;                  /* the last two per processor */
+  int shared_per_block_optin, shared_per_processor; /* bytes */
+  int l2_cache;                                     /* bytes */
+  char name[64];
+};
+extern struct facts facts;
+extern _Thread_local int current_device;
+extern size_t phantom_most_managed; /* most bytes of managed memory, which lie on the host */
+
+/* An attribute, numbered as in CUdevice_attribute and cudaDeviceAttr; 0 if unknown. */
+int phantom_attribute(int attribute);
+
+/* Physical memory: whether it is there, and its return. */
+int phantom_take(int device, size_t bytes);
+void phantom_give(int device, size_t bytes);
+size_t phantom_used(int device), phantom_highest(int device);
+
+/* Addresses; 0 if none is left. phantom_return gives the size, or 0 for an unknown address. */
+size_t phantom_reserve(int device, size_t bytes);
+size_t phantom_return(size_t address);
+int phantom_malloc(void **pointer, size_t bytes, int device);
+int phantom_free(void *pointer);
+int phantom_block(size_t address, size_t *first, size_t *bytes);
+/* The device that an address belongs to, or -1. */
+int phantom_owner(const void *address);
+
+/* Bytes: what was copied to a device can be read back, what a kernel would write is zero. */
+void phantom_copy(void *to, const void *from, size_t bytes);
+void phantom_set(void *to, int value, size_t width, size_t count);
+/* torch starts or ends a block here: what older blocks left behind is zero again. */
+void phantom_begin_block(size_t address);
+void phantom_end_block(size_t address);
+#endif

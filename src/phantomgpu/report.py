@@ -1,0 +1,154 @@
+"""The report of a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, final
+
+from phantomgpu.gpus import GIB
+
+Status = Literal["fits", "does not fit", "failed", "cannot run"]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a run took of the memory of one device. All sizes are bytes.
+
+    Attributes:
+        status: Whether the run fits; "failed" if the script failed for another reason.
+        gpu: The kind of GPU.
+        memory: What a program sees of the device.
+        context: What the process takes of that beside torch's memory.
+        peak_allocated: Most bytes that tensors had at a time.
+        peak_reserved: Most bytes that torch had of the device.
+        phase: When the peak of `peak_allocated` was: forward, backward, recomputation or optimizer.
+        step: The optimizer step of that, from 1.
+        steps: How many optimizer steps ended.
+        categories: Bytes at that peak: parameters, gradients, optimizer, activations, logits, ...
+        places: The largest of the bytes without an owner, by module or by line of code.
+        host_pinned: Most bytes of pinned memory of the host.
+        ranks: The number of ranks; the report is that of rank 0.
+        problem: The error that ended the script, if one did.
+        notes: What the figures do not contain.
+    """
+
+    status: Status
+    gpu: str
+    memory: int
+    context: int
+    peak_allocated: int = 0
+    peak_reserved: int = 0
+    phase: str = "start"
+    step: int = 0
+    steps: int = 0
+    categories: dict[str, int] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
+    host_pinned: int = 0
+    host_managed: int = 0
+    retries: int = 0
+    ranks: int = 1
+    problem: str | None = None
+    notes: tuple[str, ...] = ()
+    torch: str = ""
+    seconds: float = 0.0
+    exit_code: int = 0
+    timeline: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits."""
+        return self.status == "fits"
+
+    @property
+    def available(self) -> int:
+        """Bytes that torch can reserve."""
+        return self.memory - self.context
+
+    def to_json(self) -> str:
+        """Return the report as JSON, without the timeline."""
+        values = asdict(self)
+        del values["timeline"]
+        return json.dumps({**values, "fits": self.fits}, indent=2)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """Return the report as text."""
+        peak = (
+            f"peak {_gib(self.peak_allocated)} of {_gib(self.available)} GiB "
+            f"(reserved {_gib(self.peak_reserved)}), in {self.phase} of step {self.step}"
+        )
+        rank = f", rank 0 of {self.ranks}" if self.ranks > 1 else ""
+        lines = {
+            "fits": [f"fits {self.gpu}{rank}: {peak}"],
+            "does not fit": [f"does not fit {self.gpu}{rank}: {peak}"],
+            "failed": ["the script failed, but not for lack of memory"],
+            "cannot run": ["the script did not run"],
+        }[self.status]
+        if self.status == "failed" and self.peak_allocated:
+            lines.append(f"  until then: {peak}")
+        if self.categories:
+            lines.append(f"  {_table(self.categories)}")
+        if self.places:
+            largest = dict(list(self.places.items())[:4])
+            lines.append(f"  largest: {_table(largest)}")
+        if self.host_pinned or self.host_managed:
+            host = {"pinned": self.host_pinned, "managed": self.host_managed}
+            lines.append(f"  on the host: {_table(host)}")
+        if self.problem:
+            lines.append(f"  {self.problem.splitlines()[0][:400]}")
+        return [*lines, *(f"  note: {note}" for note in self.notes)]
+
+
+def build_report(result: dict[str, Any], **known: Any) -> Report:
+    """Return the report of what a process wrote."""
+    names = set(Report.__dataclass_fields__) - set(known)
+    values = {name: value for name, value in result.items() if name in names}
+    values["timeline"] = tuple(tuple(point) for point in values.get("timeline", ()))
+    return Report(**values, **known, notes=tuple(_notes(result, known)))
+
+
+def _notes(result: dict[str, Any], known: dict[str, Any]) -> list[str]:
+    notes = []
+    if result["status"] in ("failed", "cannot run"):
+        return notes
+    if not result.get("cudnn"):
+        notes.append("cuDNN is off: convolutions and RNNs run through torch's own kernels")
+    if known["ranks"] > 1 or result.get("distributed"):
+        notes.append(
+            "other ranks are not there: what this rank gathers are its own values, and NCCL's own "
+            "buffers are not counted"
+        )
+    if not result.get("steps"):
+        notes.append("no optimizer step ended")
+    if result["status"] == "fits" and result.get("out_of_memory"):
+        notes.append("the script ran out of memory, caught the error and continued")
+    return notes
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"
+
+
+def _table(sizes: dict[str, int]) -> str:
+    return "  ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size >= GIB // 200)
+
+
+def draw(report: Report, file: str) -> None:
+    """Draw memory over time into a PNG file; needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    times = [point[0] / 1e6 for point in report.timeline]
+    for index, name in ((2, "reserved"), (1, "allocated")):
+        axes.fill_between(times, [point[index] / GIB for point in report.timeline], label=name)
+    axes.axhline(report.available / GIB, color="black", linestyle="--", label="available")
+    axes.set(xlabel="seconds (on this machine's CPU)", ylabel="GiB", title=report.lines()[0])
+    axes.legend()
+    figure.savefig(file)

@@ -1,0 +1,223 @@
+"""Start a script or a function in a process that has a phantom."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from phantomgpu import standins
+from phantomgpu.child import CANNOT_RUN, Settings
+from phantomgpu.errors import RunFailedError, SetupNeededError
+from phantomgpu.gpus import GIB, context_bytes, driver_facts, find_gpu, parse_memory
+from phantomgpu.report import Report, build_report
+
+BOOT = Path(__file__).parent / "boot"
+LOCAL_RANKS = 8
+
+
+def run(
+    script: str | Path | Sequence[str] | Callable[..., Any],
+    *,
+    gpu: str,
+    memory: int | str | None = None,
+    ranks: int = 1,
+    steps: int = 3,
+    devices: int | None = None,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    modules: bool = False,
+    cudnn: bool = False,
+    values: bool = True,
+    snapshot: str | Path | None = None,
+    timeout_seconds: float | None = None,
+    quiet: bool = True,
+) -> Report:
+    """Run a script or a function on a GPU that does not exist, and report its memory.
+
+    Args:
+        script: A command (`["python", "train.py"]`), a Python file, or a function. A function and
+            its arguments travel to another process by cloudpickle.
+        gpu: The kind of GPU, one of `phantomgpu.GPUS`.
+        memory: Another size than that kind's, in bytes or as '40GiB'.
+        ranks: The number of ranks; rank 0 runs.
+        steps: After how many optimizer steps the script ends.
+        devices: The number of GPUs that the process sees; 1, or up to 8 with ranks.
+        args: Arguments of the function, or of the script.
+        kwargs: Keyword arguments of the function.
+        modules: Run a second time, with hooks, for the names of modules.
+        cudnn: Leave cuDNN on; what needs it is then refused.
+        values: Compute small whole numbers for real.
+        snapshot: A file for torch's memory snapshot.
+        timeout_seconds: How long the script may take.
+        quiet: Do not show what the script prints.
+
+    Returns:
+        What the run took. A run that does not fit is a report, not an error.
+
+    Raises:
+        RunFailedError: The run left no report, because the process was killed or used no CUDA.
+        SetupNeededError: The installed torch has no CUDA code.
+    """
+    standins.check_system()
+    session = Session(gpu, memory, ranks, devices)
+    settings = Settings(
+        "", steps=steps, ranks=ranks, cudnn=cudnn, values=values, snapshot=snapshot is not None
+    )
+    with _command(script, args, kwargs) as command:
+        report = session.start(command, settings, snapshot, timeout_seconds, quiet=quiet)
+        if modules and report.status in ("fits", "does not fit"):
+            settings.modules, settings.snapshot = True, False
+            named = session.start(command, settings, None, timeout_seconds, quiet=True)
+            report = _with_places(report, named)
+    return report
+
+
+def _with_places(report: Report, named: Report) -> Report:
+    from dataclasses import replace
+
+    notes = report.notes
+    if named.peak_allocated != report.peak_allocated:
+        notes = (*notes, "names of modules are of a second run, whose peak differed")
+    return replace(report, places=named.places, notes=notes)
+
+
+@contextmanager
+def _command(
+    script: str | Path | Sequence[str] | Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None,
+) -> Iterator[list[str]]:
+    """Return the command line of a script or a function."""
+    if callable(script):
+        with _pickled(script, args, kwargs) as file:
+            yield [sys.executable, str(BOOT / "call.py"), file]
+    elif isinstance(script, str | Path):
+        yield [sys.executable, str(script), *map(str, args)]
+    else:
+        yield [*script, *map(str, args)]
+
+
+@contextmanager
+def _pickled(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
+) -> Iterator[str]:
+    import cloudpickle
+
+    with tempfile.TemporaryDirectory(prefix="phantomgpu-") as folder:
+        file = Path(folder, "function.pickle")
+        file.write_bytes(cloudpickle.dumps((function, tuple(args), kwargs or {})))
+        yield str(file)
+
+
+class Session:
+    """A kind of GPU, and how processes that see it are started."""
+
+    def __init__(
+        self, gpu: str, memory: int | str | None, ranks: int = 1, devices: int | None = None
+    ) -> None:
+        kind = find_gpu(gpu)
+        if isinstance(memory, str):
+            memory = parse_memory(memory)
+        self.name = kind.key.upper() if kind.key[0] not in "r" else kind.name
+        self.ranks = ranks
+        self.whole = int(kind.memory * GIB)
+        self.memory = self.whole if memory is None else memory
+        self.context = min(context_bytes(kind), self.memory)
+        count = devices or min(ranks, LOCAL_RANKS)
+        self.facts = driver_facts(kind, memory=self.memory, context=self.context, devices=count)
+
+    def environment(self, settings: Settings) -> dict[str, str]:
+        """Return the environment of a process with a phantom."""
+        settings.path = [entry for entry in sys.path if entry and entry != str(BOOT)]
+        path = [str(BOOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ours = {
+            "PHANTOMGPU_RUN": json.dumps(asdict(settings)),
+            "PHANTOMGPU_FACTS": self.facts,
+            "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        if self.ranks > 1:
+            ours |= {
+                "RANK": "0",
+                "LOCAL_RANK": "0",
+                "GROUP_RANK": "0",
+                "WORLD_SIZE": str(self.ranks),
+                "LOCAL_WORLD_SIZE": str(min(self.ranks, LOCAL_RANKS)),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "0",
+            }
+        hidden = ("CUDA_VISIBLE_DEVICES",)
+        rest = {name: value for name, value in os.environ.items() if name not in hidden}
+        return {**rest, **ours}
+
+    def start(
+        self,
+        command: list[str],
+        settings: Settings,
+        snapshot: str | Path | None,
+        timeout_seconds: float | None,
+        *,
+        quiet: bool,
+    ) -> Report:
+        """Run a command until it ends, and return its report."""
+        if shutil.which(command[0]) is None:
+            raise RunFailedError(f"cannot run {command[0]!r}: no such command")
+        with tempfile.TemporaryDirectory(prefix="phantomgpu-") as folder:
+            settings.folder = folder
+            log = Path(folder, "output.log")
+            with log.open("wb") as output:
+                try:
+                    done = subprocess.run(  # noqa: S603
+                        command,
+                        env=self.environment(settings),
+                        stdout=output if quiet else None,
+                        stderr=subprocess.STDOUT if quiet else None,
+                        timeout=timeout_seconds,
+                        check=False,
+                    )
+                except subprocess.TimeoutExpired as error:
+                    raise RunFailedError(
+                        f"the script did not end within {timeout_seconds} seconds"
+                    ) from error
+            if snapshot is not None:
+                for made in sorted(Path(folder).glob("*.pickle"))[:1]:
+                    shutil.copyfile(made, snapshot)
+            return self.report(Path(folder), "run", done.returncode, log)
+
+    def report(self, folder: Path, name: str, code: int, log: Path | None = None) -> Report:
+        """Return the report that the processes of a run left.
+
+        Raises:
+            RunFailedError: They left none.
+            SetupNeededError: The installed torch has no CUDA code.
+        """
+        results = [json.loads(file.read_text()) for file in sorted(folder.glob(f"{name}-*.json"))]
+        if not results:
+            text = log.read_text(errors="replace")[-2000:] if log else ""
+            raise RunFailedError(
+                f"the script ended with exit code {code} and left no report: it did not use CUDA, "
+                f"or it was killed\n{text}".rstrip()
+            )
+        order = ("cannot run", "does not fit", "failed", "fits")
+        result = min(results, key=lambda one: (order.index(one["status"]), -one.get("steps", 0)))
+        if result["status"] == "cannot run":
+            raise SetupNeededError(result["problem"])
+        if result["status"] == "fits" and code:
+            result |= {"status": "failed", "problem": f"it ended with exit code {code}"}
+        return build_report(
+            result,
+            gpu=f"an {self.name}" if self.name[0] in "AHL" else f"a {self.name}",
+            memory=self.memory,
+            context=self.context,
+            ranks=self.ranks,
+            exit_code=CANNOT_RUN if result["status"] == "cannot run" else code,
+        )

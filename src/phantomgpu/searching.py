@@ -1,0 +1,208 @@
+"""Find the largest number that fits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from phantomgpu import standins
+from phantomgpu.child import Settings
+from phantomgpu.errors import RunFailedError
+from phantomgpu.report import Report
+from phantomgpu.running import BOOT, Session, _pickled
+
+Trial = Callable[[int], Report]
+MOST = 1 << 20
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The largest number that fits.
+
+    Attributes:
+        largest: That number, or None if not even the smallest fits.
+        trials: The report of each number that was run.
+    """
+
+    largest: int | None
+    trials: dict[int, Report]
+
+    @property
+    def report(self) -> Report:
+        """The report of the largest that fits, or of the smallest."""
+        return self.trials[min(self.trials) if self.largest is None else self.largest]
+
+
+def search(
+    script: Callable[..., Any] | Sequence[str],
+    *,
+    gpu: str,
+    memory: int | str | None = None,
+    ranks: int = 1,
+    steps: int = 3,
+    argument: str | None = None,
+    smallest: int = 1,
+    largest: int = MOST,
+    multiple: int = 1,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    seen: Callable[[int, Report], None] | None = None,
+) -> Answer:
+    """Find the largest number, such as a batch size, with which a script or a function fits.
+
+    Every number that is tried is run; the answer fits, and the next larger one does not.
+
+    Args:
+        script: A function that takes the number first, or a command.
+        gpu: The kind of GPU.
+        memory: Another size than that kind's.
+        ranks: The number of ranks.
+        steps: After how many optimizer steps a trial ends.
+        argument: The option of the command that takes the number, such as "--batch-size".
+        smallest: The first number that is tried.
+        largest: The last one.
+        multiple: Only multiples of this are tried.
+        args: Further arguments of the function.
+        kwargs: Keyword arguments of the function.
+        seen: Called with each number and its report.
+
+    Raises:
+        RunFailedError: A trial failed, but not for lack of memory.
+    """
+    standins.check_system()
+    session = Session(gpu, memory, ranks)
+    settings = Settings("", steps=steps, ranks=ranks)
+    trials: dict[int, Report] = {}
+
+    def fits(number: int, trial: Trial) -> bool:
+        if number not in trials:
+            trials[number] = trial(number)
+            if seen is not None:
+                seen(number, trials[number])
+            if trials[number].status == "failed":
+                raise RunFailedError(f"the run with {number} failed: {trials[number].problem}")
+        return trials[number].fits
+
+    with _trials(session, settings, script, argument, args, kwargs) as trial:
+        found = bisect(
+            lambda index: fits(index * multiple, trial),
+            lambda index: _reserved(trials, index * multiple),
+            session.memory - session.context,
+            first=-(-smallest // multiple),
+            last=largest // multiple,
+        )
+    return Answer(None if found is None else found * multiple, trials)
+
+
+def _reserved(trials: dict[int, Report], number: int) -> int:
+    return trials[number].peak_reserved
+
+
+def bisect(
+    fits: Callable[[int], bool],
+    reserved: Callable[[int], int],
+    available: int,
+    *,
+    first: int,
+    last: int,
+) -> int | None:
+    """Return the largest index that fits, or None.
+
+    After two that fit, the next guess is where a line through their memory meets the limit.
+
+    >>> bisect(lambda n: n <= 37, lambda n: 10 + n, 47, first=1, last=1000)
+    37
+    """
+    if not fits(first):
+        return None
+    low, high, before = first, last + 1, None
+    if fits_next := (first < last and fits(min(2 * first, last))):
+        low, before = min(2 * first, last), first
+    elif first < last:
+        high = min(2 * first, last)
+    del fits_next
+    halve = False
+    while high - low > 1:
+        guess = (low + high) // 2 if high <= last else min(4 * low, last)
+        if before is not None and not halve:
+            slope = (reserved(low) - reserved(before)) / (low - before)
+            if slope > 0:
+                guess = low + int((available - reserved(low)) / slope)
+        guess = max(low + 1, min(guess, high - 1))
+        size = high - low
+        if fits(guess):
+            before, low = low, guess
+        else:
+            high = guess
+        # A line helps little where memory grows by jumps: then halve.
+        halve = not halve and high <= last and high - low > size // 2
+    return low
+
+
+@contextmanager
+def _trials(
+    session: Session,
+    settings: Settings,
+    script: Callable[..., Any] | Sequence[str],
+    argument: str | None,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None,
+) -> Iterator[Trial]:
+    if callable(script):
+        with _pickled(script, args, kwargs) as file, _served(session, settings, file) as trial:
+            yield trial
+        return
+    if argument is None:
+        raise ValueError(
+            "a command needs the option that takes the number: argument='--batch-size'"
+        )
+    command = [*script, *map(str, args)]
+    yield lambda number: session.start(
+        [*command, argument, str(number)], settings, None, None, quiet=True
+    )
+
+
+@contextmanager
+def _served(session: Session, settings: Settings, file: str) -> Iterator[Trial]:
+    """Keep a process that has imported torch, and fork it for each trial."""
+    with tempfile.TemporaryDirectory(prefix="phantomgpu-") as folder:
+        settings.folder = folder
+        log = Path(folder, "output.log")
+        with log.open("wb") as output:
+            server = subprocess.Popen(  # noqa: S603
+                [sys.executable, str(BOOT / "call.py"), file, "--serve"],
+                env=session.environment(settings),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+            )
+        assert server.stdin
+        assert server.stdout
+
+        def trial(number: int) -> Report:
+            assert server.stdin
+            assert server.stdout
+            try:
+                server.stdin.write(f"{number}\n")
+                server.stdin.flush()
+                line = server.stdout.readline()
+            except BrokenPipeError:
+                line = ""
+            if not line:
+                return session.report(Path(folder), "run", server.wait(), log)
+            return session.report(Path(folder), str(number), int(line), log)
+
+        try:
+            yield trial
+        finally:
+            server.stdin.close()
+            server.wait()
+            server.stdout.close()

@@ -1,0 +1,225 @@
+"""Stand-ins for the CUDA libraries: built once for a build of torch, loaded before it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phantomgpu.errors import NotSupportedError
+
+NATIVE = Path(__file__).parent / "native"
+PREFIXES = {
+    # library: how the names of its functions begin
+    "libcuda": "cu",
+    "libcudart": "cuda",
+    "libcublas": "cublas",
+    "libcublasLt": "cublasLt",
+    "libcudnn": "cudnn",
+    "libcufft": "cufft",
+    "libcufile": "cuFile",
+    "libcupti": "cupti",
+    "libcurand": "curand",
+    "libcusolver": "cusolver",
+    "libcusparse": "cusparse",
+    "libcusparseLt": "cusparseLt",
+    "libnccl": "nccl",
+    "libnvidia-ml": "nvml",
+    "libnvrtc": "nvrtc",
+    "libnvshmem_host": "nvshmem",
+}
+SOURCES = {
+    "libcuda": ["device.c", "driver.c"],
+    "libcudart": ["runtime.c"],
+    "libnccl": ["nccl.c"],
+}
+UNSUPPORTED = {"libcudnn": 3000, "libcusolver": 9, "libcusparse": 10}
+"""The number of "not supported" where it is not 801."""
+FUNCTION = re.compile(r"(?:__)?(?:cu|nccl|nvrtc|nvshmem|nvml)\w")
+DEFINED = re.compile(r"^[\w *]*?\b(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
+LOOKED_UP = re.compile(rb"\0((?:cu[A-Z]|nvml)\w+)(?=\0)")
+
+
+@dataclass
+class Library:
+    """What torch asks of a CUDA library."""
+
+    soname: str
+    version: str | None = None
+    functions: set[str] = field(default_factory=set)
+    """What torch itself calls."""
+    others: set[str] = field(default_factory=set)
+    """What else the real library has."""
+
+
+def check_system() -> None:
+    """Refuse systems on which torch has no CUDA code.
+
+    Raises:
+        NotSupportedError: This is not Linux on x86-64 or arm64, or a tool is missing.
+    """
+    if sys.platform != "linux":
+        system = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+        raise NotSupportedError(
+            f"phantomgpu cannot run on {system}: it runs the CUDA code of torch, which exists for "
+            "Linux only; use a Linux machine or container (a GPU is not needed)"
+        )
+    missing = [tool for tool in ("gcc", "nm", "readelf") if shutil.which(tool) is None]
+    if missing:
+        raise NotSupportedError(
+            f"cannot build the stand-ins: {', '.join(missing)} not found; install a C compiler "
+            "(on Debian and Ubuntu: apt-get install gcc)"
+        )
+
+
+def cache_folder() -> Path:
+    """Return the folder for what is built or downloaded once (`PHANTOMGPU_CACHE`)."""
+    given = os.environ.get("PHANTOMGPU_CACHE")
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "phantomgpu"
+
+
+def build(torch: Path) -> Path:
+    """Build the stand-ins for the torch in that folder, unless they are there; return theirs."""
+    check_system()
+    library = torch / "lib" / "libtorch_cuda.so"
+    parts = [str(library.stat().st_size), str(library.stat().st_mtime_ns), str(torch)]
+    parts += [path.read_text() for path in sorted([*NATIVE.iterdir(), Path(__file__)])]
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    folder = cache_folder() / "standins" / name
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            new = Path(scratch) / "new"
+            new.mkdir()
+            compile_all(wanted(torch), new)
+            try:
+                new.rename(folder)  # another process may have been faster
+            except OSError:
+                if not folder.exists():
+                    raise
+    return folder
+
+
+def load(folder: Path) -> ctypes.CDLL:
+    """Load the stand-ins, so that torch finds them under their names; return the device's."""
+    first = ["libcuda", "libcudart"]  # the others link these
+    rest = sorted({file.stem for file in folder.glob("*.phantom")} - set(first))
+    loaded = [
+        ctypes.CDLL(str(folder / f"{stem}.phantom"), mode=ctypes.RTLD_GLOBAL)
+        for stem in (*first, *rest)
+    ]
+    return loaded[0]
+
+
+def wanted(torch: Path) -> dict[str, Library]:
+    """Return what the libraries of torch need of the CUDA libraries."""
+    libraries = {
+        "libcuda": Library("libcuda.so.1"),
+        "libnvidia-ml": Library("libnvidia-ml.so.1"),
+    }
+    files = sorted((torch / "lib").glob("lib*.so"))
+    for file in files:
+        for soname in re.findall(r"NEEDED.*\[(.*?)\]", _output("readelf", "-d", file)):
+            stem = soname.partition(".so")[0]
+            if stem in PREFIXES:
+                libraries.setdefault(stem, Library(soname))
+    if libraries["libcudart"].soname != "libcudart.so.13":
+        raise NotSupportedError(
+            f"cannot use this torch: it was built for {libraries['libcudart'].soname}, and the "
+            "stand-ins are for CUDA 13; install a build of torch for CUDA 13"
+        )
+    for name, version in _symbols(files, "--undefined-only"):
+        library = libraries.get(_owner(name))
+        if library:
+            library.functions.add(name)
+            library.version = version or library.version
+    # Functions of the driver are looked up by name while torch runs.
+    for found in LOOKED_UP.findall((torch / "lib" / "libc10_cuda.so").read_bytes()):
+        libraries[_owner(found.decode())].functions.add(found.decode())
+    # Extensions ask for more than torch does.
+    for name in (NATIVE / "names.txt").read_text().split():
+        libraries[_owner(name)].others.add(name)
+    for library in libraries.values():
+        real = sorted(torch.parent.glob(f"nvidia/**/{library.soname}"))
+        library.others |= {name for name, _ in _symbols(real, "--defined-only")}
+    return libraries
+
+
+def _symbols(files: Iterable[Path], which: str) -> Iterable[tuple[str, str]]:
+    for file in files:
+        for line in _output("nm", "-D", which, file).splitlines():
+            name, _, version = line.split()[-1].replace("@@", "@").partition("@")
+            if FUNCTION.match(name):
+                yield name, version
+
+
+def _owner(function: str) -> str:
+    """Return the library with the longest prefix that fits."""
+    fitting = [lib for lib, prefix in PREFIXES.items() if function.lstrip("_").startswith(prefix)]
+    return max(fitting, key=lambda library: len(PREFIXES[library]), default="")
+
+
+def compile_all(libraries: dict[str, Library], folder: Path) -> None:
+    """Compile a stand-in for each library."""
+    for stem, library in libraries.items():  # libcuda is the first: the others link it
+        prefix = PREFIXES[stem]
+        sources = [NATIVE / name for name in SOURCES.get(stem, ["others.c"])]
+        text = "\n".join(source.read_text() for source in sources)
+        if stem not in SOURCES:
+            ours = re.findall(rf"#ifdef LIBRARY_{prefix}\n(.*?)#endif", text, re.DOTALL)
+            text = "\n".join(ours)
+        rest = (library.functions | library.others) - set(DEFINED.findall(text))
+        lines = [_default(name, stem, called=name in library.functions) for name in sorted(rest)]
+        generated = folder / f"{stem}.c"
+        generated.write_text("\n".join(lines))
+        command = ["gcc", "-w", "-O1", "-fPIC", "-shared", f"-DLIBRARY_{prefix}", f"-I{NATIVE}"]
+        command += [*map(str, sources), str(generated), f"-Wl,-soname,{library.soname}"]
+        # Not libcudart.so: torch looks for that name, and then loads all real libraries itself.
+        command += ["-o", str(folder / f"{stem}.phantom"), "-ldl", "-lpthread"]
+        linked = {"libcuda": [], "libnccl": ["libcuda", "libcudart"]}.get(stem, ["libcuda"])
+        command += [str(folder / f"{other}.phantom") for other in linked]
+        if library.version:
+            script = folder / f"{stem}.map"
+            script.write_text(f"{library.version} {{ global: *; }};\n")
+            command.append(f"-Wl,--version-script={script}")
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+        if done.returncode:
+            raise NotSupportedError(f"cannot build the stand-in {library.soname}: {done.stderr}")
+    for name in ("libcuda.so", "libcuda.so.1"):  # Triton links with -lcuda
+        (folder / name).symlink_to("libcuda.phantom")
+
+
+def _default(name: str, stem: str, *, called: bool) -> str:
+    """Return C code of a function that does nothing.
+
+    What torch calls succeeds: kernels are launched, and settings accepted. Where a size would come
+    back, where torch would compute with cuDNN, and where nobody checked what comes back, the answer
+    is an error.
+    """
+    if name.endswith(("GetErrorString", "GetErrorName", "GetLastError", "GetResultString")):
+        return f'const char *{name}(void) {{ return "not supported by phantomgpu"; }}'
+    refused = not called or "bufferSize" in name or stem == "libcudnn"
+    if name.startswith(("cudnnDestroy", "__cuda")):
+        refused = False
+    return f"int {name}(void) {{ return {UNSUPPORTED.get(stem, 801) if refused else 0}; }}"
+
+
+def _output(*command: str | Path) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603
+
+
+def setup_folder(version: str) -> Path:
+    """Return the folder for a CUDA build of torch beside a CPU build of that version."""
+    python = f"{sys.version_info.major}{sys.version_info.minor}"
+    return cache_folder() / "torch" / f"{version}-py{python}"
