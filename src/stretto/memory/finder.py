@@ -242,18 +242,26 @@ class _Finder:
         allowance = ALLOWANCE_ON_CPU if device.type == "cpu" else ALLOWANCE
         if method == "estimate":
             return self.estimated(limit, allowance)
-        guess = None
-        if method == "auto":
-            try:
-                guess = self.estimated(limit, allowance)
-            except NothingFitsError:
-                guess = None
-            except FitError as error:
-                self.notes.append(f"not estimated: {error.message.why}")
-            is_all = guess is not None and guess.too_large is None
-            if guess is not None and is_all and 2 * guess.peaks[guess.size] < limit.bytes:
-                return guess  # the first step of the run verifies it
+        guess = self._guess_here(limit, allowance) if method == "auto" else None
+        if guess is not None and guess.too_large is None and 2 * (guess.peak or 0) < limit.bytes:
+            return guess  # the first step of the run verifies it
         return self._tried(limit, guess, halves=method == "halve")
+
+    def _guess_here(self, limit: MemoryLimit, allowance: str) -> Answer | None:
+        """Return where real steps begin: by the phantom for a GPU that it knows, or the estimate.
+
+        None: neither can tell, or not even the smallest size seems to fit.
+        """
+        kind = phantom.kind_of(self.step.device)
+        try:
+            if kind is not None:
+                return self.for_gpu("phantom", Question(kind, limit.bytes, context=0))
+            return self.estimated(limit, allowance)
+        except NothingFitsError:
+            return None
+        except FitError as error:
+            self.notes.append(f"not estimated: {error.message.why}")
+            return None
 
     def estimated(
         self, limit: MemoryLimit, allowance: str, share: Callable[[Estimate], int] = total

@@ -10,7 +10,7 @@ import cloudpickle
 import phantomgpu
 import torch
 from phantomgpu import standins
-from phantomgpu.gpus import context_bytes, find_gpu
+from phantomgpu.gpus import GPUS, context_bytes, find_gpu
 
 from stretto.data import move_batch
 from stretto.errors import FitError
@@ -75,6 +75,14 @@ def missing() -> str | None:
     if torch.version.cuda is None and not standins.setup_folder(version).exists():
         return "run 'phantomgpu setup' once"
     return None
+
+
+def kind_of(device: torch.device) -> str | None:
+    """Return the kind of a GPU that is here; None if the phantom cannot answer for it."""
+    if device.type != "cuda" or missing() is not None:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((key for key, kind in GPUS.items() if kind.name == name), None)
 
 
 def ask(
