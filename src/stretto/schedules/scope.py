@@ -183,12 +183,10 @@ class Span:
         if unit is not TimeUnit.DURATION:
             return rounded(ticks / own.axis.scale, unit)
         if own.end is None:
-            raise ConversionError.cannot(
-                "tell which part of the period has passed",
-                why=f"where it ends is not known in '{own.axis.unit}'",
-                instead="write the durations of the periods in the unit of max_duration, or as "
-                "fractions of the run",
-            )
+            why = f"where it ends is not known in '{own.axis.unit}'"
+            instead = "write the durations of the periods in the unit of max_duration"
+            what = "know the elapsed fraction of the period"
+            raise ConversionError.cannot(what, why=why, instead=instead)
         length = own.end - own.start
         return Time(min(Fraction(1), ticks / length) if length else 1, unit)
 
