@@ -11,6 +11,7 @@ from typing import Literal, NoReturn, TypeAlias, cast, final
 from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
+    Decision,
     Hold,
     PolicyState,
     Signals,
@@ -86,9 +87,7 @@ class PeriodsRun:
     def _present(self, state: PolicyState) -> Bound:
         return self.periods[cast(int, state["period"])].bound
 
-    def decide(
-        self, timestamp: Timestamp, state: PolicyState, signals: Signals
-    ) -> tuple[int, PolicyState]:
+    def decide(self, timestamp: Timestamp, state: PolicyState, signals: Signals) -> Decision:
         """Return what the policy of the present period decides, on the period's clock."""
         state = self._entered(timestamp, state)
         began = _timestamp(state)

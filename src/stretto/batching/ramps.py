@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Annotated, Literal, TypeAlias, final
+from typing import Literal, TypeAlias, final
 
 from stretto.batching.policy import (
     BatchSizePolicy,
@@ -20,14 +20,11 @@ from stretto.batching.policy import (
     timed,
 )
 from stretto.batching.steps import Fixed, Stairs, line
-from stretto.errors import Argument, BatchSizeError, shown
-from stretto.schedules.fields import Check, Interval, check_fields, fill, one_of
+from stretto.errors import Argument, BatchSizeError
+from stretto.schedules.fields import Interval, check_fields, fill
 from stretto.timing import Axis, Horizon, Time, TimeLike, Timestamp, TimeUnit
 
-Equal: TypeAlias = Annotated[
-    Literal["time", "batches"],
-    Check(lambda value, name, error: one_of(value, name, ("time", "batches"), error)),
-]
+Equal: TypeAlias = Literal["time", "batches"]
 """What the sizes of a ramp get equally much of."""
 
 
@@ -102,11 +99,8 @@ def _ticks(horizon: Horizon, over: Time, equal: Equal) -> tuple[Axis, Fraction]:
     """
     axis = line(horizon, horizon.axis(over.unit))
     if equal == "batches" and axis.unit is TimeUnit.SECOND:
-        raise BatchSizeError.cannot(
-            f"hold each size for equally many batches over '{over}'",
-            why="how long a batch takes is not known",
-            instead="write the ramp's length in 'tok', 'sp', 'ep' or 'ba', or equal='time'",
-        )
+        why, instead = f"over '{over}', their number is not known", "write 'time', or over='10%'"
+        raise BatchSizeError.bad("equal", equal, why, instead)
     return axis, horizon.ticks(over, axis)
 
 
@@ -135,27 +129,16 @@ class _Ramp(BatchSizePolicy):
     def __post_init__(self) -> None:
         check_fields(self)
         if self.end < self.start:
-            steps = f"0ep:{self.start} 1ep:{self.end}"
-            raise BatchSizeError.cannot(
-                f"ramp the batch size from {self.start} to {self.end}",
-                why="a ramp does not shrink",
-                instead=(
-                    "write ",
-                    Argument("start", self.end),
-                    ", ",
-                    Argument("end", self.start),
-                    ", or ",
-                    Argument("steps", f"'{steps}'", python=f"Steps('{steps}')"),
-                ),
-            )
+            steps = f"'0ep:{self.start} 1ep:{self.end}'"
+            instead = ("write ", Argument("steps", steps, python=f"Steps({steps})"))
+            what = f"ramp the batch size from {self.start} to {self.end}"
+            raise BatchSizeError.cannot(what, why="a ramp does not shrink", instead=instead)
 
     def warnings(self, horizon: Horizon, largest: int) -> tuple[str, ...]:
         """Return a line if the ramp has no stages."""
         del horizon, largest
-        if self.start < self.end:
-            return ()
-        end = f"it starts at its end, {self.end:,} samples"
-        return (f"the batch size ramp has no stages left: {end}",)
+        only = f"the batch size ramp has no stages left: it starts at its end, {self.end:,} samples"
+        return () if self.start < self.end else (only,)
 
 
 @final
@@ -186,18 +169,14 @@ class LinearRamp(_Ramp):
             a whole number of increments above it, the ramp has no length, or `equal` is neither.
     """
 
-    increment: int = field(default=1, kw_only=True)
+    increment: Size = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         _Ramp.__post_init__(self)
-        increment = checked_size(self.increment, "the increment of a ramp")
-        if rest := (self.end - self.start) % increment:
-            raise BatchSizeError.cannot(
-                f"ramp from {self.start} to {self.end} in increments of {increment}",
-                why=f"they differ by {self.end - self.start}",
-                instead=f"write an end such as {self.end - rest} or {self.end - rest + increment}",
-            )
-        fill(self, increment=increment)
+        if rest := (self.end - self.start) % self.increment:
+            why = f"from {self.start} it is not a number of increments of {self.increment}"
+            instead = f"write {self.end - rest} or {self.end - rest + self.increment}"
+            raise BatchSizeError.bad("end", self.end, why, instead)
 
     def bind(self, horizon: Horizon) -> Bound:
         """Resolve the length of the ramp for one run."""
@@ -275,12 +254,8 @@ class StagedRamp(BatchSizePolicy):
         checked = tuple(checked_size(size) for size in self.sizes)
         ascending = all(a < b for a, b in itertools.pairwise(checked))
         if len(checked) < 2 or not ascending:
-            raise BatchSizeError.cannot(
-                f"ramp through the sizes {shown(list(checked))}",
-                why="they are not in ascending order" if checked[1:] else "they are too few",
-                instead="write two or more in ascending order such as [256, 512, 2048]; "
-                "sizes that shrink are written as Steps",
-            )
+            why, instead = "they are not two or more in ascending order", "write such, or Steps"
+            raise BatchSizeError.bad("sizes", list(checked), why, instead)
         fill(self, sizes=checked)
 
     def bind(self, horizon: Horizon) -> Bound:
@@ -318,12 +293,9 @@ def rampup(
     """
     unit = checked_world_size(world_size) * checked_size(micro_batch_size, "a micro-batch size")
     initial = unit if initial_global_train_batch_size is None else initial_global_train_batch_size
-    for name, size in (("the initial", initial), ("the final", final)):
+    for name, size in (("initial_global_train_batch_size", initial), ("final", final)):
         if checked_size(size) % unit:
             lower = max(unit, size - size % unit)
-            raise BatchSizeError.cannot(
-                f"use {size} as {name} batch size",
-                why=f"it is not a multiple of world_size * micro_batch_size = {unit}",
-                instead=f"write a multiple such as {lower} or {lower + unit}",
-            )
+            why = f"it is not a multiple of world_size * micro_batch_size = {unit}"
+            raise BatchSizeError.bad(name, size, why, f"write {lower} or {lower + unit}")
     return DoublingRamp(initial, final, over)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NoReturn, TypeAlias, final
+from typing import TypeAlias, final
 
 from stretto.batching.functions import SizeCallable, SizeFunction
 from stretto.batching.policy import (
@@ -55,11 +54,9 @@ class Stairs:
         for number in range(1, len(marks)):
             if not _in_order(horizon, times, marks, sizes, number):
                 before, after = times[number - 1], times[number]
-                raise BatchSizeError.cannot(
-                    f"follow {what}",
-                    why=f"on this run '{after}' does not come after '{before}'",
-                    instead="write times that come in ascending order, or all in one unit",
-                )
+                why = f"on this run '{after}' does not come after '{before}'"
+                instead = "write times in ascending order, or all in one unit"
+                raise BatchSizeError.cannot(f"follow {what}", why=why, instead=instead)
         return cls(tuple(marks), sizes, len({id(axis) for axis, _ in marks}) == 1).bound
 
     @property
@@ -226,54 +223,31 @@ def _pairs(steps: object) -> list[tuple[Time, int]]:
     if isinstance(steps, str):
         return [_step(text, steps) for text in steps.replace(",", " ").split()]
     if not isinstance(steps, Mapping):
-        _refuse(steps, "they are neither text nor a mapping", "'0ep:32 2ep:64'")
-    pairs = []
-    for time, size in steps.items():
-        if not isinstance(time, (Time, str)):
-            _refuse(dict(steps), f"{shown(time)} is not a time", "{'0ep': 32, '2ep': 64}")
-        pairs.append((Time(time), checked_size(size)))
-    return pairs
+        raise _refused(steps, "they are neither text nor a mapping")
+    return [(Time(time), checked_size(size)) for time, size in steps.items()]
 
 
 def _step(text: str, whole: str) -> tuple[Time, int]:
     time, colon, size = text.rpartition(":")
     if not colon:
-        _refuse(whole, f"{shown(text)} is not '<time>:<size>'", "'0tok:768 250Btok:1536'")
+        raise _refused(whole, f"{shown(text)} is not '<time>:<size>'")
     digits = size.replace("_", "")
     # 18 digits are more samples than any run has, and bound the work on a hostile text.
     if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
-        _refuse(whole, f"{shown(size)} is not a number of samples", "'0tok:768 250Btok:1536'")
-    if _BARE.fullmatch(time):
-        # Megatron counts tokens, or samples where it has no sequence length.
-        write = f"{_with_unit(whole, 'tok')} for tokens or {_with_unit(whole, 'sp')} for samples"
-        _refuse(whole, f"{shown(time)} has no unit", write)
+        raise _refused(whole, f"{shown(size)} is not a number of samples")
     return Time(time), checked_size(int(digits))
-
-
-_BARE = re.compile(r"[0-9][0-9_]{0,30}(\.[0-9]{1,30})?[KMBTkbt]?")
-"""A threshold as Megatron writes it; but `5m` is five minutes."""
-
-
-def _with_unit(steps: str, unit: str) -> str:
-    """Write steps again with a unit for each threshold that has none."""
-    words = []
-    for text in steps.replace(",", " ").split():
-        time, _, size = text.rpartition(":")
-        words.append(f"{time.upper()}{unit}:{size}" if _BARE.fullmatch(time) else text)
-    return shown(" ".join(words))
 
 
 def _checked(pairs: list[tuple[Time, int]]) -> tuple[tuple[Time, int], ...]:
     pairs = _sorted(pairs)
     shown = " ".join(f"{time}:{size}" for time, size in pairs)
     if not pairs:
-        _refuse(shown, "there are none", "'0ep:32 2ep:64'")
+        raise _refused(shown, "there are none")
     if pairs[0][0].amount != 0:
-        first = Time(0, pairs[0][0].unit)
-        _refuse(shown, "the first one does not start at 0", f"'{first}:{pairs[0][1]} {shown}'")
+        raise _refused(shown, "the first one does not start at 0")
     for (before, _), (after, _) in itertools.pairwise(pairs):
         if after.amount <= 0 or (after.unit is before.unit and after <= before):
-            _refuse(shown, f"'{after}' does not come after '{before}'", "them in ascending order")
+            raise _refused(shown, f"'{after}' does not come after '{before}'")
     return tuple(pairs)
 
 
@@ -286,10 +260,8 @@ def _sorted(pairs: list[tuple[Time, int]]) -> list[tuple[Time, int]]:
     return zeros + others
 
 
-def _refuse(steps: object, why: str, write: str) -> NoReturn:
-    raise BatchSizeError.cannot(
-        f"read {shown(steps)} as batch size steps", why=why, instead=f"write {write}"
-    )
+def _refused(steps: object, why: str) -> BatchSizeError:
+    return BatchSizeError.bad("steps", steps, why, "write for example '0tok:768 250Btok:1536'")
 
 
 PolicyLike: TypeAlias = BatchSizePolicy | int | str | Mapping[str | Time, int] | SizeCallable
@@ -313,29 +285,20 @@ def as_policy(value: object) -> BatchSizePolicy:
         return value
     if isinstance(value, Mapping):
         if not value or any(isinstance(key, str) and key.isidentifier() for key in value):
-            raise BatchSizeError.cannot(
-                f"use {shown(dict(value))} as a batch size",
-                why="its keys are no times",
-                instead="write {'0ep': 8, '1ep': 16}, or a policy such as "
-                "DoublingRamp(8, 64, over='40%')",
-            )
+            instead = "write {'0ep': 8, '1ep': 16}, or a policy such as DoublingRamp(8, 64, '40%')"
+            raise BatchSizeError.bad("batch_size", dict(value), "its keys are not times", instead)
         return Steps(value)
     if isinstance(value, str):
         if value == "auto":
-            raise BatchSizeError.cannot(
-                "use 'auto' as the batch size",
-                why="the batch size decides what is trained, and is not found by trying",
-                instead="write a number such as 256, and micro_batch_size='auto'",
-            )
+            why = "it decides what is trained; only the micro-batch size can be found by trying"
+            instead = "write a number such as 256, and micro_batch_size='auto'"
+            raise BatchSizeError.bad("batch_size", value, why, instead)
         text = value.strip().replace("_", "")
         is_number = text.isascii() and text.isdigit() and len(text) <= 18
         return Fixed(int(text)) if is_number else Steps(value)
     if callable(value) and not isinstance(value, type):
         return SizeFunction(value)
     if hasattr(value, "policy") and hasattr(value, "schedule"):
-        raise BatchSizeError.cannot(
-            f"take {value!r} for batch sizes",
-            why="it is a pair of those and a schedule",
-            instead="pass its policy as the batch size, and schedules={'lr': its schedule}",
-        )
+        why, instead = "it is a pair", "pass its policy, and schedules={'lr': its schedule}"
+        raise BatchSizeError.bad("batch_size", value, why, instead)
     return Fixed(value)  # type: ignore[arg-type]

@@ -11,10 +11,10 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stretto.batching import LearningRateRule, NoRule, RuleLike, as_rule, check_pairs
+from stretto.batching import RuleLike, as_rule, check_pairs
 from stretto.errors import ScheduleError, shown
 from stretto.schedules import BoundSchedule, Product, Schedule, as_schedule
-from stretto.schedules.fields import find_name, parse_name
+from stretto.schedules.fields import checked_factor, find_name, parse_name
 from stretto.schedules.schedule import product_of
 from stretto.timing import Horizon, Timestamp
 
@@ -342,8 +342,8 @@ class Hyperparameters:
         bound: Mapping[str, BoundSchedule] | None = None,
     ) -> None:
         factors = read_schedules(optimizer, schedules)
-        self.rule: LearningRateRule = NoRule() if rule is None else as_rule(rule)
-        """How learning rates follow the batch size."""
+        self.rule = None if rule is None else as_rule(rule)
+        """How learning rates follow the batch size; None: not at all."""
         # Its groups are looked up each time: loading a state puts new ones in their place.
         self.optimizer = optimizer
         """What is written to."""
@@ -380,7 +380,7 @@ class Hyperparameters:
         # Setting it is one multiplication: the common case, twice as fast by itself.
         first = self._settings[0] if len(self._settings) == 1 else None
         is_plain = first is not None and isinstance(groups[first.number][first.key], (int, float))
-        self._only = first if is_plain and isinstance(self.rule, NoRule) else None
+        self._only = first if is_plain and self.rule is None else None
 
     @property
     def schedules(self) -> dict[str, Schedule]:
@@ -408,14 +408,14 @@ class Hyperparameters:
             self.optimizer.param_groups[only.number][only.key] = only.base.written = value
             return
         rule = 1.0
-        if not isinstance(self.rule, NoRule):
+        if self.rule is not None:
             if batch_size is None:
                 raise ScheduleError.cannot(
                     "apply a learning rate rule",
                     why="the batch size was not given",
                     instead="write apply(step.timestamp, step.batch_size)",
                 )
-            rule = self.rule(batch_size)
+            rule = checked_factor(self.rule(batch_size), self.rule)
         for setting in self._settings:
             setting.base.written = value = setting.at(timestamp, rule)
             write(self.optimizer.param_groups[setting.number], setting.key, value)

@@ -12,7 +12,6 @@ from stretto.batching import (
     BatchSizePolicy,
     Bound,
     LearningRateRule,
-    NoRule,
     PolicyLike,
     RuleLike,
     as_policy,
@@ -214,7 +213,7 @@ class Prepared:
     bound_schedules: Mapping[str, BoundSchedule]
     triggers: Mapping[str, Trigger]
     bound_triggers: Mapping[str, BoundTrigger]
-    rule: LearningRateRule
+    rule: LearningRateRule | None
 
     @property
     def is_planned(self) -> bool:
@@ -292,7 +291,7 @@ def bind_run(
     """
     read = {name: as_schedule(schedule) for name, schedule in (schedules or {}).items()}
     fires = {name: parse_trigger(trigger) for name, trigger in (triggers or {}).items()}
-    learning_rate_rule = NoRule() if rule is None else as_rule(rule)
+    learning_rate_rule = None if rule is None else as_rule(rule)
     run = horizon.with_batch_sizes(None)
     with at("batch_size"):
         policy = as_policy(policy)
@@ -330,7 +329,7 @@ def _with_sizes(facts: Horizon, policy: BatchSizePolicy, most_stages: int | None
     except PlanError as error:
         refusal = error.with_traceback(None)  # its frames hold the caller
         horizon = facts.with_batch_sizes(UnknownSizes(str(error.message.why)))
-    return Prepared(facts, horizon, policy, bound, sizes, refusal, {}, {}, {}, {}, NoRule())
+    return Prepared(facts, horizon, policy, bound, sizes, refusal, {}, {}, {}, {}, None)
 
 
 def _check_length(sizes: PlannedSizes) -> None:

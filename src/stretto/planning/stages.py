@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, final
 
-from stretto.batching import BatchSizePolicy, Bound, LearningRateRule, NoRule, couplings_in
+from stretto.batching import BatchSizePolicy, Bound, LearningRateRule, couplings_in
 from stretto.batching.split import even_unit, is_learning_rate, not_even, split
 from stretto.errors import Argument, ConversionError, PlanError, samples_text
 from stretto.planning.sizes import PlannedSizes, Segment, unknown_count
 from stretto.schedules import BoundSchedule, Schedule
+from stretto.schedules.fields import checked_factor
 from stretto.timing import Axis, BoundTrigger, Horizon, Timestamp, TimeUnit
 from stretto.timing.epochs import KnownCounts, UnknownCountError, unknown_counters
 
@@ -257,7 +258,7 @@ def hyperparameters(
     horizon: Horizon,
     bound: Mapping[str, BoundSchedule],
     base: Mapping[str, float],
-    rule: LearningRateRule,
+    rule: LearningRateRule | None,
 ) -> Values:
     """Return every hyper-parameter as a function of the clock and the decided batch size.
 
@@ -273,7 +274,8 @@ def hyperparameters(
                 value = base.get(name, 1.0) * schedule(now)
             except UnknownCountError as error:
                 raise _undeclared(name, error) from None
-            found[name] = value * rule(size) if is_learning_rate(name) else value
+            is_followed = rule is not None and is_learning_rate(name)
+            found[name] = value * checked_factor(rule(size), rule) if is_followed else value
         return found
 
     return values
@@ -337,8 +339,7 @@ def growth_alone(
     """Yield a warning if batches replace a decay that the learning rate does not account for."""
     rates = [one for name, one in schedules.items() if is_learning_rate(name)]
     pairs = [pair for rate in rates for pair in couplings_in(rate)]
-    has_rule = rule is not None and not isinstance(rule, NoRule)
-    if policy.is_coupled and rates and not pairs and not has_rule:
+    if policy.is_coupled and rates and not pairs and rule is None:
         yield (
             f"batches grow by {policy!r}, and no learning rate goes with them; "
             "schedules={'lr': pair.schedule} of the same pair does"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
-from stretto.batching import NO_SIGNALS, NoRule, PolicyLike, RuleLike, Signals
+from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
 from stretto.batching.seesaw import Coupling, paired
 from stretto.data import DataSpec, Step, StepLoader
 from stretto.distributed.ranks import Ranks
@@ -263,7 +263,7 @@ class Run:
     @property
     def is_scheduled(self) -> bool:
         """Whether the run sets learning rates or other values; if not, it leaves them alone."""
-        return bool(self.prepared.schedules) or not isinstance(self.prepared.rule, NoRule)
+        return bool(self.prepared.schedules) or self.prepared.rule is not None
 
     @property
     def is_bound(self) -> bool:

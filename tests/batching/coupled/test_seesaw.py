@@ -21,7 +21,6 @@ from stretto.batching import (
     LinearRule,
     Monotone,
     MultipleOf,
-    NoRule,
     PeriodSizes,
     PowerOfTwo,
     Seesaw,
@@ -399,7 +398,7 @@ def test_a_pair_stays_together() -> None:
         for policy in (8, other.policy):
             with pytest.raises(BatchSizeError, match="batch_size"):
                 plan(RUN, policy, schedules={"lr": schedule})
-        plan(RUN, pair.policy, schedules={"lr": schedule}, rule=NoRule())
+        plan(RUN, pair.policy, schedules={"lr": schedule}, rule=None)
     plan(RUN, 8, schedules={"lr": pair.base}, rule=LinearRule(8))
     plan(RUN, pair.policy, schedules={"weight_decay": pair.schedule}, rule=LinearRule(8))
     same = plan(RUN, pair.policy, schedules={"lr": pair.base}, rule=SquareRootRule(8))

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from torch.optim import SGD
 
-from stretto.batching import NoiseScale, NoRule, PolicyState, Signals, checked_size, couplings_in
+from stretto.batching import NoiseScale, PolicyState, Signals, checked_size, couplings_in
 from stretto.batching.noise_scale import RatioAverage
 from stretto.data import Step
 from stretto.noise import NoiseEstimator, NoiseTerms
@@ -88,7 +88,7 @@ class NoiseReport(Callback):
         """Look whether the learning rate goes by the batch size already, and which way it would."""
         schedules = run.hyperparameters.schedules.values()
         pairs = any(True for schedule in schedules for _ in couplings_in(schedule))
-        has_rule = not isinstance(run.hyperparameters.rule, NoRule)
+        has_rule = run.hyperparameters.rule is not None
         self._moves = self._moves or pairs or has_rule
         self._rule = "linear" if all(isinstance(one, SGD) for one in run.optimizers) else "sqrt"
 
