@@ -138,9 +138,7 @@ Sizes: TypeAlias = Annotated[PolicyLike, Check(lambda value, *_: checked_policy(
 Continuous: TypeAlias = Literal["continuous"]
 """The batch grows whenever another sample fits in, not by a factor at once."""
 # Powers of a factor below 1.01 have thousands of digits.
-_FACTOR = number(
-    "'continuous' or from 1.01 to 2^20", lambda value: 1.01 <= value <= 2**20
-)
+_FACTOR = number("'continuous' or from 1.01 to 2^20", lambda value: 1.01 <= value <= 2**20)
 
 
 def _growth(value: object, *given: Any) -> object:

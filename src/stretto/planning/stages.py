@@ -274,8 +274,9 @@ def hyperparameters(
                 value = base.get(name, 1.0) * schedule(now)
             except UnknownCountError as error:
                 raise _undeclared(name, error) from None
-            is_followed = rule is not None and is_learning_rate(name)
-            found[name] = value * checked_factor(rule(size), rule) if is_followed else value
+            if rule is not None and is_learning_rate(name):
+                value *= checked_factor(rule(size), rule)
+            found[name] = value
         return found
 
     return values

@@ -177,8 +177,9 @@ class Curve(WarmedUp):
     def __post_init__(self) -> None:
         check_fields(self)
         if not callable(self.function):
-            instead = "write a function of the elapsed fraction, such as lambda x: 1 - x"
-            raise ScheduleError.bad("function", self.function, "it can't be called", instead)
+            raise ScheduleError.bad(
+                "function", self.function, "it can't be called", "write for example lambda x: 1 - x"
+            )
 
     def first_factor(self) -> float:
         """Return the factor at the start."""

@@ -178,12 +178,15 @@ def _checks(kind: type[Timed]) -> dict[str, tuple[Check, bool]]:
         kinds = (hint,) if hasattr(hint, "__metadata__") else (hint, *get_args(hint))
         marks = [mark for hint in kinds for mark in getattr(hint, "__metadata__", ())]
         if get_origin(hint) is Literal:
-            known = get_args(hint)
-            marks = [Check(lambda value, name, error, of=known: one_of(value, name, of, error))]
+            marks = [_choice(get_args(hint))]
         check = next((mark for mark in marks if isinstance(mark, Check)), None)
         if check is not None:
             found[one.name] = check, type(None) in kinds
     return found
+
+
+def _choice(choices: Sequence[str]) -> Check:
+    return Check(lambda value, name, error: one_of(value, name, choices, error))
 
 
 def one_of(

@@ -218,8 +218,9 @@ class Custom(Schedule):
 
     def __init__(self, function: Callable[[Timer], float], reads: str = READS) -> None:
         if not callable(function):
-            instead = "write a function of the timer, such as lambda timer: 0.5**timer.epoch"
-            raise ScheduleError.bad("function", function, "it can't be called", instead)
+            raise ScheduleError.bad(
+                "function", function, "it can't be called", "write a function of the timer"
+            )
         fill(self, function=function, units=" ".join(map(parse_unit, reads.split())))
 
     def reads(self, horizon: Horizon) -> frozenset[TimeUnit]:
