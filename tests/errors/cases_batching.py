@@ -10,7 +10,6 @@ from stretto.batching import (
     AtMost,
     DoublingRamp,
     Fixed,
-    FunctionRule,
     Hysteresis,
     IncreaseFunction,
     LinearRamp,
@@ -23,10 +22,11 @@ from stretto.batching import (
     StagedRamp,
     Steps,
     as_policy,
+    as_rule,
     rampup,
     split,
 )
-from stretto.planning import next_step
+from stretto.planning import next_step, plan
 from stretto.timing import Horizon, Timestamp
 
 wrong: Any = None
@@ -68,7 +68,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("batching-size-list", lambda: as_policy([8, 16])),
     ("batching-size-digits", lambda: Fixed(10**400)),
     ("batching-steps-digits", lambda: as_policy("9" * 5000)),
-    ("batching-increments-bare", lambda: as_policy(increase_by_half)),
     (
         "batching-equal-seconds",
         lambda: DoublingRamp(8, 64, "1h", equal="batches").bind(Horizon("1ep")),
@@ -83,7 +82,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("batching-steps-unsorted", lambda: Steps("0ep:8 20ba:12 2ep:16 1ep:32")),
     ("batching-steps-twice", lambda: Steps("0ep:8 2ep:16 2ep:32")),
     ("batching-steps-list", lambda: Steps(["0ep:8"])),  # type: ignore[arg-type]
-    ("batching-steps-key", lambda: Steps({"0ep": 8, 5: 16})),  # type: ignore[arg-type]
+    ("batching-steps-key", lambda: Steps({"0ep": 8, 5: 16})),  # type: ignore[dict-item]
     ("batching-steps-time", lambda: Steps("0ep:8 3epoch:16")),
     ("batching-steps-unsorted-here", lambda: Steps("0ep:8 21ba:16 160sp:32").bind(RUN)),
     ("batching-steps-unsized", lambda: Steps("0ep:8 0.5ep:16").bind(Horizon("2ep"))),
@@ -120,8 +119,8 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("batching-split-start", lambda: split(8, 2, start=-1)),
     ("batching-split-uneven", lambda: split(40, 4, 4, even=True)),
     ("batching-rule-reference", lambda: LinearRule(0)),
-    ("batching-rule-function", lambda: FunctionRule(wrong)),
-    ("batching-rule-factor", lambda: FunctionRule(infinite)(64)),
+    ("batching-rule-function", lambda: as_rule(wrong)),
+    ("batching-rule-factor", lambda: plan(RUN, 8, schedules={"lr": 1}, rule=infinite)),
     ("batching-noise-of-one", lambda: NoiseScale(1, 64)),
     ("batching-noise-down-to-one", lambda: NoiseScale(8, 64, minimum=1)),
     ("batching-norm-test-of-one", lambda: NormTest(1, 64)),

@@ -325,8 +325,8 @@ class CoupledSizes(BatchSizePolicy):
         bound = self.coupling.bind(horizon)
         if self.coupling.maximum is not None or largest <= bound.maximum - bound.multiple_of:
             return ()
-        grown = f"batches grow to {largest:,}, by default at most {DEFAULT_GROWTH} times the size"
-        return (f"{grown} before; pass a maximum up to which they train as well",)
+        before = f"{DEFAULT_GROWTH} times the {bound.maximum // DEFAULT_GROWTH:,} before"
+        return (f"batches grow to {largest:,}, by default at most {before}; pass a maximum",)
 
     def __repr__(self) -> str:
         return f"{self.coupling!r}.policy"
