@@ -358,7 +358,7 @@ def check_index(text: str, name: Name, value: object) -> None:
     """
     several = len(value) if isinstance(value, (list, tuple)) else 0
     if name.index is not None and name.index >= several:
-        why = f"the optimizer has {several or 'a single'} values of {name.key!r}"
+        why = f"the optimizer has {several or 'no list of'} values of {name.key!r}"
         instead = f"write '{name.key}.{several - 1}'" if several else f"write {name.key!r}"
         raise ScheduleError.cannot(f"schedule {text!r}", why=why, instead=instead)
 
