@@ -82,7 +82,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("batching-steps-unsorted", lambda: Steps("0ep:8 20ba:12 2ep:16 1ep:32")),
     ("batching-steps-twice", lambda: Steps("0ep:8 2ep:16 2ep:32")),
     ("batching-steps-list", lambda: Steps(["0ep:8"])),  # type: ignore[arg-type]
-    ("batching-steps-key", lambda: Steps({"0ep": 8, 5: 16})),  # type: ignore[dict-item]
+    ("batching-steps-key", lambda: Steps({"0ep": 8, 5: 16})),  # type: ignore[arg-type]
     ("batching-steps-time", lambda: Steps("0ep:8 3epoch:16")),
     ("batching-steps-unsorted-here", lambda: Steps("0ep:8 21ba:16 160sp:32").bind(RUN)),
     ("batching-steps-unsized", lambda: Steps("0ep:8 0.5ep:16").bind(Horizon("2ep"))),

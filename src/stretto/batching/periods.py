@@ -63,7 +63,9 @@ class PeriodsRun:
         inner = [period.bound for period in self.periods]
         axes = [period.axis.unit for period in self.periods[:-1]]
         known = [one.bounds for one in inner if one.bounds is not None]
-        ends = min(least for least, _ in known), max(most for _, most in known)
+        bounds = None
+        if len(known) == len(inner):
+            bounds = min(least for least, _ in known), max(most for _, most in known)
         return Bound(
             decide=self.decide,
             start=self._began(0, 0, Timestamp()),
@@ -71,17 +73,17 @@ class PeriodsRun:
             is_static=all(one.is_static for one in inner) and TimeUnit.SECOND not in axes,
             units=frozenset(axes).union(*(one.units for one in inner)),
             reads=frozenset[str]().union(*(one.reads for one in inner)),
-            bounds=ends if len(known) == len(inner) else None,
+            bounds=bounds,
             log_values=lambda state: self._present(state).bound.log_values(inner_state(state)),
             sizes=lambda state: self._present(state).bound.sizes(inner_state(state)),
             fits=self._fits,
         )
 
     def _fits(self, state: PolicyState) -> bool:
-        is_present = set(state) == set(self._began(0, 0, Timestamp())) and cast(
-            int, state["period"]
-        ) in range(len(self.periods))
-        return is_present and self._present(state).bound.accepts(inner_state(state))
+        if set(state) != {"period", "anchor", *_COUNTERS.values(), "inner"}:
+            return False
+        is_known = cast(int, state["period"]) in range(len(self.periods))
+        return is_known and self._present(state).bound.accepts(inner_state(state))
 
     def _present(self, state: PolicyState) -> Period:
         return self.periods[cast(int, state["period"])]
