@@ -14,7 +14,7 @@ from stretto.data.containers import mapped
 from stretto.data.indices import Bundle, IndexStream, sample_seed, seed_generators
 from stretto.data.spec import Collate, DataSpec
 from stretto.errors import DataError
-from stretto.planning import StepPlan
+from stretto.planning import PlannedBatch
 from stretto.runtime.random_state import kept_generators
 
 
@@ -42,16 +42,19 @@ class Fetch:
         self.collate: Collate = default_collate if collate_fn is None else collate_fn
         self._keyed_seed = keyed_seed
         self._num_samples = len(dataset)
-        self.is_default = collate_fn is None or collate_fn is default_collate
-        """Whether batches are made by the data set itself or by torch's default."""
         own = getattr(dataset, "get_batch", None)
-        is_whole = keyed_seed is None and self.is_default
+        is_whole = keyed_seed is None and self.collate is default_collate
         self.tensors: tuple[Tensor, ...] | None = None
         self._get_batch: Callable[[list[int]], Any] | None = None
         if is_whole and type(dataset) is TensorDataset:
             self.tensors = dataset.tensors
         elif is_whole and callable(own):
             self._get_batch = own
+
+    @property
+    def reads_whole(self) -> bool:
+        """Whether the data set makes batches itself."""
+        return self._get_batch is not None
 
     def uncollated(self) -> Fetch:
         """Return a fetcher of bundles of samples."""
@@ -113,8 +116,8 @@ def no_such_sample(num_samples: int, error: BaseException) -> DataError:
     )
 
 
-Plans: TypeAlias = Iterator[tuple[StepPlan, int]]
-"""What is decided for each batch, and the position at which it starts."""
+Plans: TypeAlias = Iterator[PlannedBatch]
+"""What is decided for each batch."""
 CountedBatch: TypeAlias = tuple[Any, int]
 """A collated batch and its number of samples; 0 for a dummy, which holds one sample."""
 
@@ -122,7 +125,7 @@ CountedBatch: TypeAlias = tuple[Any, int]
 class FetchedStep(NamedTuple):
     """What one step reads. Under `drop`: the rest of an epoch that is too small for a batch."""
 
-    plan: StepPlan
+    plan: PlannedBatch
     """What was decided."""
     micro_batches: list[CountedBatch]
     """This rank's micro-batches; empty if the batch is dropped."""

@@ -12,14 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from stretto.batching import PolicyLike
 from stretto.data.chunks import ChunkSource, check_streams, record_of_all, record_of_rank
 from stretto.data.fetch import Fetch, Part, Steps
-from stretto.data.map_style import (
-    Chunks,
-    MapSource,
-    chunk_steps,
-    direct_steps,
-    planned_steps,
-    sample_steps,
-)
+from stretto.data.map_style import MapSource, direct_steps, planned_steps, sample_steps
 from stretto.data.ranks import gathered
 from stretto.data.spec import DataSpec, is_one_shot
 from stretto.data.streams import OwnStreams, SameStream, Stream, cut_steps
@@ -148,7 +141,7 @@ def make_source(
     Raises:
         DataError: the data cannot be read in this way.
     """
-    workers, end = workers.merged(spec.data), run.horizon.end_sample
+    workers = workers.merged(spec.data)
     # At least 128 samples, in whole micro-batches.
     micro_batch = part.micro_batch_size or 1
     chunk_size = -(-LEAST_CHUNK // micro_batch) * micro_batch
@@ -163,15 +156,13 @@ def make_source(
     order = SampleOrder(len(spec.dataset), seed, is_shuffled(spec, asked=shuffle))
     fetch = Fetch(spec.dataset, workers.collate_fn, keyed_seed=seed if is_keyed else None)
     source = MapSource(spec, order, part, fetch, workers, is_keyed)
-    if not workers.num_workers:
-        steps = partial(direct_steps, source)
-    elif run.is_planned:
+    # Indexing tensors is faster than any worker; `get_batch` does not give single samples.
+    is_direct = fetch.tensors is not None or (fetch.reads_whole and not run.is_planned)
+    if is_direct or not workers.num_workers:
+        return Source(partial(direct_steps, source), source, None, spec, part)
+    if run.is_planned:
         return Source(partial(planned_steps, source), source, None, spec, part, looks_ahead=True)
-    else:
-        grid = Chunks(chunk_size, None if end is None else source.place(end))
-        # A batch does not show whether views of it equal batches collated from fewer samples.
-        cuts = fetch.is_default or spec.split_batch is not None
-        steps = partial(chunk_steps if cuts else sample_steps, source, grid)
+    steps = partial(sample_steps, source, chunk_size, run.horizon.end_sample)
     return Source(steps, source, None, spec, part)
 
 
