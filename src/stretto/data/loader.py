@@ -19,7 +19,7 @@ from stretto.data.source import Source, make_source, prepared_for
 from stretto.data.spec import Collate, DataSpec
 from stretto.data.state import MicroBatch, Step
 from stretto.data.workers import Workers
-from stretto.errors import DataError, cannot
+from stretto.errors import DataError
 from stretto.planning import Prepared
 from stretto.runtime.random_state import kept_generators
 from stretto.timing import LastBatch, TimeLike, Timer, Timestamp, TimeUnit, tick
@@ -267,12 +267,7 @@ class StepLoader(Iterator[Step]):
         """
         count = self.prepared.num_batches
         if count is None:
-            message = cannot(
-                f"tell how many steps a run of {self.horizon.max_duration} has",
-                why="only the run itself can tell, with these batch sizes and data",
-                instead="write max_duration in 'ba', or count what loader.timer.batch says",
-            )
-            raise TypeError(str(message))
+            raise TypeError(f"the steps of {self.horizon.max_duration} are only known in the run")
         return count
 
     def __bool__(self) -> bool:
@@ -334,8 +329,8 @@ class StepLoader(Iterator[Step]):
         """
         if self._pending is None or (step is not None and step is not self._pending[0]):
             raise DataError.cannot(
-                "finish a step that is not the one in hand",
-                why="each is finished once, before the next is asked for",
+                "finish a step twice, or one that is not the last",
+                why="each is finished once",
                 instead="call finish() once for the step that was yielded last",
             )
         open_step, fetched = self._pending

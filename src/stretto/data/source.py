@@ -10,14 +10,20 @@ from typing import Any, final
 from torch.utils.data import DataLoader, RandomSampler
 
 from stretto.batching import PolicyLike
-from stretto.data.chunks import ChunkSource, check_streams, record_of_all, record_of_rank
+from stretto.data.chunks import (
+    ChunkSource,
+    check_streams,
+    read_once,
+    record_of_all,
+    record_of_rank,
+)
 from stretto.data.fetch import Fetch, Part, Steps
 from stretto.data.map_style import MapSource, direct_steps, planned_steps, sample_steps
 from stretto.data.ranks import gathered
 from stretto.data.spec import DataSpec, is_one_shot
 from stretto.data.streams import OwnStreams, SameStream, Stream, cut_steps
 from stretto.data.workers import Workers, batched
-from stretto.errors import DataError, shown
+from stretto.errors import DataError
 from stretto.ordering import SampleOrder
 from stretto.planning import Prepared, bind_run
 from stretto.runtime.random_state import kept_generators
@@ -51,11 +57,7 @@ def _check_run(run: Prepared, spec: DataSpec, given: Mapping[str, object]) -> No
     """Refuse a run of other data, and arguments that repeat the run's."""
     for name, value in given.items():
         if value is not None:
-            raise DataError.cannot(
-                f"load data with {name}={shown(value)} and a run that bind_run() has bound",
-                why=f"the run has its own {name}",
-                instead=f"leave {name} out, or write it in the Horizon",
-            )
+            raise DataError.bad(name, value, f"the run has its own {name}", "leave it out")
     if run.facts.dataset_num_samples != spec.known_num_samples:
         raise DataError.cannot(
             f"load data with {spec.known_num_samples} samples",
@@ -180,16 +182,8 @@ def is_shuffled(spec: DataSpec, *, asked: bool | None) -> bool:
 
 def _check_iterable(spec: DataSpec, horizon: Horizon, *, is_keyed: bool) -> None:
     if is_keyed:
-        raise DataError.cannot(
-            "key the randomness of an iterable",
-            why="its samples have no index and are made before they arrive here",
-            instead="use stretto.data.sample_seed where they are made, or leave it out",
-            where="keyed_randomness",
-        )
+        why, instead = "samples of an iterable have no index", "use stretto.data.sample_seed there"
+        raise DataError.bad("keyed_randomness", value=True, why=why, instead=instead)
     run = horizon.max_duration
     if is_one_shot(spec.data) and run.unit is TimeUnit.EPOCH and run.amount > 1:
-        raise DataError.cannot(
-            f"run for {run} on data of type {type(spec.data).__name__}",
-            why="it can be iterated over only once",
-            instead="pass an object whose __iter__ starts anew, or write max_duration='1ep'",
-        )
+        raise read_once(f"run for {run} on data of type {type(spec.data).__name__}")

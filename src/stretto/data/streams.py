@@ -183,9 +183,9 @@ def _check_samples(source: ChunkSource, everybody: Sequence[_Taken]) -> None:
     without = next((rank for rank, one in enumerate(everybody) if not one.has_sample), None)
     if without is not None and any(one.has_sample for one in everybody):
         raise DataError.cannot(
-            f"share a batch of data of type {source.kind} over {len(everybody)} ranks",
+            f"share data of type {source.kind} over {len(everybody)} ranks",
             why=f"the stream of rank {without} has no samples",
-            instead="give every rank at least one file or shard, or start fewer ranks",
+            instead="give every rank at least one shard, or start fewer ranks",
         )
 
 
