@@ -34,11 +34,9 @@ class TorchSchedule(Schedule):
     def __init__(self, factory: Factory, *, every: TimeLike = "1ba") -> None:
         interval = Time(every)
         if not callable(factory):  # a scheduler itself is not
-            why, instead = (
-                "it is not a function",
-                "write lambda optimizer: OneCycleLR(optimizer, ..)",
+            raise ScheduleError.bad(
+                "factory", factory, "it is not a function", "pass a function optimizer -> scheduler"
             )
-            raise ScheduleError.bad("factory", factory, why, instead)
         if interval.amount <= 0:
             raise ScheduleError.bad("every", str(interval), "it is not positive", "write '1ba'")
         fill(self, factory=factory, every=interval)

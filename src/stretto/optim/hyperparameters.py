@@ -290,7 +290,7 @@ class Hyperparameters:
             _Setting(
                 number,
                 key,
-                group.setdefault(f"{INITIAL}{key}", plain(group[key])),
+                plain(group.setdefault(f"{INITIAL}{key}", plain(group[key]))),
                 tuple(_product(factors).bound for factors in by_index.values()),
                 follows_rule=key == "lr",
             )
