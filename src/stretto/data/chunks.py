@@ -220,6 +220,9 @@ def read_once(what: str) -> DataError:
     )
 
 
+_INSIDE = ("dataset", "_ex_iterable", "ex_iterable")
+
+
 def has_whole_state(source: Any) -> bool:
     """Return whether a source has its own complete state.
 
@@ -235,7 +238,7 @@ def has_whole_state(source: Any) -> bool:
         if type(one).__name__ == "BufferShuffledExamplesIterable":
             return False
         inside = getattr(one, "__dict__", {})
-        left += [inside.get(name) for name in ("dataset", "_ex_iterable", "ex_iterable")]
+        left += [inside[name] for name in _INSIDE if name in inside]
         left += inside.get("ex_iterables") or ()
     return True
 

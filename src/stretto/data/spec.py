@@ -63,21 +63,15 @@ def own_counter(data: Any, *names: str) -> Callable[[Any], int] | None:
     return next((method for method in methods if _takes(method, 1)), None)
 
 
-def _takes(method: object, count: int) -> bool:
+def _takes(method: Any, count: int) -> bool:
     """Return whether something is a method of so many arguments; an optional `batch` counts."""
-    if not callable(method):
-        return False
     try:
-        parameters = inspect.signature(method).parameters
+        signature = inspect.signature(method)
+        given = signature.bind(*[None] * count).arguments
     except (TypeError, ValueError):
         return False
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = {
-        name
-        for name, one in parameters.items()
-        if one.default is one.empty and one.kind not in several
-    }
-    return count in {len(needed), len(needed | ({"batch"} & parameters.keys()))}
+    parameters = [signature.parameters[name] for name in given]
+    return all(one.default is one.empty or one.name == "batch" for one in parameters)
 
 
 _COUNTERS = {
