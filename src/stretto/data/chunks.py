@@ -204,11 +204,8 @@ class ChunkSource:
             wanted = min(_SKIPPED_AT_ONCE, count - start)
             found = sum(one.size for one in self.take(wanted))
             if found < wanted:
-                raise DataError.cannot(
-                    f"return to sample {count} of the epoch",
-                    why=f"the data end after {start + found}",
-                    instead="resume with the same data",
-                )
+                why = f"the data end after {start + found}"
+                raise DataError.bad("position", count, why, "resume with the same data")
 
 
 def read_once(what: str) -> DataError:

@@ -207,11 +207,9 @@ def join_samples(batches: Sequence[Any], counts: Sequence[int]) -> Any:
     if lengths == list(counts):
         shapes = {tuple(one.shape[1:]) for one in batches}
         if len(shapes) > 1:
-            raise DataError.cannot(
-                "join batches to one",
-                why=f"their samples have different shapes, such as {sorted(shapes)}",
-                instead="pad all to one length, or use a map-style data set",
-            )
+            why = f"their samples have different shapes, such as {sorted(shapes)}"
+            instead = "pad all to one length, or use a map-style data set"
+            raise DataError.cannot("join batches to one", why=why, instead=instead)
         return torch.cat(list(batches)) if isinstance(first, Tensor) else np.concatenate(batches)
     if lengths[0] is not None:
         return first

@@ -109,11 +109,8 @@ class Fetch:
 def no_such_sample(num_samples: int, error: BaseException) -> DataError:
     """Return the error for an IndexError of a data set."""
     reason = str(error).strip().splitlines()[-1] if str(error).strip() else "no reason given"
-    return DataError.cannot(
-        f"read a sample of a data set of length {num_samples}",
-        why=f"it raised an IndexError ({reason})",
-        instead="let __len__ return how many samples there are",
-    )
+    why = f"a sample below it raised an IndexError ({reason})"
+    return DataError.bad("length", num_samples, why, "let __len__ return how many there are")
 
 
 Plans: TypeAlias = Iterator[PlannedBatch]

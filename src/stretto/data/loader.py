@@ -157,11 +157,9 @@ class TokenCounter:
 
 
 def _uncountable() -> DataError:
-    return DataError.cannot(
-        "count the tokens of these data",
-        why="a batch has neither attention_mask nor input_ids, and the run needs its tokens",
-        instead="pass DataSpec(data, tokens_per_sample=...) or get_num_tokens_in_batch=...",
-    )
+    why = "a batch has neither attention_mask nor input_ids"
+    instead = "pass DataSpec(data, tokens_per_sample=...) or get_num_tokens_in_batch=..."
+    return DataError.cannot("count the tokens of these data", why=why, instead=instead)
 
 
 @final
@@ -328,11 +326,8 @@ class StepLoader(Iterator[Step]):
             DataError: no step or another one is open, or the ranks have different signals.
         """
         if self._pending is None or (step is not None and step is not self._pending[0]):
-            raise DataError.cannot(
-                "finish a step twice, or one that is not the last",
-                why="each is finished once",
-                instead="call finish() once for the step that was yielded last",
-            )
+            why = "no step is open, or another one is"
+            raise DataError.bad("step", step, why, "call finish() once for the last step")
         open_step, fetched = self._pending
         self._pending = None
         if self._part.world_size > 1:
@@ -411,11 +406,9 @@ class StepLoader(Iterator[Step]):
         """
         is_open = self._pending is not None
         if is_open or not self.spec.is_map_style:
-            raise DataError.cannot(
-                f"change the micro-batch size to {size}",
-                why="a step is open" if is_open else "the data are an iterable",
-                instead="call finish() first" if is_open else "pass it when the loader is made",
-            )
+            why = "a step is open" if is_open else "the data are an iterable"
+            instead = "call finish() first" if is_open else "pass it when the loader is made"
+            raise DataError.bad("size", size, why, instead)
         part = part_of(self.rank, self.world_size, size)
         self.close()
         self._read(part)

@@ -79,12 +79,9 @@ class MapSource:
             return
         found = count_samples(batch) if count is None else count(batch)
         if found is not None and found != num_samples:
-            raise DataError.cannot(
-                f"use a batch of {found} samples",
-                why=f"it was collated from {num_samples}, which are counted as seen",
-                instead="return a sample for each in collate_fn, or, where it packs them, "
-                "pass DataSpec(data, get_num_samples_in_batch=...)",
-            )
+            why = f"it was collated from {num_samples} samples and has {found}"
+            instead = "keep all in collate_fn, or pass DataSpec(data, get_num_samples_in_batch=...)"
+            raise DataError.cannot("use a batch", why=why, instead=instead)
 
 
 def direct_steps(source: MapSource, plans: Plans) -> Iterator[FetchedStep]:

@@ -103,7 +103,7 @@ def gathered(part: Part, values: Sequence[int]) -> list[tuple[int, ...]]:
     """
     if part.world_size == 1:
         return [tuple(values)]
-    _check_started(f"read streams that are sharded over {part.world_size} ranks")
+    _check_started(part)
     rows = all_gather_rows(torch.tensor((part.rank, *values), dtype=torch.int64))
     return [row[1:] for row in _of_ranks(part, [tuple(row.tolist()) for row in rows])]
 
@@ -116,7 +116,7 @@ def gathered_texts(part: Part, text: str) -> list[str]:
     """
     if part.world_size == 1:
         return [text]
-    _check_started(f"read streams that are sharded over {part.world_size} ranks")
+    _check_started(part)
     rows = [tuple(json.loads(one)) for one in all_gather_texts(json.dumps((part.rank, text)))]
     return [row[1] for row in _of_ranks(part, rows)]
 
@@ -125,11 +125,9 @@ def _of_ranks(part: Part, rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ..
     """Return the row of each rank from those of all processes; a row starts with the rank."""
     found = sorted(set(rows))
     if [row[0] for row in found] != list(range(part.world_size)):
-        raise DataError.cannot(
-            f"read streams that are sharded over {part.world_size} ranks",
-            why=f"the {len(rows)} processes are other ranks, or those of a rank read other streams",
-            instead="pass the rank and world_size of the processes that share a batch",
-        )
+        why = f"the {len(rows)} processes are other ranks, or those of a rank read other streams"
+        instead = "pass the rank and world_size of the processes that share a batch"
+        raise DataError.bad("world_size", part.world_size, why, instead)
     return found
 
 
@@ -148,17 +146,12 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
         DataError: the ranks are not connected or would decide differently, or the processes do not
             divide evenly into ranks. All of them raise it.
     """
-    _check_started(
-        f"count the tokens and seconds of {part.world_size} ranks",
-        "call loader.finish(tokens=..., seconds=...) with those of all ranks, or ",
-    )
+    _check_started(part)
     copies, odd = divmod(dist.get_world_size(), part.world_size)
     if odd or not copies:
-        raise DataError.cannot(
-            f"count the tokens and seconds of {part.world_size} ranks",
-            why=f"torch.distributed has {dist.get_world_size()} processes",
-            instead="call loader.finish(tokens=..., seconds=...) with those of all ranks",
-        )
+        why = f"torch.distributed has {dist.get_world_size()} processes"
+        instead = "call loader.finish(tokens=..., seconds=...) with those of all ranks"
+        raise DataError.bad("world_size", part.world_size, why, instead)
     own = [
         tokens,
         seconds if dist.get_rank() == 0 else 0.0,
@@ -174,10 +167,10 @@ def agreed(part: Part, tokens: int, seconds: float, decision: object) -> tuple[i
     return int(total) // copies, measured
 
 
-def _check_started(what: str, instead: str = "call ") -> None:
+def _check_started(part: Part) -> None:
     if not is_started():
-        raise DataError.cannot(
-            what,
-            why="torch.distributed is not started",
-            instead=f"{instead}torch.distributed.init_process_group()",
+        why = "torch.distributed is not started"
+        instead = (
+            "call init_process_group(), or finish(tokens=..., seconds=...) with all ranks' sums"
         )
+        raise DataError.bad("world_size", part.world_size, why, instead)

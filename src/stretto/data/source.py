@@ -45,11 +45,7 @@ def prepared_for(
         _check_run(batch_size, spec, {"max_duration": max_duration, "last_batch": last_batch})
         return batch_size
     if max_duration is None:
-        raise DataError.cannot(
-            "load data",
-            why="the length of the run is not known",
-            instead="pass max_duration='90ep', or a run that bind_run() has bound",
-        )
+        raise DataError.bad("max_duration", None, "a run needs a length", "write '90ep'")
     return bind_run(spec.horizon(max_duration, last_batch), batch_size)
 
 
@@ -59,11 +55,9 @@ def _check_run(run: Prepared, spec: DataSpec, given: Mapping[str, object]) -> No
         if value is not None:
             raise DataError.bad(name, value, f"the run has its own {name}", "leave it out")
     if run.facts.dataset_num_samples != spec.known_num_samples:
-        raise DataError.cannot(
-            f"load data with {spec.known_num_samples} samples",
-            why=f"the run was prepared for {run.facts.dataset_num_samples}",
-            instead="pass Horizon(..., dataset_num_samples=...) of these data to bind_run()",
-        )
+        why = f"the run was prepared for {run.facts.dataset_num_samples} samples"
+        instead = "bind the run with the number of samples of these data"
+        raise DataError.bad("num_samples", spec.known_num_samples, why, instead)
 
 
 LEAST_CHUNK = 128  # a batch from a worker costs 0.7 ms, whatever its size: few large ones are best

@@ -182,11 +182,9 @@ def _dealt(count: int, ranks: Sequence[int], world_size: int) -> tuple[int, ...]
 def _check_samples(source: ChunkSource, everybody: Sequence[_Taken]) -> None:
     without = next((rank for rank, one in enumerate(everybody) if not one.has_sample), None)
     if without is not None and any(one.has_sample for one in everybody):
-        raise DataError.cannot(
-            f"share data of type {source.kind} over {len(everybody)} ranks",
-            why=f"the stream of rank {without} has no samples",
-            instead="give every rank at least one shard, or start fewer ranks",
-        )
+        why = f"the {source.kind} of rank {without} has no samples"
+        instead = "give every rank at least one shard, or start fewer ranks"
+        raise DataError.bad("sharded", value=True, why=why, instead=instead)
 
 
 def cut_steps(
@@ -232,7 +230,7 @@ def _sized(
         taken, within = taken + wanted, within + wanted
         if within == num_samples:
             if not stream.is_at_end:
-                raise _wrong_length(num_samples, "they go on after that")
+                raise _wrong_length(num_samples, "they have more")
             stream.next_epoch()
             within = 0
     if horizon.last_batch == "drop" and plan.ends_epochs and within:
@@ -261,16 +259,9 @@ def _unsized(
 
 
 def _empty(kind: str) -> DataError:
-    return DataError.cannot(
-        f"read data of type {kind}",
-        why="an epoch of it has no samples",
-        instead="pass an iterable that yields at least one batch each time",
-    )
+    why, instead = "an epoch of it has no samples", "let it yield at least one batch each time"
+    return DataError.cannot(f"read data of type {kind}", why=why, instead=instead)
 
 
 def _wrong_length(num_samples: int, why: str) -> DataError:
-    return DataError.cannot(
-        f"read an epoch of {num_samples} samples",
-        why=why,
-        instead="pass the right num_samples, or leave it out where no time needs it",
-    )
+    return DataError.bad("num_samples", num_samples, why, "pass the right number, or leave it out")

@@ -58,7 +58,7 @@ class Count(NamedTuple):
 
 
 def end_of(run: Prepared) -> int | None:
-    """Return the position at which a run ends; None if only the run can tell."""
+    """Return the position at which a run ends; None if unknown before the run."""
     if run.sizes is not None and run.sizes.end is not None:
         return run.sizes.end.sample
     return run.horizon.end_sample
@@ -197,7 +197,7 @@ class Prepared:
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in the run; None if only the run can tell."""
+        """The number of batches in the run; None if unknown before the run."""
         run = self.facts.max_duration
         if run.unit is TimeUnit.BATCH:
             return int(run.amount)
@@ -220,7 +220,7 @@ class Prepared:
         """Return where each batch begins.
 
         Raises:
-            PlanError: only the run can tell.
+            PlanError: the sizes are decided during the run.
         """
         if self.sizes is None:
             assert self.refusal is not None

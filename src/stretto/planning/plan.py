@@ -64,12 +64,12 @@ class Plan:
 
     @property
     def end(self) -> Timestamp | None:
-        """The clock at the end of the run; None if only the run can tell."""
+        """The clock at the end of the run; None if unknown before the run."""
         return self.sizes.end
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in the run; None if only the run can tell."""
+        """The number of batches in the run; None if unknown before the run."""
         return self.sizes.num_batches
 
     @property

@@ -199,7 +199,7 @@ class FirstLast(NamedTuple):
     first: float
     """Its value for the first batch."""
     last: float | None
-    """Its value for the last batch; None if only the run can tell which that is."""
+    """Its value for the last batch; None if unknown before the run."""
 
 
 @final
@@ -212,9 +212,9 @@ class Stage:
     equal: EqualBatches
     """Where its batches begin."""
     batches: int | None
-    """How many; None if only the run can tell."""
+    """How many; None if unknown before the run."""
     end: Timestamp | None
-    """The clock after its last batch; None if only the run can tell."""
+    """The clock after its last batch; None if unknown before the run."""
     skipped: int
     """Samples skipped right before it because its first batch did not fit into the epoch."""
     world_size: int = 1
@@ -300,7 +300,7 @@ def find_stages(
         until_end, decisions = batches.count_until(run_axis, run_end), decisions + 1
         if until_end is None and decisions > _MOST_DECISIONS:
             raise _unplannable(
-                "they may change for ever, and only the run itself can tell when it ends",
+                "they may change at any time, and the end of the run is unknown",
                 "write max_duration in 'ep', 'sp' or 'ba', or run it without a plan",
             )
         count = least(_count(batches, policy.holds_until(now, state)), until_end)
@@ -384,7 +384,7 @@ class PlannedSizes:
     policy: BatchSizePolicy
     stages: tuple[Stage, ...] = field(compare=False, repr=False)
     end: Timestamp | None = field(compare=False, repr=False)
-    """The clock at the end of the run; None if only the run can tell."""
+    """The clock at the end of the run; None if unknown before the run."""
     _sections: list[EqualBatches] = field(compare=False, repr=False)
     _batches: list[int] = field(compare=False, repr=False)
     _samples: list[int] = field(compare=False, repr=False)
@@ -417,7 +417,7 @@ class PlannedSizes:
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in the run; None if only the run can tell."""
+        """The number of batches in the run; None if unknown before the run."""
         return None if self.end is None else self.end.batch
 
     @property
@@ -483,7 +483,7 @@ class UnknownSizes:
     >>> UnknownSizes("they follow what the run measures").sample_at_batch(10)
     Traceback (most recent call last):
     ...
-    stretto.errors.ConversionError: cannot tell batches from samples before the run: \
+    stretto.errors.ConversionError: cannot convert between batches and samples: \
 the batch sizes are not known, as they follow what the run measures; \
 write the time in 'sp', 'ep' or 'dur' like those it goes with
     """
@@ -494,7 +494,7 @@ write the time in 'sp', 'ep' or 'dur' like those it goes with
     def sample_at_batch(self, _batch: int, /) -> NoReturn:
         """Refuse."""
         raise ConversionError.cannot(
-            "tell batches from samples before the run",
+            "convert between batches and samples",
             why=f"the batch sizes are not known, as {self.why}",
             instead=self.instead,
         )

@@ -30,7 +30,7 @@ class Event:
     first: tuple[Timestamp, ...] = ()
     """The clock at the first few times."""
     count: int | None = None
-    """How often; None if only the run can tell."""
+    """How often; None if unknown before the run."""
     is_exact: bool = False
     """False if the count is unknown or an upper bound, which counts two marks in one batch
     twice."""
