@@ -14,6 +14,7 @@ from typing import NamedTuple, NoReturn, final
 from stretto.batching import BatchSizePolicy, Hold, PolicyLike, as_policy, split
 from stretto.batching.policy import NO_SIGNALS, Bound, PolicyState, Signals
 from stretto.errors import Argument, BatchSizeError, ConversionError, PlanError, Text
+from stretto.schedules.fields import fill
 from stretto.timing import Horizon, Timestamp, TimeUnit, advance
 from stretto.timing.batch_sizes import EqualBatches
 from stretto.timing.epochs import (
@@ -403,17 +404,16 @@ class PlannedSizes:
         sections = [stage.equal for stage in stages]
         if end is not None:
             sections.append(_beyond(run, stages[-1], end))
-        values: dict[str, object] = {
-            "horizon": run,
-            "policy": policy,
-            "stages": tuple(stages),
-            "end": end,
-            "_sections": sections,
-            "_batches": [batches.first.batch for batches in sections],
-            "_samples": [stage.first.sample for stage in stages],
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        fill(
+            self,
+            horizon=run,
+            policy=policy,
+            stages=tuple(stages),
+            end=end,
+            _sections=sections,
+            _batches=[section.first.batch for section in sections],
+            _samples=[stage.first.sample for stage in stages],
+        )
 
     @property
     def num_batches(self) -> int | None:
