@@ -596,3 +596,16 @@ def test_unpacking_a_micro_batch_says_what_to_unpack() -> None:
     inputs, targets = micro.batch
     assert torch.equal(inputs, targets)
     assert pickle.loads(pickle.dumps(micro)).weight == 1.0
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "drop", "carry"])
+@pytest.mark.parametrize("size", [3, 4, 5, "0ba:4 3ba:2 6ba:4"])
+def test_tensors_are_those_of_the_order_at_every_end_of_an_epoch(
+    size: int | str, last_batch: LastBatch
+) -> None:
+    order = SampleOrder(10)
+    data = TensorDataset(torch.arange(10))
+    for step in StepLoader(data, size, max_duration="9ep", last_batch=last_batch):
+        start = step.timestamp.sample
+        found = [int(value) for micro in step for value in micro.batch[0]]
+        assert found == [order[start + number] for number in range(step.num_samples)]

@@ -88,13 +88,14 @@ def direct_steps(source: MapSource, plans: Plans) -> Iterator[FetchedStep]:
     """Fetch each micro-batch in the main process, at the step."""
     stream, fetch, part = source.stream(), source.fetch, source.part
     world, pins = part.world_size, source.workers.pins
-    size = 0
+    size = after = 0
     rows: Iterator[Tensor] = iter(())
     for plan in plans:
         start = plan.timestamp.sample
-        if plan.size != size or world > 1:
+        if plan.size != size or start != after or world > 1:
             size, sizes = plan.size, share_sizes(part, plan.size, start)
             ahead, rows = 1, iter(())
+        after = start + size
         place = start if world == 1 else source.place(start)
         micro_batches: list[CountedBatch] = []
         for count in sizes:
