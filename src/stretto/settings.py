@@ -107,9 +107,10 @@ class Stepping:
     """What the loss is a mean over: samples, target tokens, or what a function counts."""
     shifts_labels: bool | None = None
     """With `loss_weight="tokens"`: whether the model shifts labels of the shape of its inputs, so
-    that the first label of each sequence is no target. By default each batch decides: labels that
-    are the inputs are shifted in the model, as Hugging Face's causal models do; labels that are
-    the inputs one place further, or anything else, such as classes of tokens, all count."""
+    that the first label of each sequence is no target. By default, the first labels that differ
+    from each other decide: labels that are the inputs are shifted in the model, as Hugging Face's
+    causal models do; labels that are the inputs one place further, or anything else, such as
+    classes of tokens, all count."""
     loss_reduction: Literal["mean", "sum"] = "mean"
     """What the loss function returns."""
     non_finite: Literal["stop", "skip", "ignore"] = "stop"

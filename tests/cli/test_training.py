@@ -94,7 +94,7 @@ def test_a_run_on_data_of_unknown_length_is_planned_as_a_bound(stretto: Stretto)
     assert (refused.code, refused.out) == (2, "")
     assert "set data.num_samples, or write last_batch: carry" in refused.err
     mixed = stretto("plan", *run, "schedules.lr={cosine: {warmup: 2ba}}")
-    assert "cannot tell batches from samples before the run" in mixed.err
+    assert "cannot convert between batches and samples" in mixed.err
     said = stretto("train", *run, "--folder", "a")
     assert "\nrun of 18sp: at least 5 batches of 4 samples" in said.out
     assert "\nnote: the number of samples in the data set is not known: each epoch" in said.out

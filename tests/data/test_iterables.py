@@ -189,9 +189,9 @@ def test_only_units_that_need_the_size_are_refused(duration: str, policy: Any) -
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"num_workers": 2}, "num_workers=2 with data of type Chunks: they are batches already"),
+        ({"num_workers": 2}, "num_workers=2"),
         ({"collate_fn": len}, "batches already"),
-        ({"keyed_randomness": True}, "samples have no index"),
+        ({"keyed_randomness": True}, "keyed_randomness"),
         ({"max_duration": "1Ktok"}, "count the tokens"),
     ],
     ids=["workers", "collate", "keyed", "tokens"],

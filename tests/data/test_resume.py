@@ -397,9 +397,9 @@ def test_a_state_that_json_does_not_keep_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"seed": 2}, "saved with 0 as the order's seed and this run has 2"),
-        ({"shuffle": False}, "saved with True for shuffle"),
-        ({"data": TensorDataset(torch.arange(9))}, "saved with 10 samples in the data set"),
+        ({"seed": 2}, "seed=0"),
+        ({"shuffle": False}, "shuffle=True"),
+        ({"data": TensorDataset(torch.arange(9))}, "num_samples=10"),
         ({"data": Batches([10])}, "saved from a map-style data set"),
     ],
     ids=["seed", "shuffle", "length", "kind"],

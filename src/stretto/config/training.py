@@ -63,7 +63,7 @@ def build_trainer(
     world_size = _world_size(config)
     spec = make_spec(config)
     run = build_run(config, spec, world_size=world_size)
-    prepared = prepare_run(config, with_some_maximum(run))
+    prepare_run(config, with_some_maximum(run))
     seed_everything(config.seed)
     model = make_model(config)
     if config.parallel == "fsdp":
@@ -90,7 +90,6 @@ def build_trainer(
         log=make_logging(config, run),
         callbacks=[*make_callbacks(config), *callbacks],
         folder=folder if folder is not None else config.folder,
-        prepared=prepared,
     )
     # From here on chance differs between ranks, as their samples do.
     torch.manual_seed(config.seed + int(os.environ.get("RANK", "0")))

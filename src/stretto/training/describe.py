@@ -16,7 +16,7 @@ from stretto.data import DataSpec
 from stretto.data.chunks import fingerprint
 from stretto.data.indices import seed_generators
 from stretto.distributed.ranks import Plain, Ranks, as_text, check_agreement, plain
-from stretto.optim.hyperparameters import as_one_schedule, each_of
+from stretto.optim.hyperparameters import INITIAL, as_one_schedule, each_of
 from stretto.runtime import TrainStep
 from stretto.runtime.random_state import kept_generators
 from stretto.settings import Computing, Loading, Stepping
@@ -223,7 +223,7 @@ def _values_of(optimizer: Optimizer) -> Iterator[tuple[str, int, str, Any]]:
     for number, group in enumerate(optimizer.param_groups):
         at = "" if len(optimizer.param_groups) == 1 else f"@{group.get('name', number)}"
         for key, value in group.items():
-            if key not in ("params", "param_names", "initial_lr"):
+            if key not in ("params", "param_names") and not key.startswith(INITIAL):
                 yield f"optimizer.{key}{at}", number, key, value
 
 

@@ -24,7 +24,7 @@ from stretto.distributed.strategy import Strategy, strategy_for
 from stretto.errors import PlanError, TrainingError
 from stretto.optim import Hyperparameters
 from stretto.optim.hyperparameters import check_names, joined, read_schedules, restore_base_values
-from stretto.planning import Plan, Prepared, bind_run
+from stretto.planning import Plan, bind_run
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.packing import packed
 from stretto.schedules import ScheduleLike
@@ -114,8 +114,6 @@ class Trainer:
             above that is not a fraction of it. Callbacks that have times are copied
             (`trainer.callbacks`). The number of samples in the data stays.
         folder: where metrics, the ledger and checkpoints go; one for each run.
-        prepared: the same run as `bind_run` has bound it before; its parts are used, not bound
-            again, where they are equal to what is asked for here.
 
     Raises:
         StrettoError: something in the settings cannot be; the message says what to write.
@@ -147,7 +145,6 @@ class Trainer:
         strategy: Strategy | None = None,
         scale_schedule: Number | None = None,
         folder: str | Path | None = None,
-        prepared: Prepared | None = None,
     ) -> None:
         loading = read_settings(Loading, loading, "loading")
         stepping = read_settings(Stepping, stepping, "stepping")
@@ -224,7 +221,6 @@ class Trainer:
             loading=loading,
             stepping=stepping,
             micro_batch_size=micro_batch_size,
-            prepared=prepared,
         )
         """What every event of a callback gets."""
         described["batch_size"] = plain(self.run.prepared.policy)
@@ -265,7 +261,6 @@ class Trainer:
         loading: Loading,
         stepping: Stepping,
         micro_batch_size: MicroBatchSize,
-        prepared: Prepared | None,
     ) -> Run:
         """Return the run, bound to its data, optimizers and ranks."""
         if self._ranks.world_size > 1:
@@ -288,7 +283,6 @@ class Trainer:
             schedules=read_schedules(self.optimizer, timed.schedules),
             triggers=timed.triggers,
             rule=stepping.rule,
-            known=prepared,
         )
         return Run(
             spec,

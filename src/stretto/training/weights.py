@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
@@ -44,7 +43,7 @@ def _counted(count: Callable[[Any], int], batch: Any) -> int:
 
 @final
 class TargetTokens:
-    """Counts target tokens; warns if the first labels contradict `shifts_labels`.
+    """Counts target tokens; the first labels show whether the model shifts them.
 
     >>> import torch
     >>> labels = torch.tensor([[5, 6, 7]])
@@ -57,20 +56,12 @@ class TargetTokens:
 
     def __init__(self, *, shifts_labels: bool | None) -> None:
         self._shifts = shifts_labels
-        self._is_checked = shifts_labels is None
 
     def __call__(self, batch: Any) -> int:
         """Return the target tokens of a batch."""
-        if not self._is_checked:
-            needs_shift = needs_label_shift(batch)
-            self._is_checked = needs_shift is not None
-            if self._shifts and needs_shift is False:
-                _warn(
-                    "not input_ids: a model that shifts them is trained on other targets", "False"
-                )
-            elif needs_shift and not self._shifts:
-                _warn("input_ids: a model that does not shift them learns to copy", "True")
-        return count_target_tokens(batch, shifts_labels=self._shifts)
+        if self._shifts is None:
+            self._shifts = needs_label_shift(batch)
+        return count_target_tokens(batch, shifts_labels=self._shifts is not False)
 
 
 def nothing_to_learn(step: Step) -> TrainingError:
@@ -79,16 +70,6 @@ def nothing_to_learn(step: Step) -> TrainingError:
         f"take the step at {step.timestamp.get('sp')}",
         why="its batch has no units, such as target tokens, to weight the loss by",
         instead="give labels other than -100, or weight the loss by samples",
-    )
-
-
-def _warn(why: str, other: str) -> None:
-    stated = "False" if other == "True" else "True"
-    warnings.warn(
-        f"shifts_labels={stated}, and the labels of the first batch are {why}; "
-        f"leave shifts_labels out, or write {other}",
-        UserWarning,
-        stacklevel=2,
     )
 
 

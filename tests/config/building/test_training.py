@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.batching import Bound, SquareRootRule, Steps
+from stretto.batching import SquareRootRule
 from stretto.config.parts import make_loggers
 from stretto.config.plans import build_plan
 from stretto.config.run import RunConfig, dump_run_file, parse_run_file
 from stretto.config.training import build_finding, build_trainer, resolved
 from stretto.errors import ConfigError, StrettoError
 from stretto.report.ledger import compare
-from stretto.timing import Horizon, Time
+from stretto.timing import Time
 from stretto.training import TensorBoardLogger, WandbLogger
 
 RUN: dict[str, Any] = {
@@ -38,19 +38,6 @@ def test_trains() -> None:
     trainer = build_trainer(config())
     trainer.fit()
     assert (trainer.timer.batch, trainer.timer.sample) == (10, 80)
-
-
-def test_what_was_checked_is_what_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound: list[Bound] = []
-    bind = Steps.bind
-
-    def noted(self: Steps, horizon: Horizon) -> Bound:
-        bound.append(bind(self, horizon))
-        return bound[-1]
-
-    monkeypatch.setattr(Steps, "bind", noted)
-    trainer = build_trainer(config(batch_size="0ep:8 1ep:16", schedules={"lr": {"cosine": {}}}))
-    assert bound == [trainer.loader.prepared.bound_policy]
 
 
 @pytest.mark.parametrize(

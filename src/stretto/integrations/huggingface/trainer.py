@@ -143,7 +143,7 @@ def check_loss(trainer: Any, run: Run, kind: str | None) -> None:
     if kind is not None and not others:
         return
     sizes, bounds = run.prepared.sizes, run.prepared.bound_policy.bounds
-    planned = [one.batches.size for one in sizes.segments] if sizes else [0]
+    planned = [one.size for one in sizes.stages] if sizes else [0]
     largest = max(planned if sizes or bounds is None else bounds)
     share = split(largest, run.loader.world_size, run.micro_batch_size) if largest else None
     if share is None or share.accumulation > 1 or run.loader.world_size > 1:
