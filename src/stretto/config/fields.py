@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
-    GetPydanticSchema,
+    ModelWrapValidatorHandler,
     PlainSerializer,
+    PlainValidator,
     SerializerFunctionWrapHandler,
     Tag,
+    ValidationError,
     WithJsonSchema,
     model_serializer,
     model_validator,
 )
-from pydantic_core import core_schema
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from stretto.config.yaml import show_path
-from stretto.errors import ConfigError, TimeError
+from stretto._foreign import FOREIGN
+from stretto.config.yaml import Path, show_path
+from stretto.errors import ConfigError, StrettoError, TimeError, nearest
 from stretto.timing import Every, Time, read_wall_clock
 from stretto.timing.conversion import check_run
 
@@ -32,73 +34,97 @@ TIME_PATTERN = (
     r"(%|[KMBT]?(ep|ba|sp|tok|dur|sec)|[dhms]([0-9dhm./]*[hms])?)\s*$"
 )
 """What an editor can check of a time; the whole grammar is that of `Time`."""
-TARGET_PATTERN = r"^[^\W0-9]\w*(\.[^\W0-9]\w*)*:[^\W0-9]\w*(\.[^\W0-9]\w*)*$"
 
 
-class Part(BaseModel):
-    """A mapping in a run file, read strictly and frozen; written out without what is not set."""
+class Section(BaseModel):
+    """A mapping in a run file: read strictly, frozen, written without what is not set.
 
-    model_config = ConfigDict(frozen=True, strict=True)
+    A key that is null counts as left out. All mistakes are reported together.
+    """
 
-    settings: ClassVar[type | None] = None
-    """The class whose fields are the keys; None: they are declared here."""
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read(cls, values: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(values, cls):
+            return values
+        keys = ", ".join(cls.model_fields)
+        if not isinstance(values, dict):
+            raise ConfigError.cannot(
+                f"use {shown(values)}",
+                why="it is not a mapping",
+                instead=f"write keys with values; the keys are {keys}",
+            )
+        is_closed = cls.model_config.get("extra") == "forbid"
+        given = without_nulls(values) if is_closed else values
+        unknown = [key for key in given if is_closed and key not in cls.model_fields]
+        meant = {key: nearest(key, cls.model_fields) for key in unknown}
+        found = [_details((key,), _no_such_key(key, near, keys)) for key, near in meant.items()]
+        for name, field in cls.model_fields.items():
+            is_absent = field.is_required() and given.get(name) is None
+            if is_absent and name not in meant.values():
+                example = field.examples[0] if field.examples else "..."
+                error = ConfigError.cannot(
+                    f"leave out {name!r}",
+                    why="it has no default",
+                    instead=f"write for example '{name}: {example}'",
+                )
+                found.append(_details((), error))
+        try:
+            section = read({key: value for key, value in given.items() if key not in meant})
+        except ValidationError as error:
+            found += [details for details in details_of(error) if details["type"] != "missing"]
+        if found:
+            raise ValidationError.from_exception_data(cls.__name__, found)
+        return section
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_set(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = write(self)
         fields = type(self).model_fields
         # An argument of a target may be null and mean it; a field is then left out.
         return {
-            key: value for key, value in values.items() if value is not None or key not in fields
+            key: value
+            for key, value in write(self).items()
+            if value is not None or key not in fields
         }
 
 
-class Section(Part):
-    """A part of a run file without keys of its own invention.
+def _no_such_key(key: str, meant: str | None, keys: str) -> ConfigError:
+    instead = f"did you mean '{meant}'?" if meant else f"the keys here are {keys}"
+    return ConfigError.cannot(
+        f"use the key {key!r}",
+        why="there is no such key here",
+        instead=f"write {FOREIGN[key]}" if key in FOREIGN else instead,
+    )
 
-    A key that is null counts as left out, in every section.
-    """
 
-    model_config = ConfigDict(extra="forbid")
+def _details(path: Path, error: StrettoError) -> InitErrorDetails:
+    return InitErrorDetails(type="value_error", loc=path, input=None, ctx={"error": error})
 
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out_nulls(cls, values: Any) -> Any:
-        is_closed = cls.model_config.get("extra") == "forbid"
-        return without_nulls(values) if isinstance(values, dict) and is_closed else values
+
+def details_of(error: ValidationError, path: Path = ()) -> list[InitErrorDetails]:
+    """Return what pydantic found, to be raised again at `path`."""
+    found: list[Any] = list(error.errors(include_url=False))
+    for one in found:
+        one["loc"] = (*path, *one["loc"])
+        if one["type"] == SHAPE:
+            one["type"] = PydanticCustomError(SHAPE, one["msg"])
+    return found
+
+
+@contextmanager
+def refused_at(*path: str) -> Iterator[None]:
+    """Let pydantic list an error of ours raised within at the path that it comes from."""
+    try:
+        yield
+    except StrettoError as error:
+        raise ValidationError.from_exception_data("value", [_details(path, error)]) from error
 
 
 def without_nulls(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a mapping without its nulls, which mean left out."""
     return {key: value for key, value in mapping.items() if value is not None}
-
-
-def read_target(value: object) -> str:
-    """Return `value` if it has the form `package.module:attribute`.
-
-    >>> read_target("torch.optim:AdamW")
-    'torch.optim:AdamW'
-
-    Raises:
-        ConfigError: it has not.
-    """
-    if isinstance(value, str):
-        module, colon, attribute = value.partition(":")
-        parts = [*module.split("."), *attribute.split(".")]
-        if colon and all(part.isidentifier() for part in parts):
-            return value
-        if re.fullmatch(r"\w+(\.\w+)+", value):
-            module, _, attribute = value.rpartition(".")
-            raise ConfigError.cannot(
-                f"use {value!r} as a target",
-                why="a colon must part the module from what is in it",
-                instead=f"write '{module}:{attribute}'",
-            )
-    raise ConfigError.cannot(
-        f"use {shown(value)} as a target",
-        why="it is not of the form 'package.module:attribute'",
-        instead="write for example 'torch.optim:AdamW'",
-    )
 
 
 def read_time(value: object) -> Time:
@@ -121,13 +147,13 @@ def read_time(value: object) -> Time:
     )
 
 
+SHAPE = "shape"
+"""The type of pydantic's error for a value that has none of the known shapes."""
+
+
 def shape_of(shape: Callable[[Any], str | None], instead: str) -> Discriminator:
     """Return what picks the way in which a value is written, with the error for none of them."""
-    return Discriminator(
-        shape,
-        custom_error_type="shape",
-        custom_error_message=instead,  # a context would be a dict, which has no hash
-    )
+    return Discriminator(shape, custom_error_type=SHAPE, custom_error_message=instead)
 
 
 def shown(value: object) -> str:
@@ -160,29 +186,28 @@ def _plain(value: object) -> str:
     return repr(value)
 
 
-def _time(check: Callable[[Time], Time], examples: list[str]) -> tuple[Any, ...]:
-    def read(value: object) -> Time:
-        return check(read_time(value))
+def reference(name: str) -> WithJsonSchema:
+    """Return the schema of a value that `$defs` describes under that name."""
+    return WithJsonSchema({"x-ref": name})
 
+
+def _time(check: Callable[[Time], Time], *examples: str) -> Any:
     return (
-        GetPydanticSchema(lambda _, __: core_schema.no_info_plain_validator_function(read)),
+        PlainValidator(lambda value: check(read_time(value))),
         PlainSerializer(str, return_type=str),
-        WithJsonSchema({"x-ref": "Time", "examples": examples}),
+        reference("Time"),
+        Field(examples=list(examples)),
     )
 
 
-TargetText: TypeAlias = Annotated[
-    str,
-    BeforeValidator(read_target),
-    Field(json_schema_extra={"pattern": TARGET_PATTERN}, examples=["torch.optim:AdamW"]),
-]
-"""`package.module:attribute`."""
-Length: TypeAlias = Annotated[Time, *_time(lambda time: Every(time).interval, ["1ep", "10%"])]
+Interval: TypeAlias = Annotated[Time, *_time(lambda time: Every(time).interval, "1ep", "10%")]
 """A time that is longer than nothing."""
-WallClock: TypeAlias = Annotated[Time, *_time(read_wall_clock, ["90s", "10m"])]
+WallClock: TypeAlias = Annotated[Time, *_time(read_wall_clock, "90s", "10m")]
 """A time on the wall clock that is longer than nothing."""
-RunLength: TypeAlias = Annotated[Time, *_time(check_run, ["2ep", "2Btok", "36h"])]
+RunLength: TypeAlias = Annotated[Time, *_time(check_run, "2ep", "2Btok", "36h")]
 """The length of a run."""
+AnyTime: TypeAlias = Annotated[Any, PlainValidator(read_time), PlainSerializer(str), reference("Time")]
+"""A time that the class it is for checks further."""
 
 Count: TypeAlias = Annotated[int, Field(ge=1, strict=True)]
 """A whole number of at least 1."""
@@ -196,21 +221,3 @@ CountOrAuto: TypeAlias = Annotated[
 """A whole number of at least 1, or `auto`."""
 Natural: TypeAlias = Annotated[int, Field(ge=0, strict=True)]
 """A whole number of at least 0."""
-
-
-class Target(Part):
-    """Something of Python's: `target` names it, all other keys are its arguments.
-
-    >>> Target.model_validate({"target": "torch.optim:AdamW", "lr": 1e-3}).arguments
-    {'lr': 0.001}
-    """
-
-    model_config = ConfigDict(extra="allow")
-
-    target: TargetText
-    """`package.module:attribute`, imported when the run is built."""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The keyword arguments: every key that is not one of the section's own."""
-        return dict(self.__pydantic_extra__ or {})

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
-from stretto.config.fields import Target
 from stretto.config.plans import TimesAndSizes, scale_of
 from stretto.config.run import RunConfig
 from stretto.config.settings import Evaluate
-from stretto.config.targets import accepts, bound_target, call_target, import_target
+from stretto.config.targets import Target, accepts, bound_target, call_target, import_target
 from stretto.config.yaml import Path, show_path
 from stretto.data import DataSpec
 from stretto.errors import ConfigError
@@ -121,40 +121,39 @@ def _tuples(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def make_settings(config: RunConfig, kind: type[S], section: Any, path: Path, /, **more: Any) -> S:
-    """Return the settings that a section holds, with its targets imported, and some more."""
+def _with_targets(config: RunConfig, value: Any, path: Path) -> Any:
+    """Return a value, or the values of a mapping, with targets as the functions they name."""
+    if isinstance(value, Target):
+        return bound_target(value, source=config.source, path=path)
+    if isinstance(value, dict):
+        return {name: _with_targets(config, item, (*path, name)) for name, item in value.items()}
+    return value
 
-    def made(value: Any, here: Path) -> Any:
-        if isinstance(value, Target):
-            return bound_target(value, source=config.source, path=here)
-        if isinstance(value, dict):
-            return {name: made(item, (*here, name)) for name, item in value.items()}
-        return value
 
-    names = [name for name in type(section).model_fields if name not in more]
-    values = {name: made(getattr(section, name), (*path, name)) for name in names}
-    with config.source.at(*path):
-        return kind(**values, **more)
+def _settings(config: RunConfig, settings: S, key: str, **more: Any) -> S:
+    """Return settings of the file with its targets imported, and some more."""
+    names = [one.name for one in fields(settings) if one.name not in more]  # type: ignore[arg-type]
+    made = {name: _with_targets(config, getattr(settings, name), (key, name)) for name in names}
+    with config.source.at(key):
+        return replace(settings, **made, **more)  # type: ignore[type-var]
 
 
 def make_loading(config: RunConfig) -> Loading:
     """Return how samples are ordered and fetched."""
-    more = {"seed": config.seed, "last_batch": config.last_batch}
-    return make_settings(config, Loading, config.loading, ("loading",), **more)
+    last_batch = config.last_batch
+    return _settings(config, config.loading, "loading", seed=config.seed, last_batch=last_batch)
 
 
 def make_checkpointing(config: RunConfig, run: TimesAndSizes) -> Checkpointing | None:
     """Return when checkpoints are written and which are kept."""
     if config.checkpoint is None:
         return None
-    every = run.triggers["checkpoint"]
-    return make_settings(config, Checkpointing, config.checkpoint, ("checkpoint",), every=every)
+    return _settings(config, config.checkpoint, "checkpoint", every=run.triggers["checkpoint"])
 
 
 def make_stepping(config: RunConfig, run: TimesAndSizes) -> Stepping:
     """Return how a step is computed."""
-    rule = run.rule
-    return make_settings(config, Stepping, config.stepping, ("stepping",), rule=rule)
+    return _settings(config, config.stepping, "stepping", rule=run.rule)
 
 
 def make_evaluation(config: RunConfig, section: Evaluate, run: TimesAndSizes) -> Evaluation:
@@ -164,7 +163,10 @@ def make_evaluation(config: RunConfig, section: Evaluate, run: TimesAndSizes) ->
         path = ("evaluate", config.evaluate.index(section))
     data = _evaluation_data(config, section, path)
     every = run.triggers[f"evaluate {section.name}"]
-    return make_settings(config, Evaluation, section, path, data=data, every=every)
+    names = ("metrics", "batch_size", "name", "loss", "predict")
+    made = {name: _with_targets(config, getattr(section, name), (*path, name)) for name in names}
+    with config.source.at(*path):
+        return Evaluation(data, every, **made)
 
 
 def _evaluation_data(config: RunConfig, section: Evaluate, path: Path) -> Any:
@@ -191,15 +193,12 @@ def _evaluation_data(config: RunConfig, section: Evaluate, path: Path) -> Any:
 
 def make_logging(config: RunConfig, run: TimesAndSizes) -> Logging:
     """Return when metrics are logged, and where they go."""
-    return make_settings(
-        config,
-        Logging,
-        config.log,
-        ("log",),
-        every=run.triggers["log"],
-        flush=Every(config.log.flush).scaled(scale_of(config)),
-        loggers=make_loggers(config),
-        config=config.model_dump(mode="json"),
+    return Logging(
+        run.triggers["log"],
+        Every(config.log.flush).scaled(scale_of(config)),
+        make_loggers(config),
+        config.log.console,
+        config.model_dump(mode="json"),
     )
 
 

@@ -18,16 +18,8 @@ from pydantic import (
 )
 
 from stretto._location import local_path
-from stretto.config.fields import (
-    Count,
-    CountOrAuto,
-    RunLength,
-    Section,
-    Target,
-    shape_of,
-    without_nulls,
-)
-from stretto.config.forms import BatchSize, ScheduleText, coupled_key
+from stretto.config.fields import Count, CountOrAuto, RunLength, Section, shape_of, without_nulls
+from stretto.config.forms import AnySchedule, BatchSize
 from stretto.config.messages import explain
 from stretto.config.settings import (
     AnyRule,
@@ -39,6 +31,7 @@ from stretto.config.settings import (
     Optimizer,
     SteppingSection,
 )
+from stretto.config.targets import Target
 from stretto.config.yaml import (
     MAX_BYTES,
     NO_SOURCE,
@@ -49,9 +42,10 @@ from stretto.config.yaml import (
     parse_yaml,
     source_name,
 )
+from stretto.batching import Coupling
 from stretto.errors import ConfigError
 from stretto.schedules.fields import parse_name
-from stretto.settings import Precision
+from stretto.settings import Loading, Precision, Stepping
 from stretto.timing import LastBatch
 
 
@@ -89,29 +83,32 @@ class RunConfig(Section):
     optimizer: Optimizer | None = None
     """Makes the optimizer. A plan needs none."""
     loss: Target | None = None
-    """`function(model, batch) -> loss`; left out: the `loss` of the model's class."""
+    """`function(model, batch) -> loss`; by default the `loss` of the model's class."""
     step: Target | None = None
     """Makes a `stretto.TrainStep` of yours: called with `model`, with `optimizer` if the file has
     one, and with `loss` if it takes one."""
+    micro_batch_size: CountOrAuto | None = None
+    """Most samples of one forward and backward pass on one rank; `auto`: as many as fit into
+    memory; by default all its share."""
+    world_size: Count | None = None
+    """How many ranks a plan is for; by default one. Training has those that torchrun starts."""
     schedules: Annotated[
         dict[
             Annotated[str, AfterValidator(lambda text: parse_name(text) and text)],
-            ScheduleText,
+            AnySchedule,
         ],
         BeforeValidator(lambda value: without_nulls(value) if isinstance(value, dict) else value),
     ] = Field(default_factory=dict)
     """What multiplies each hyper-parameter, by its name: `lr`, `weight_decay`, `betas.0`,
     `lr@group`."""
-    batch_size: Annotated[BatchSize, Field(examples=[64])]
+    batch_size: Annotated[BatchSize, Field(examples=[64])]  # after what it depends on
     """Samples of one optimizer step, over all ranks."""
-    micro_batch_size: CountOrAuto | None = None
-    """Most samples of one forward and backward pass on one rank; `auto`: as many as fit into
-    memory; left out: all its share."""
     rule: AnyRule = None
-    """How the learning rate follows the batch size, a rule or a function of yours; left out: not at
-    all."""
+    """How the learning rate follows the batch size, a rule or a function of yours; by default not
+    at all."""
     last_batch: LastBatch = "keep"
-    """Where an epoch ends inside a batch: `keep` a smaller one, `drop` it, or `carry` on."""
+    """What happens if an epoch ends inside a batch: `keep` a smaller one, `drop` it, or `carry`
+    on."""
     precision: Precision = "fp32"
     """The type that autocast computes in; weights stay as they are."""
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -120,26 +117,24 @@ class RunConfig(Section):
     """Whether the model runs through `torch.compile`."""
     device: str | None = None
     """Where to compute; by default this rank's CUDA device if there is one, else the CPU."""
-    loading: LoadingSection = LoadingSection()
+    loading: LoadingSection = Loading(shuffle=True, num_workers=0)
     """How samples are ordered and fetched."""
-    stepping: SteppingSection = SteppingSection()
+    stepping: SteppingSection = Stepping()
     """How a step is computed."""
     evaluate: Evaluations | None = None
-    """What is measured now and then; one mapping or a list of them."""
+    """What is measured during the run; one mapping or a list of them."""
     checkpoint: Checkpoint | None = None
-    """When checkpoints are written; left out: never."""
+    """When checkpoints are written; by default never."""
     log: Log = Log()
     """When metrics are written."""
     callbacks: list[Target] = Field(default_factory=list)
     """Listeners and algorithms: each makes a `stretto.training.Callback`."""
     folder: Annotated[str | None, AfterValidator(_local)] = None
-    """Where the run is kept; left out: a new folder in `runs`."""
+    """Where the run is kept; by default a new folder in `runs`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of samples, and of all chance in building and training the model."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """How several ranks share the model: each has all of it, or a part of each block (FSDP2)."""
-    world_size: Count | None = None
-    """How many ranks a plan is for; left out: one. Training has those that torchrun starts."""
     scale_schedule: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Makes the run this many times as long, with every time that is not a fraction of it. The
     number of samples in the data stays."""
@@ -147,17 +142,21 @@ class RunConfig(Section):
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: Source = NO_SOURCE) -> Self:
-        """Return the configuration that plain values say.
+        """Return the configuration that plain values describe.
 
         Raises:
-            ConfigError: they say something else than they should; every mistake is listed.
+            ConfigError: some are wrong; every mistake is listed.
         """
         try:
             config = cls.model_validate(dict(values))
         except ValidationError as error:
-            raise explain(error, cls, source) from None
+            raise explain(error, source) from None
         config._source = source
         return config
+
+    def changed(self, **values: Any) -> Self:
+        """Return this configuration with other plain values of some keys."""
+        return self.parse(self.model_dump(mode="json") | values, self.source)
 
     @property
     def source(self) -> Source:
@@ -172,32 +171,27 @@ class RunConfig(Section):
         return tuple(self.evaluate) if isinstance(self.evaluate, list) else (self.evaluate,)
 
     @model_validator(mode="after")
-    def _check_names(self) -> Self:
+    def _check_whole(self) -> Self:
         names = [evaluation.name for evaluation in self.evaluations]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError.cannot(
                 f"evaluate twice as {twice!r}",
                 why="their metrics would have the same names",
-                instead="give each evaluation a 'name' of its own",
+                instead="give each evaluation another 'name'",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_coupling(self) -> Self:
-        if coupled_key(self.batch_size) is None:
-            return self
-        if "lr" not in self.schedules:
+        is_coupled = isinstance(self.batch_size.value, Coupling)
+        if is_coupled and "lr" not in self.schedules:
             raise ConfigError.cannot(
                 "grow the batch as the learning rate decays",
                 why="there is no 'schedules.lr'",
                 instead="write for example 'schedules: {lr: {cosine: {warmup: 5%}}}'",
             )
-        if self.rule is not None:
+        if is_coupled and self.rule is not None:
             raise ConfigError.cannot(
                 "follow the batch size by a 'rule'",
-                why="the batch size itself says how the learning rate goes with it",
-                instead="leave it out",
+                why="the batch size itself determines the learning rate",
+                instead="leave the rule out",
             )
         return self
 
@@ -208,24 +202,14 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: it cannot be read, or says something else than it should.
     """
-    path = Path(path)
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_BYTES + 1).decode()
     except (OSError, ValueError) as error:
-        why = (getattr(error, "strerror", None) or str(error)).lower().replace("is a", "it is a", 1)
         raise ConfigError.cannot(
             f"read {str(path)!r}",
-            why=why,
-            instead="write the path of a run file, or none for the packaged one",
-        ) from None
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError.cannot(
-            f"read {source_name(path)}",
-            why=f"byte {error.start + 1} is not UTF-8",
-            instead="save it as UTF-8 text",
+            why=(getattr(error, "strerror", None) or str(error)).lower(),
+            instead="write the path of a run file in UTF-8, or none for the packaged one",
         ) from None
     return parse_run_file(text, source_name(path), overrides)
 
@@ -234,8 +218,8 @@ def parse_run_file(text: str, name: str = "run.yaml", overrides: Sequence[str] =
     r"""Return what the text of a run file says, with `key=value` overrides set.
 
     >>> text = "max_duration: 2ep\ndata: {target: my.data:make}\nbatch_size: 64"
-    >>> parse_run_file(text, overrides=["batch_size=32"]).batch_size
-    32
+    >>> parse_run_file(text, overrides=["batch_size=32"]).batch_size.value
+    Fixed(32)
 
     Raises:
         ConfigError: it is not YAML, or says something else than it should.

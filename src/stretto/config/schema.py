@@ -9,9 +9,10 @@ from typing import Any, final
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from stretto.config.fields import TIME_PATTERN, Part
+from stretto.config.fields import TIME_PATTERN, Section
 from stretto.config.forms import COUPLED, adapter
 from stretto.config.run import RunConfig
+from stretto.settings import Checkpointing, Loading, Stepping
 from stretto.timing import Time
 
 _DURATION = {
@@ -33,10 +34,11 @@ def run_file_schema() -> dict[str, Any]:
     ['max_duration', 'data', 'batch_size']
     """
     schema = RunConfig.model_json_schema(schema_generator=_Generator)
-    sections = {section.__name__: section for section in _inner_sections(Part)}
+    described = [*_inner_sections(Section), Loading, Stepping, Checkpointing]
+    sections = {section.__name__: section for section in described}
     parts = schema["$defs"]
     for name, part in [("RunConfig", schema), *parts.items()]:
-        _describe(part, sections[name].settings or sections[name])
+        _describe(part, sections[name])
     for name in ("BatchSize", "Schedule"):
         parts.update(_forms(name, parts))
     schema = _tidy(schema)
@@ -138,5 +140,5 @@ def _tidy(part: Any) -> Any:
     return kept
 
 
-def _inner_sections(root: type[Part]) -> list[type[Part]]:
+def _inner_sections(root: type[Section]) -> list[type[Section]]:
     return [inner for child in root.__subclasses__() for inner in (child, *_inner_sections(child))]

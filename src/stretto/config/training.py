@@ -27,11 +27,12 @@ from stretto.config.parts import (
 )
 from stretto.config.plans import TimesAndSizes, build_run, make_spec, prepare_run
 from stretto.config.run import RunConfig
-from stretto.config.targets import import_target
+from stretto.config.targets import accepts, import_target
 from stretto.data import DataSpec, StepLoader
 from stretto.distributed.strategy import shard_blocks
 from stretto.errors import ConfigError, StrettoError
 from stretto.memory.examples import example_batches, resizable
+from stretto.schedules.fields import parse_name
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.training import Callback, Trainer
 from stretto.training.criterion import as_loss
@@ -60,9 +61,9 @@ def build_trainer(
         StrettoError: the run cannot be as described.
     """
     check_complete(config)
-    world_size = _world_size(config)
+    _check_world_size(config)
     spec = make_spec(config)
-    run = build_run(config, spec, world_size=world_size)
+    run = build_run(config, spec)
     prepared = prepare_run(config, with_some_maximum(run))
     seed_everything(config.seed)
     model = make_model(config)
@@ -114,33 +115,38 @@ def seed_everything(seed: int) -> None:
 
 
 def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
-    """Return the run file with what the run has found.
+    """Return the run file with what the run has found, so that a plan needs neither data nor torch.
 
-    That is the sizes of the data, the sizes that were `auto`, and its folder.
-
-    With it, `stretto plan` needs neither the data nor torch, and `stretto train` can go on.
+    That is the sizes of the data, the sizes that were `auto`, the scheduled values of the
+    optimizer, and the run's folder.
     """
-    horizon = trainer.horizon
-    sizes = {
-        "num_samples": horizon.dataset_num_samples,
-        "num_tokens": None if horizon.tokens_per_sample else horizon.dataset_num_tokens,
-        "tokens_per_sample": horizon.tokens_per_sample,
+    horizon, optimizer = trainer.horizon, config.optimizer
+    changes: dict[str, Any] = {
+        "data": {
+            **config.data.model_dump(),
+            "num_samples": horizon.dataset_num_samples,
+            "num_tokens": None if horizon.tokens_per_sample else horizon.dataset_num_tokens,
+            "tokens_per_sample": horizon.tokens_per_sample,
+        },
+        "folder": None if trainer.folder is None else str(trainer.folder),
+        "micro_batch_size": trainer.loader.micro_batch_size,
+        "batch_size": _with_maximum(config.batch_size.written, trainer.found_maximum),
     }
-    optimizer = config.optimizer
-    if optimizer is not None and "lr" not in optimizer.arguments:
-        base = trainer.hyperparameters.base.get("lr")
-        if base is not None:
-            optimizer = type(optimizer).model_validate({**optimizer.model_dump(), "lr": base})
-    folder = None if trainer.folder is None else str(trainer.folder)
-    return config.model_copy(
-        update={
-            "data": config.data.model_copy(update=sizes),
-            "optimizer": optimizer,
-            "folder": folder,
-            "micro_batch_size": trainer.loader.micro_batch_size,
-            "batch_size": _with_maximum(config.batch_size, trainer.found_maximum),
-        }
-    )
+    if optimizer is not None:
+        defaults = _plain_defaults(trainer)
+        names = [parse_name(text).of(defaults).key for text in ("lr", *config.schedules)]
+        target = import_target(optimizer.target)
+        taken = [name for name in names if name in defaults and accepts(target, name)]
+        stated = {name: defaults[name] for name in taken}
+        changes["optimizer"] = stated | optimizer.model_dump()
+    return config.changed(**changes)
+
+
+def _plain_defaults(trainer: Trainer) -> dict[str, Any]:
+    """Return the optimizer's defaults that a run file can hold."""
+    defaults = getattr(trainer.hyperparameters.optimizer, "defaults", {})
+    plain = {key: list(one) if isinstance(one, tuple) else one for key, one in defaults.items()}
+    return {key: one for key, one in plain.items() if isinstance(one, (int, float, list))}
 
 
 def _with_maximum(written: Any, found: FoundMaximum | None) -> Any:
@@ -176,7 +182,7 @@ def check_complete(config: RunConfig) -> None:
             )
 
 
-def _world_size(config: RunConfig) -> int:
+def _check_world_size(config: RunConfig) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if config.world_size not in (None, world_size):
         raise ConfigError.cannot(
@@ -186,7 +192,6 @@ def _world_size(config: RunConfig) -> int:
             "or set world_size=null",
             where=config.source.where(("world_size",)),
         )
-    return world_size
 
 
 MICRO_BATCHES = 2

@@ -38,9 +38,9 @@ def show_path(path: Path) -> str:
 @final
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a run file is called, and the line on which each of its values stands.
+    """The name of a run file, and the line of each of its values.
 
-    Two files that say the same are equal, so all sources are.
+    All sources are equal, so that two files with the same values are.
 
     >>> print(Source("run.yaml", {("seed",): 3}).where(("seed",)))
     seed in run.yaml, line 3
@@ -66,7 +66,7 @@ class Source:
 
     @contextmanager
     def at(self, *path: str | int) -> Iterator[None]:
-        """Let errors of ours raised within say that they come from `path`.
+        """Add `path` to errors of ours raised within.
 
         Raises:
             ConfigError: in place of any other error of ours.
@@ -222,7 +222,7 @@ def _value(node: yaml.Node, path: Path, lines: dict[Path, int]) -> Value:
             raise _error(at, "'<<' merges are not read; write the keys out")
         if key in entries:
             first = f"first on line {lines[*path, key]}; keep one of them"
-            raise _error(at, f"the key {shown(key)} stands twice, {first}")
+            raise _error(at, f"the key {shown(key)} is there twice, {first}")
         if ":" in key and not at.style and item.value == "" and not item.style:
             # In braces, '{0ep:8}' is the key '0ep:8' without a value.
             better = shown(key.replace(":", ": ", 1))
@@ -250,23 +250,9 @@ def check_mapping(value: Value, name: str) -> dict[str, Any]:
         return value
     raise ConfigError.cannot(
         f"use {name} as a run file",
-        why=f"it holds {describe(value)} and not keys with values",
+        why=f"it holds {shown(value)} and not keys with values",
         instead="write lines such as 'max_duration: 2ep'",
     )
-
-
-def describe(value: object) -> str:
-    """Return what kind of value this is, in the words of a run file.
-
-    >>> describe([1, 2])
-    'a list'
-    """
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return "true or false"
-    names = {int: "a number", float: "a number", str: "a text", list: "a list", dict: "a mapping"}
-    return names.get(type(value), f"a {type(value).__name__}")
 
 
 _INDEX = re.compile(r"[0-9]{1,9}")
@@ -294,7 +280,7 @@ def apply_overrides(
     for text in overrides:
         path, value = parse_override(text)
         _set(values, path, value, text)
-        # What stood there is gone, so its lines would mislead.
+        # The lines of what was there would mislead.
         for known in [known for known in lines if known[: len(path)] == path]:
             del lines[known]
         overridden.add(path)
@@ -311,43 +297,25 @@ def parse_override(text: str) -> tuple[Path, Value]:
         ConfigError: it is not of that form.
     """
     key, equals, rest = text.partition("=")
-    if not equals:
-        raise _no_override(text, "it has no '='", "write for example 'max_duration=1ep'")
-    if any("\ud800" <= character <= "\udfff" for character in key):
-        raise _no_override(text, "its key is not UTF-8", "write it in UTF-8")
     parts = key.split(".")
-    if not all(part.strip() == part and part for part in parts):
-        raise _no_override(
-            text, "a part of its key is empty", "write for example 'optimizer.lr=1e-3'"
-        )
-    if not rest.strip():
-        raise _no_override(
-            text,
-            "it has no value",
-            f"write a value, or {_short(key) + '=null'!r} to go back to the default",
-        )
+    is_key = key.isprintable() and all(part.strip() == part != "" for part in parts)
+    if not equals or not rest.strip() or not is_key:
+        raise _no_override(text, "it is not of the form key=value", "max_duration=1ep or seed=null")
     if len(parts) > MAX_DEPTH:
-        raise _no_override(
-            text, f"its key has {len(parts)} parts", f"write at most {MAX_DEPTH}, parted by dots"
-        )
+        raise _no_override(text, f"its key has {len(parts)} parts", "optimizer.lr=1e-3")
     path = tuple(int(part) if _INDEX.fullmatch(part) else part for part in parts)
-    return path, parse_yaml(rest, repr(f"{_short(key)}=...")).value
+    return path, parse_yaml(rest, repr(f"{shown(key)}=...")).value
 
 
 def _set(values: dict[str, Any], path: Path, value: Value, text: str) -> None:
     inner: Any = values
     for depth, part in enumerate(path):
-        is_last = depth == len(path) - 1
-        if isinstance(inner, list):
-            place = _index(inner, part, path[:depth], text)
-        elif isinstance(inner, dict):
-            place = str(part)
-        else:
-            raise _no_override(
-                text,
-                f"{show_path(path[:depth])} is {describe(inner)}, which has no keys",
-                f"set it as a whole, with '{show_path(path[:depth])}=...'",
-            )
+        above, is_last = show_path(path[:depth]), depth == len(path) - 1
+        place: Any = part if isinstance(inner, list) else str(part)
+        if not isinstance(inner, (dict, list)):
+            raise _no_override(text, f"{above} has no keys", f"{above}=...")
+        if isinstance(inner, list) and not (isinstance(part, int) and part < len(inner)):
+            raise _no_override(text, f"{above} is a list of {len(inner)}", f"{above}.0=...")
         if not is_last:
             if isinstance(inner, dict) and inner.get(place) is None:
                 inner[place] = {}
@@ -358,22 +326,6 @@ def _set(values: dict[str, Any], path: Path, value: Value, text: str) -> None:
             inner[place] = value
 
 
-def _index(items: list[Any], part: str | int, path: Path, text: str) -> Any:
-    if isinstance(part, int) and part < len(items):
-        return part
-    raise _no_override(
-        text,
-        f"{show_path(path)} is a list of {len(items)}",
-        f"write a number from 0 to {len(items) - 1} after '{show_path(path)}.', such as 0"
-        if items
-        else f"set it as a whole, with '{show_path(path)}=...'",
-    )
-
-
-def _no_override(text: str, why: str, instead: str) -> ConfigError:
-    said = f"set {_short(text)!r}"
-    return ConfigError.cannot(said, why=why, instead=instead, where="command line")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else text[:77] + "..."
+def _no_override(text: str, why: str, example: str) -> ConfigError:
+    instead = f"write for example {example}"
+    return ConfigError.cannot(f"set {shown(text)}", why=why, instead=instead, where="command line")
