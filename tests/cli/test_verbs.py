@@ -38,7 +38,7 @@ def stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_version(stretto: Stretto) -> None:
-    assert stretto("version") == (0, f"stretto {__version__}\n", "")
+    assert stretto("--version") == (0, f"stretto {__version__}\n", "")
 
 
 def test_schema(stretto: Stretto) -> None:

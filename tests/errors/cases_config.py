@@ -12,10 +12,9 @@ from stretto.cli.app import convert
 from stretto.cli.app import plan as plan_verb
 from stretto.cli.planning import find_run_file
 from stretto.cli.training import unnamed_run_file
-from stretto.config.fields import Target
 from stretto.config.plans import build_plan
 from stretto.config.run import RunConfig, parse_run_file, read_run_file
-from stretto.config.targets import bound_target, call_target, import_target
+from stretto.config.targets import Target, bound_target, call_target, import_target
 from stretto.config.yaml import Source, parse_yaml
 from stretto.planning import plan
 from stretto.report.drawing import check_format

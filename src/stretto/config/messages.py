@@ -32,14 +32,17 @@ def _message(details: ErrorDetails, source: Source) -> Message:
     if details["type"] == "value_error":
         error: StrettoError = context["error"]
         return error.message.recast(where, as_key)
-    instead = details["msg"][:1].lower() + details["msg"][1:]
+    said = details["msg"]
+    asked = said.removeprefix("Input should be ")
+    number = "a value " if asked.startswith(("greater", "less")) else ""
+    instead = said[:1].lower() + said[1:] if said == asked else f"write {number}{asked}"
     if details["type"] == "literal_error":
         choices = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
         near = nearest(details["input"], choices)
         instead = f"did you mean '{near}'?" if near else instead
     return cannot(
         f"use {shown(details['input'])} as {show_path(path)}",
-        why="it is not one of the possible values",
+        why="it is not valid here",
         instead=instead,
         where=where,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -104,6 +105,11 @@ def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
         name: imported(read.value, source, ("schedules", name))
         for name, read in config.schedules.items()
     }
+
+    def scaled(value: Any, *path: str | int) -> Any:
+        with source.at(*path):
+            return value.scaled(ratio)
+
     sizes = imported(config.batch_size.value, source, ("batch_size",))
     if isinstance(sizes, Coupling):
         schedules["lr"], sizes = sizes.schedule, sizes.policy
@@ -111,9 +117,9 @@ def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
     rule = config.rule
     return TimesAndSizes(
         run,
-        sizes.scaled(ratio),
-        {name: schedule.scaled(ratio) for name, schedule in schedules.items()},
-        {name: Every(every).scaled(ratio) for name, (_, every) in intervals.items()},
+        scaled(sizes, "batch_size"),
+        {name: scaled(one, "schedules", name) for name, one in schedules.items()},
+        {name: scaled(Every(every), *path) for name, (path, every) in intervals.items()},
         {name: path for name, (path, _) in intervals.items()},
         None if rule is None else build_rule(rule, source, ("rule",)),
     )
@@ -151,8 +157,9 @@ def base_values(config: RunConfig) -> dict[str, float]:
         name, value = _stated(config, text)
         if isinstance(value, list):
             value = dict(enumerate(value)).get(name.index or 0)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            found[text] = float(value)
+        # Torch refuses anything else when the optimizer is built.
+        if type(value) in (int, float) and 0 <= value < math.inf:  # type: ignore[operator]
+            found[text] = float(value)  # type: ignore[arg-type]
     return found
 
 

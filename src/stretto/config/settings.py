@@ -9,7 +9,7 @@ from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, Tag, Wit
 
 from stretto.batching import LearningRateRule, as_rule
 from stretto.batching.split import RULES
-from stretto.config.fields import Count, CountOrAuto, Interval, Natural, Section, shape_of, shown
+from stretto.config.fields import Count, CountOrAuto, Interval, Natural, Section, WallClock, shape_of, shown
 from stretto.config.forms import settings_form
 from stretto.config.targets import TARGET_PATTERN, Target, bound_target
 from stretto.config.yaml import Path, Source
@@ -131,6 +131,7 @@ else:
         "rule",
         types={
             "measure_noise": CountOrAuto,
+            "rank_timeout": WallClock | None,
             "loss_weight": _or_target(
                 Literal["samples", "tokens"], "write samples, tokens, or {target: my.module:count}"
             ),
