@@ -166,8 +166,8 @@ def find_batch_size(
         _option("Memory of the device, such as 80GiB; by default what is free here.", "AMOUNT"),
     ] = None,
     device: Annotated[
-        str | None, _option("The kind of device; by default cuda if its memory is given.",
-                            "cpu|cuda"),
+        str | None,
+        _option("The kind of device; by default cuda if its memory is given.", "cpu|cuda"),
     ] = None,
     method: Annotated[
         str,
@@ -216,11 +216,11 @@ def find_batch_size(
     from stretto.cli.planning import print_json, read_arguments
 
     if plot is not None:
-        from stretto.report.memory import check_format, draw_memory
+        from stretto.report.drawing import check_format
 
         check_format(plot)
     config = read_arguments(run_file or [])
-    asked = {
+    asked: dict[str, Any] = {
         "method": method,
         "device_memory": device_memory,
         "gpu": gpu,
@@ -244,6 +244,8 @@ def find_batch_size(
     else:
         typer.echo(answer.text)
     if plot is not None and answer.of_device is not None:
+        from stretto.report.memory import draw_memory
+
         draw_memory(answer.of_device, plot)
         typer.echo(f"drew {plot}", err=True)
 

@@ -206,7 +206,9 @@ WallClock: TypeAlias = Annotated[Time, *_time(read_wall_clock, "90s", "10m")]
 """A time on the wall clock that is longer than nothing."""
 RunLength: TypeAlias = Annotated[Time, *_time(check_run, "2ep", "2Btok", "36h")]
 """The length of a run."""
-AnyTime: TypeAlias = Annotated[Any, PlainValidator(read_time), PlainSerializer(str), reference("Time")]
+AnyTime: TypeAlias = Annotated[
+    Any, PlainValidator(read_time), PlainSerializer(str), reference("Time")
+]
 """A time that the class it is for checks further."""
 
 Count: TypeAlias = Annotated[int, Field(ge=1, strict=True)]

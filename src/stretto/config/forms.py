@@ -350,22 +350,17 @@ def _around() -> dict[str, Any]:
     return found
 
 
-_OPTIONS = ("every", "planned")
-
-
 def _target_of_sizes() -> Any:
-    own = {name: one for name, one in _fields(SizeFunction, "", "").items() if name in _OPTIONS}
+    own = _fields(SizeFunction, "", "")
+    own = {name: own[name] for name in ("every", "planned")}
     text = "A function of yours, `function(timestamp, current) -> size`, or a policy of yours."
-    which = "`package.module:function`, or a class of policies; keys that are not listed here are "
-    target = Annotated[TargetText, Field(description=f"{which}its arguments.")]
-    section = create_model(
-        "TargetSizes", __base__=Target, __doc__=text, target=(target, ...), **own | _around()
-    )
+    which = "`package.module:function`, or a class of policies; other keys are its arguments."
+    own["target"] = (Annotated[TargetText, Field(description=which)], ...)
+    section = create_model("TargetSizes", __base__=Target, __doc__=text, **own | _around())
 
     def made(read: Any, info: ValidationInfo) -> BatchSizePolicy:
-        options = {name: getattr(read, name) for name in _OPTIONS if name in read.model_fields_set}
         target = Target(target=read.target, **read.arguments)
-        policy = SizeFunction(target, None, **without_nulls(options))
+        policy = SizeFunction(target, None, every=read.every, planned=read.planned)
         return _wrapped(policy, read, info.context or Context())
 
     return Annotated[section, AfterValidator(made)], "<TargetSizes>"
@@ -387,7 +382,7 @@ def imported(value: Value, source: Source, path: Path) -> Value:
             if isinstance(kind, type) and issubclass(kind, BatchSizePolicy):
                 options = {"every": found.every, "planned": found.planned or None}
                 return call_target(target, source=source, path=path, **without_nulls(options))
-            return replace(found, function=change(target))
+            return replace(found, function=cast(Any, change(target)))
         return found.replaced(change) if isinstance(found, Timed) else found
 
     with source.at(*path):
@@ -400,7 +395,7 @@ def _size_shape(value: Any) -> str | None:
         return "<number>" if isinstance(value, int) else "<text>"
     if not isinstance(value, dict):
         return None
-    makes = {key: make for key, (make, _) in SIZES.items()} | COUPLED
+    makes: dict[str, Any] = {key: make for key, (make, _) in SIZES.items()} | {**COUPLED}
     found = [make for key, make in makes.items() if value.get(key) is not None]
     if isinstance(value.get("ramp"), str) and value["ramp"] in RAMPS:
         found.insert(0, RAMPS[value["ramp"]])
@@ -409,9 +404,13 @@ def _size_shape(value: Any) -> str | None:
     return "<mapping>" if any(not str(key).isidentifier() for key in value) else None
 
 
+def _size_text(text: str) -> BatchSizePolicy:
+    return batching.as_policy(text)
+
+
 def _size_forms() -> Iterator[tuple[Any, str]]:
     yield Annotated[Count, AfterValidator(batching.Fixed)], "<number>"
-    yield Annotated[_Text, AfterValidator(lambda text: batching.as_policy(text))], "<text>"
+    yield Annotated[_Text, AfterValidator(_size_text)], "<text>"
     yield Annotated[_Mapping, AfterValidator(batching.Steps)], "<mapping>"
     yield _target_of_sizes()
     for name, ramp in RAMPS.items():
@@ -544,6 +543,8 @@ def settings_form(kind: type, *without: str, types: Mapping[str, Any], **default
         return kind(**{name: getattr(read, name) for name in own})
 
     def written(made: Any) -> dict[str, Any]:
-        return section.model_validate({name: getattr(made, name) for name in own}).model_dump(mode="json")
+        return section.model_validate({name: getattr(made, name) for name in own}).model_dump(
+            mode="json"
+        )
 
     return Annotated[section, AfterValidator(made), PlainSerializer(written)]

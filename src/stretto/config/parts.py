@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -34,7 +33,7 @@ from stretto.training import (
 
 S = TypeVar("S")
 VALIDATION = "validation"
-"""What `split` is for an evaluation that names no data of its own."""
+"""The `split` of an evaluation without data of its own."""
 
 
 def make_model(config: RunConfig) -> nn.Module:
@@ -44,7 +43,7 @@ def make_model(config: RunConfig) -> nn.Module:
         ConfigError: it cannot be made, or is no module.
     """
     assert config.model is not None, "checked before anything is built"
-    return _made(config, config.model, nn.Module, "a torch.nn.Module", ("model",))
+    return _made(config, config.model, nn.Module, ("model",))
 
 
 def make_loss(config: RunConfig, model: nn.Module) -> Any:
@@ -57,8 +56,7 @@ def make_loss(config: RunConfig, model: nn.Module) -> Any:
     raise ConfigError.cannot(
         "train",
         why=f"there is no 'loss', and {type(model).__name__} has no static method of that name",
-        instead="write for example 'loss: {target: my.models:loss}', "
-        "a function (model, batch) -> loss",
+        instead="write 'loss: {target: my.models:loss}', a function (model, batch) -> loss",
         where=config.source.name,
     )
 
@@ -70,11 +68,11 @@ def make_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
     rest = {name: value for name, value in model.named_parameters() if value.requires_grad}
     groups: list[dict[str, Any]] = []
     for name, group in section.groups.items():
-        taken = [key for key in rest if re.search(group.parameters, key)]
+        taken = [key for key in rest if group.parameters.search(key)]
         if not taken:
             raise ConfigError.cannot(
                 f"make the parameter group {name!r}",
-                why=f"no parameter left has a name with {group.parameters!r} in it",
+                why=f"no parameter left has a name with {group.parameters.pattern!r} in it",
                 instead=f"write a pattern of names such as {next(iter(rest), '')!r}",
                 where=config.source.where(("optimizer", "groups", name, "parameters")),
             )
@@ -84,8 +82,8 @@ def make_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
         # First, so that what the ledger shows without a group's name are the general values.
         groups.insert(0, {"params": list(rest.values()), "name": "rest"})
     parameters = groups if section.groups else list(rest.values())
-    tupled = type(section).model_validate({"target": section.target, **_tuples(section.arguments)})
-    return _made(config, tupled, Optimizer, "a torch Optimizer", ("optimizer",), parameters)
+    tupled = Target(target=section.target, **_tuples(section.arguments))
+    return _made(config, tupled, Optimizer, ("optimizer",), parameters)
 
 
 def make_step(config: RunConfig, model: nn.Module) -> TrainStep | None:
@@ -103,15 +101,7 @@ def make_step(config: RunConfig, model: nn.Module) -> TrainStep | None:
         given["optimizer"] = make_optimizer(config, model)
     if config.loss is not None or accepts(target, "loss"):
         given["loss"] = make_loss(config, model)
-    for name in given:
-        if name in section.arguments:
-            raise ConfigError.cannot(
-                f"give {section.target} a {name!r} of its own",
-                why=f"it is called with the {name} of the run file",
-                instead="leave it out",
-                where=config.source.where(("step", name)),
-            )
-    return _made(config, section, TrainStep, "a stretto.TrainStep", ("step",), **given)  # type: ignore[type-abstract]
+    return _made(config, section, TrainStep, ("step",), **given)  # type: ignore[type-abstract]
 
 
 def _tuples(options: dict[str, Any]) -> dict[str, Any]:
@@ -162,93 +152,81 @@ def make_evaluation(config: RunConfig, section: Evaluate, run: TimesAndSizes) ->
     if isinstance(config.evaluate, list):
         path = ("evaluate", config.evaluate.index(section))
     data = _evaluation_data(config, section, path)
-    every = run.triggers[f"evaluate {section.name}"]
     names = ("metrics", "batch_size", "name", "loss", "predict")
     made = {name: _with_targets(config, getattr(section, name), (*path, name)) for name in names}
     with config.source.at(*path):
-        return Evaluation(data, every, **made)
+        return Evaluation(data, run.triggers[f"evaluate {section.name}"], **made)
 
 
 def _evaluation_data(config: RunConfig, section: Evaluate, path: Path) -> Any:
     if section.data is not None:
         return call_target(section.data, source=config.source, path=(*path, "data"))
-    target = import_target(config.data.target, where=config.source.where(("data", "target")))
-    if not accepts(target, "split"):
+    target, arguments = config.data.target, config.data.arguments
+    function = import_target(target, where=config.source.where(("data", "target")))
+    if not accepts(function, "split") or arguments.get("split") == VALIDATION:
         raise ConfigError.cannot(
             "evaluate",
-            why=f"there is no 'data' to evaluate on, and {config.data.target} takes no 'split'",
+            why=f"there is no 'data' to evaluate on, and {target} takes no 'split', or the "
+            "validation split is trained on",
             instead="write for example 'data: {target: my.data:make_validation}' in it",
             where=config.source.where(path),
         )
-    if config.data.arguments.get("split") == VALIDATION:
-        raise ConfigError.cannot(
-            "evaluate",
-            why="there is no 'data' to evaluate on, and the validation split is trained on",
-            instead="write 'data: {target: ...}' in it",
-            where=config.source.where(path),
-        )
-    data = call_target(config.data, source=config.source, path=("data",), split=VALIDATION)
+    validation = Target(target=target, **arguments | {"split": VALIDATION})
+    data = call_target(validation, source=config.source, path=("data",))
     return DataSpec.of(data, sharded=config.data.sharded)
 
 
 def make_logging(config: RunConfig, run: TimesAndSizes) -> Logging:
     """Return when metrics are logged, and where they go."""
-    return Logging(
-        run.triggers["log"],
-        Every(config.log.flush).scaled(scale_of(config)),
-        make_loggers(config),
-        config.log.console,
-        config.model_dump(mode="json"),
-    )
+    with config.source.at("log", "loggers"):
+        return Logging(
+            run.triggers["log"],
+            Every(config.log.flush).scaled(scale_of(config)),
+            make_loggers(config),
+            config.log.console,
+            config.model_dump(mode="json"),
+        )
 
 
 def make_loggers(config: RunConfig) -> list[Logger]:
     """Return where metrics go besides the run folder."""
     kinds = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MLflowLogger}
-    wanted = config.log.loggers
-    if wanted is None:
-        wanted = ["tensorboard"] if find_spec("tensorboard") else []
-    made: list[Logger] = []
-    for number, one in enumerate(wanted):
-        if not isinstance(one, Target):
-            made.append(kinds[one]())
-            continue
-        kind = "a logger with the methods start, log and close"
-        made.append(_made(config, one, Logger, kind, ("log", "loggers", number)))  # type: ignore[type-abstract]
-    return made
+    named = config.log.loggers
+    if named is None:
+        named = ["tensorboard"] if find_spec("tensorboard") else []
+    source = config.source
+    return [
+        call_target(one, source=source, path=("log", "loggers", number))
+        if isinstance(one, Target)
+        else kinds[one]()
+        for number, one in enumerate(named)
+    ]
 
 
 def make_callbacks(config: RunConfig) -> list[Callback]:
-    """Return the listeners that the file names, with times for a run of the length it has."""
+    """Return the callbacks that the file names, with times for a run of its length."""
     made = []
     for number, section in enumerate(config.callbacks):
-        path = ("callbacks", number)
-        callback = _made(config, section, Callback, "a stretto.training.Callback", path)
+        callback = _made(config, section, Callback, ("callbacks", number))
         with config.source.at("callbacks", number):
             made.append(callback.scaled(scale_of(config)))
     return made
 
 
 def _made(
-    config: RunConfig,
-    section: Target,
-    kind: type[S],
-    called: str,
-    path: Path,
-    *positional: Any,
-    **extra: Any,
+    config: RunConfig, section: Target, kind: type[S], path: Path, *positional: Any, **extra: Any
 ) -> S:
-    """Return what a target returns, which is of a kind that messages call `called`.
+    """Return what a target returns.
 
     Raises:
-        ConfigError: it cannot be made, or is of another kind.
+        ConfigError: it cannot be made, or is not of that kind.
     """
     found = call_target(section, *positional, source=config.source, path=path, **extra)
     if isinstance(found, kind):
         return found
     raise ConfigError.cannot(
         f"use what {section.target} returns as {show_path(path)}",
-        why=f"it is a {type(found).__name__} and not {called}",
-        instead=f"name something that makes {called}",
+        why=f"it is a {type(found).__name__} and not a {kind.__name__}",
+        instead=f"name something that makes a {kind.__name__}",
         where=config.source.where(path),
     )

@@ -55,41 +55,39 @@ def make_spec(config: RunConfig) -> DataSpec:
 
 
 def data_counts(config: RunConfig, spec: DataSpec | None = None) -> dict[str, int | None]:
-    """Return what a `Horizon` has to know of the data, by the names of its arguments.
+    """Return the arguments of a `Horizon` about the data.
 
     Args:
         config: the run file.
-        spec: the data; left out, they are made if the file does not state the number of samples.
+        spec: the data; by default, they are made if the file does not state the number of samples.
 
     Raises:
         ConfigError: the data are needed and cannot be made.
     """
     data = config.data
-    if spec is None and data.num_samples is not None:
-        return {
-            "dataset_num_samples": data.num_samples,
-            "dataset_num_tokens": data.num_tokens,
-            "tokens_per_sample": data.tokens_per_sample,
-        }
-    return (spec or make_spec(config)).counts
+    if spec is not None or data.num_samples is None:
+        return (spec or make_spec(config)).counts
+    return {
+        "dataset_num_samples": data.num_samples,
+        "dataset_num_tokens": data.num_tokens,
+        "tokens_per_sample": data.tokens_per_sample,
+    }
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class TimesAndSizes:
-    """What a run file says about time and sizes, as objects; `scale_schedule` is in all of them."""
+    """The times and sizes of a run file, stretched by `scale_schedule`."""
 
     horizon: Horizon
     policy: BatchSizePolicy
     schedules: Mapping[str, Schedule]
     triggers: Mapping[str, Trigger]
-    places: Mapping[str, Path]
-    """The key in the run file of each trigger's time."""
     rule: LearningRateRule | None
 
 
 def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
-    """Return what a run file says about time and sizes.
+    """Return the times and sizes of a run file.
 
     Args:
         config: the run file.
@@ -120,23 +118,22 @@ def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
         scaled(sizes, "batch_size"),
         {name: scaled(one, "schedules", name) for name, one in schedules.items()},
         {name: scaled(Every(every), *path) for name, (path, every) in intervals.items()},
-        {name: path for name, (path, _) in intervals.items()},
         None if rule is None else build_rule(rule, source, ("rule",)),
     )
 
 
 def scale_of(config: RunConfig) -> Fraction:
-    """Return how many times as long as written the run is."""
+    """Return the factor by which `scale_schedule` stretches the run."""
     return Fraction(repr(config.scale_schedule or 1))
 
 
 def planned_micro_batch_size(config: RunConfig) -> int | None:
-    """Return the micro-batch size of a plan; None where only training finds it."""
+    """Return the micro-batch size of a plan; None if training finds it."""
     return None if config.micro_batch_size == "auto" else config.micro_batch_size
 
 
 def _intervals(config: RunConfig) -> dict[str, tuple[Path, Time]]:
-    """What happens now and then in a run: where that is said, and how often."""
+    """Return the path and the interval of what recurs in a run."""
     found: dict[str, tuple[Path, Time]] = {}
     for number, one in enumerate(config.evaluations):
         within = (number,) if isinstance(config.evaluate, list) else ()
@@ -194,7 +191,7 @@ def effective(schedules: Mapping[str, Schedule], config: RunConfig) -> dict[str,
 
 
 def _reaches(name: Name, other: Name) -> bool:
-    """Whether a schedule called `name` also moves the value that `other` is shown as."""
+    """Return whether a schedule called `name` also changes the value that `other` shows."""
     return (
         name.key == other.key
         and name.group in (None, other.group)
@@ -242,9 +239,7 @@ def plan_of(config: RunConfig, run: Prepared) -> Plan:
         raise error.recast(PlanError, where=where, word=as_key) from error
 
 
-def ends_of(
-    config: RunConfig, run: TimesAndSizes, bounds: tuple[int, int]
-) -> tuple[Plan, Plan]:
+def ends_of(config: RunConfig, run: TimesAndSizes, bounds: tuple[int, int]) -> tuple[Plan, Plan]:
     """Return the plans of a run with the smallest and with the largest size that it may decide.
 
     Raises:
@@ -258,7 +253,7 @@ def ends_of(
 
 
 def prepare_run(config: RunConfig, run: TimesAndSizes) -> Prepared:
-    """Bind a run, and refuse what cannot be, as far as that is known before anything is built.
+    """Bind a run to its horizon and check it, before anything is built.
 
     Raises:
         ConfigError: a piece does not fit the run, or the file contradicts itself.
@@ -266,7 +261,7 @@ def prepare_run(config: RunConfig, run: TimesAndSizes) -> Prepared:
 
     def at(kind: str, name: str = "") -> Any:
         if kind == "triggers":
-            return config.source.at(*run.places[name])
+            return config.source.at(*_intervals(config)[name][0])
         return config.source.at(kind, name) if name else config.source.at(kind)
 
     prepared = bind_run(

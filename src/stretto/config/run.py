@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from stretto._location import local_path
+from stretto.batching import Coupling
 from stretto.config.fields import Count, CountOrAuto, RunLength, Section, shape_of, without_nulls
 from stretto.config.forms import AnySchedule, BatchSize
 from stretto.config.messages import explain
@@ -37,12 +38,10 @@ from stretto.config.yaml import (
     NO_SOURCE,
     Source,
     apply_overrides,
-    check_mapping,
     parse_scalar,
     parse_yaml,
     source_name,
 )
-from stretto.batching import Coupling
 from stretto.errors import ConfigError
 from stretto.schedules.fields import parse_name
 from stretto.settings import Loading, Precision, Stepping
@@ -141,14 +140,14 @@ class RunConfig(Section):
     _source: Source = PrivateAttr(default=NO_SOURCE)
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any], source: Source = NO_SOURCE) -> Self:
+    def parse(cls, values: object, source: Source = NO_SOURCE) -> Self:
         """Return the configuration that plain values describe.
 
         Raises:
             ConfigError: some are wrong; every mistake is listed.
         """
         try:
-            config = cls.model_validate(dict(values))
+            config = cls.model_validate(values)
         except ValidationError as error:
             raise explain(error, source) from None
         config._source = source
@@ -225,8 +224,7 @@ def parse_run_file(text: str, name: str = "run.yaml", overrides: Sequence[str] =
         ConfigError: it is not YAML, or says something else than it should.
     """
     document = parse_yaml(text, name)
-    values = check_mapping(document.value, name)
-    values, source = apply_overrides(values, Source(name, document.lines), overrides)
+    values, source = apply_overrides(document.value, Source(name, document.lines), overrides)
     return RunConfig.parse(values, source)
 
 

@@ -139,8 +139,8 @@ def call_target(
         ConfigError: it cannot be imported or called, or it raised.
     """
     function = import_target(section.target, where=source.where((*path, "target")))
-    arguments = {**section.arguments, **extra}
-    return _called(lambda: function(*positional, **arguments), section, source.where(path))
+    where, arguments = source.where(path), section.arguments
+    return _called(lambda: function(*positional, **arguments, **extra), section, where)
 
 
 def bound_target(section: Target, *, source: Source = NO_SOURCE, path: Path = ()) -> Any:

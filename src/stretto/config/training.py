@@ -29,18 +29,19 @@ from stretto.config.plans import TimesAndSizes, build_run, make_spec, prepare_ru
 from stretto.config.run import RunConfig
 from stretto.config.targets import accepts, import_target
 from stretto.data import DataSpec, StepLoader
+from stretto.distributed.ranks import find_device
 from stretto.distributed.strategy import shard_blocks
 from stretto.errors import ConfigError, StrettoError
 from stretto.memory.examples import example_batches, resizable
-from stretto.schedules.fields import parse_name
 from stretto.runtime import SupervisedStep, TrainStep
+from stretto.schedules.fields import parse_name
 from stretto.training import Callback, Trainer
 from stretto.training.criterion import as_loss
 from stretto.training.stepping.fitting import FoundMaximum
 from stretto.training.stepping.measuring import keeps_gradients_apart
 
 _NO_LIMIT = 2**31
-"""Stands for a largest batch size that only training finds."""
+"""The largest batch size while training has not found one."""
 
 
 def build_trainer(
@@ -53,11 +54,11 @@ def build_trainer(
 
     Args:
         config: the run file.
-        folder: the run folder; left out, that of the file, if it names one.
-        callbacks: listeners besides those of the file.
+        folder: the run folder; by default, that of the file, if it names one.
+        callbacks: more callbacks than those of the file.
 
     Raises:
-        ConfigError: something in it cannot be built; the message says where it stands.
+        ConfigError: something in it cannot be built; the message says where it was written.
         StrettoError: the run cannot be as described.
     """
     check_complete(config)
@@ -93,20 +94,20 @@ def build_trainer(
         folder=folder if folder is not None else config.folder,
         prepared=prepared,
     )
-    # From here on chance differs between ranks, as their samples do.
+    # From here on random numbers differ between ranks, as their samples do.
     torch.manual_seed(config.seed + int(os.environ.get("RANK", "0")))
     return trainer
 
 
 def with_some_maximum(run: TimesAndSizes) -> TimesAndSizes:
-    """The run with a largest batch size that is still to be found, so that it can be checked."""
+    """Replace a largest batch size that is still to be found, so that the run can be checked."""
     if not awaits_maximum(run.policy):
         return run
     return replace(run, policy=with_maximum(run.policy, _NO_LIMIT))
 
 
 def seed_everything(seed: int) -> None:
-    """Seed all chance that is used while a model is built: Python, NumPy and torch."""
+    """Seed Python, NumPy and torch."""
     import numpy as np
 
     random.seed(seed)
@@ -150,7 +151,7 @@ def _plain_defaults(trainer: Trainer) -> dict[str, Any]:
 
 
 def _with_maximum(written: Any, found: FoundMaximum | None) -> Any:
-    """Return batch sizes with what was found in the place of each `max_batch_size: auto`."""
+    """Replace each `max_batch_size: auto` by the size that was found."""
     if found is None or not isinstance(written, dict):
         return written
     changed = dict(written)
@@ -167,39 +168,33 @@ def check_complete(config: RunConfig) -> None:
     Raises:
         ConfigError: there is no model, or no optimizer and no step of its own.
     """
-    examples = {
-        "model": "model: {target: my.models:Model}",
-        "optimizer": "optimizer: {target: torch.optim:AdamW, lr: 3.0e-4}",
-    }
-    for name, example in examples.items():
-        is_made_by_step = name == "optimizer" and config.step is not None
-        if getattr(config, name) is None and not is_made_by_step:
-            raise ConfigError.cannot(
-                "train",
-                why=f"there is no '{name}'",
-                instead=f"write for example '{example}'",
-                where=config.source.name,
-            )
+    missing = "model" if config.model is None else "optimizer"
+    if config.model is None or (config.optimizer is None and config.step is None):
+        raise ConfigError.cannot(
+            "train",
+            why=f"there is no '{missing}'",
+            instead=f"write for example '{missing}: {{target: my.module:make}}'",
+            where=config.source.name,
+        )
 
 
 def _check_world_size(config: RunConfig) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if config.world_size not in (None, world_size):
         raise ConfigError.cannot(
-            f"train on {world_size} rank{'s' if world_size > 1 else ''}",
-            why=f"the run is said to have {config.world_size}",
-            instead=f"start it with torchrun --nproc-per-node {config.world_size}, "
-            "or set world_size=null",
+            f"train on {world_size} ranks",
+            why=f"world_size is {config.world_size}",
+            instead=f"use torchrun --nproc-per-node {config.world_size}, or set world_size=null",
             where=config.source.where(("world_size",)),
         )
 
 
 MICRO_BATCHES = 2
-"""Of a step with several, the second is the one that needs the most: the gradients are there."""
+"""Of a step with several, the second needs the most memory: the gradients exist."""
 
 
 class Finding(NamedTuple):
-    """What a search for a batch size needs to know of a run."""
+    """The facts about a run for a search for a batch size."""
 
     step: TrainStep
     accumulation: int
@@ -207,7 +202,7 @@ class Finding(NamedTuple):
     batch: Any
     """A few samples, padded to the longest of them, or a function that makes other sizes."""
     num_samples: int | None
-    """Samples in the data set; None where that is not known."""
+    """Samples in the data set; None if that is not known."""
 
 
 def build_finding(config: RunConfig, *, on_meta: bool = False) -> Finding:
@@ -216,17 +211,18 @@ def build_finding(config: RunConfig, *, on_meta: bool = False) -> Finding:
     Args:
         config: the run file.
         on_meta: whether the model is built without memory, so that it may be larger than this
-            machine; else it is built and moved to where it trains.
+            machine; else it is built and moved to its device.
 
     Raises:
-        ConfigError: something in it cannot be built; the message says where it stands.
+        ConfigError: something in it cannot be built; the message says where it was written.
         StrettoError: the run cannot be as described.
     """
     check_complete(config)
     seed_everything(config.seed)
     spec = make_spec(config)
     batch = _examples(config, spec)
-    device = torch.device("meta") if on_meta else _device(config)
+    with config.source.at("device"):
+        device = torch.device("meta") if on_meta else find_device(config.device)
     with device if on_meta else contextlib.nullcontext():
         model = make_model(config)
     model.to(device)
@@ -245,15 +241,14 @@ def build_finding(config: RunConfig, *, on_meta: bool = False) -> Finding:
 
 
 def _measures_noise(config: RunConfig, spec: DataSpec) -> bool:
-    """Whether steps keep gradients apart, for batch sizes or callbacks that follow their noise."""
+    """Return whether batch sizes or callbacks read the noise of gradients, which takes memory."""
     reads: frozenset[str] = frozenset()
-    # What cannot be planned for the data here can where it trains, or is refused there.
+    # Some runs can be planned only where they train; others are refused there.
     with contextlib.suppress(StrettoError):
         run = with_some_maximum(build_run(config, spec))
         reads = run.policy.bind(run.horizon).reads
     callbacks = []
     for section in config.callbacks:
-        # What cannot be imported here can where it trains, or is refused there.
         with contextlib.suppress(ConfigError):
             callbacks.append(import_target(section.target))
     kinds = [one for one in callbacks if isinstance(one, type)]
@@ -269,22 +264,7 @@ def _examples(config: RunConfig, spec: DataSpec) -> Any:
         return resizable(spec, batch)
     raise ConfigError.cannot(
         "find a batch size",
-        why="the data have no batch to look at",
+        why="the data have no batch",
         instead="write data that yield at least one",
         where=config.source.where(("data",)),
     )
-
-
-def _device(config: RunConfig) -> torch.device:
-    name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError.cannot(
-            f"use the device {name!r}",
-            why=str(error).splitlines()[0].lower().rstrip("."),
-            instead="write one that this machine has, or ask with --device-memory",
-            where=config.source.where(("device",)),
-        ) from None
-    return device

@@ -244,24 +244,13 @@ def _error(at: Any, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
-def check_mapping(value: Value, name: str) -> dict[str, Any]:
-    """Return `value` if it is a mapping, as a whole run file must be."""
-    if isinstance(value, dict):
-        return value
-    raise ConfigError.cannot(
-        f"use {name} as a run file",
-        why=f"it holds {shown(value)} and not keys with values",
-        instead="write lines such as 'max_duration: 2ep'",
-    )
-
-
 _INDEX = re.compile(r"[0-9]{1,9}")
 """A number that picks the item of a list; a longer one is a key like any other."""
 
 
 def apply_overrides(
-    values: dict[str, Any], source: Source, overrides: Sequence[str]
-) -> tuple[dict[str, Any], Source]:
+    values: Value, source: Source, overrides: Sequence[str]
+) -> tuple[Value, Source]:
     """Return the values of a run file with `overrides` set, in their order, and their source.
 
     A key is a path with dots, where a number picks the item of a list; the value is read as YAML;
@@ -307,7 +296,7 @@ def parse_override(text: str) -> tuple[Path, Value]:
     return path, parse_yaml(rest, repr(f"{shown(key)}=...")).value
 
 
-def _set(values: dict[str, Any], path: Path, value: Value, text: str) -> None:
+def _set(values: Value, path: Path, value: Value, text: str) -> None:
     inner: Any = values
     for depth, part in enumerate(path):
         above, is_last = show_path(path[:depth]), depth == len(path) - 1

@@ -17,7 +17,7 @@ VALUES: dict[str, Any] = {
 }
 
 
-def overridden(*overrides: str) -> dict[str, Any]:
+def overridden(*overrides: str) -> Any:
     return apply_overrides(VALUES, Source(), overrides)[0]
 
 
