@@ -114,7 +114,7 @@ def plan(
 ) -> None:
     """Show what a run will do, without running it."""
     from stretto.cli import planning as verb
-    from stretto.config.plans import build_run, ends_of, plan_of, prepare_run
+    from stretto.config.plans import build_run, plan_of, prepare_run
 
     config = verb.read_arguments(run_file or [], folder=against)
     if against is not None:
@@ -127,8 +127,7 @@ def plan(
             why="its batch sizes are decided during the run",
             instead="leave it out, or see a finished run with 'stretto report RUN_FOLDER'",
         )
-        ends = ends_of(config, run, prepared.decided_between)
-        verb.print_ends(run.policy, ends, as_json=as_json)
+        verb.print_ends(config, run, prepared.decided_between, as_json=as_json)
         return
     planned = plan_of(config, prepared)
     if not planned.is_exact:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
 
 import typer
 
-from stretto.batching import BatchSizePolicy
+from stretto.batching import Fixed
+from stretto.config.plans import TimesAndSizes, plan_of, prepare_run
 from stretto.config.run import RunConfig, read_run_file
 from stretto.config.yaml import parse_override
 from stretto.errors import PlanError
@@ -72,14 +74,18 @@ def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
-def print_ends(policy: BatchSizePolicy, ends: tuple[Plan, Plan], *, as_json: bool) -> None:
+def print_ends(
+    config: RunConfig, run: TimesAndSizes, bounds: tuple[int, int], *, as_json: bool
+) -> None:
     """Print the plans with the smallest and the largest size that a run may decide."""
-    smallest, largest = ends
+    smallest, largest = (
+        plan_of(config, prepare_run(config, replace(run, policy=Fixed(size)))) for size in bounds
+    )
     if as_json:
         plans = {"least": smallest.to_json(), "largest": largest.to_json()}
-        print_json({"batch_size": repr(policy), **plans})
+        print_json({"batch_size": repr(run.policy), **plans})
         return
-    typer.echo(f"batch sizes are decided during the run: {policy!r}")
+    typer.echo(f"batch sizes are decided during the run: {run.policy!r}")
     typer.echo(f"\nif it stayed at the smallest size:\n\n{smallest.table()}")
     typer.echo(f"\nif it stayed at the largest size:\n\n{largest.table()}")
 

@@ -11,6 +11,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetPydanticSchema,
     ModelWrapValidatorHandler,
     PlainSerializer,
     PlainValidator,
@@ -24,8 +25,8 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from stretto._foreign import FOREIGN
-from stretto.config.yaml import Path, show_path
-from stretto.errors import ConfigError, StrettoError, TimeError, nearest
+from stretto.config.yaml import Path
+from stretto.errors import ConfigError, StrettoError, TimeError, nearest, shown
 from stretto.timing import Every, Time, read_wall_clock
 from stretto.timing.conversion import check_run
 
@@ -78,6 +79,11 @@ class Section(BaseModel):
         if found:
             raise ValidationError.from_exception_data(cls.__name__, found)
         return section
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keys that are not fields: keyword arguments of what the section is for."""
+        return dict(self.__pydantic_extra__ or {})
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_set(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -156,16 +162,6 @@ def shape_of(shape: Callable[[Any], str | None], instead: str) -> Discriminator:
     return Discriminator(shape, custom_error_type=SHAPE, custom_error_message=instead)
 
 
-def shown(value: object) -> str:
-    """Return a value of a run file as short text for a message.
-
-    >>> shown([1, True, None])
-    '[1, true, null]'
-    """
-    text = _plain(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def summary_of(kind: object) -> str:
     """Return the first line of a docstring.
 
@@ -175,15 +171,9 @@ def summary_of(kind: object) -> str:
     return (kind.__doc__ or "").partition("\n")[0]
 
 
-def _plain(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list):
-        return f"[{', '.join(map(_plain, value[:20]))}]"
-    if isinstance(value, dict):
-        entries = (f"{show_path((key,))}: {_plain(item)}" for key, item in list(value.items())[:20])
-        return f"{{{', '.join(entries)}}}"
-    return repr(value)
+def read_as(kind: Any) -> GetPydanticSchema:
+    """Return what reads a value as `kind`, which a type checker need not understand."""
+    return GetPydanticSchema(lambda _, handler: handler(kind))
 
 
 def reference(name: str) -> WithJsonSchema:

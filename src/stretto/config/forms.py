@@ -33,6 +33,7 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
+    GetPydanticSchema,
     PlainSerializer,
     PlainValidator,
     Tag,
@@ -54,17 +55,17 @@ from stretto.config.fields import (
     CountOrAuto,
     Interval,
     Section,
+    read_as,
     read_time,
     reference,
     refused_at,
     shape_of,
-    shown,
     summary_of,
     without_nulls,
 )
 from stretto.config.targets import Target, TargetText, bound_target, call_target, import_target
 from stretto.config.yaml import Path, Source
-from stretto.errors import BatchSizeError, nearest
+from stretto.errors import BatchSizeError, nearest, shown
 from stretto.schedules import Schedule
 from stretto.schedules import fields as of_schedules
 from stretto.schedules.fields import Factor, Positive, Timed
@@ -526,8 +527,10 @@ AnySchedule: TypeAlias = Annotated[Read[Schedule], *_read("Schedule")]
 """A schedule, in any of the ways to write it."""
 
 
-def settings_form(kind: type, *without: str, types: Mapping[str, Any], **defaults: Any) -> Any:
-    """Return the type of a mapping whose keys are the fields of a class of settings."""
+def settings_form(
+    kind: type, *without: str, types: Mapping[str, Any], **defaults: Any
+) -> GetPydanticSchema:
+    """Return what reads a mapping whose keys are the fields of a class of settings."""
     hints = get_type_hints(kind)
     own: dict[str, Any] = {
         one.name: (
@@ -547,4 +550,4 @@ def settings_form(kind: type, *without: str, types: Mapping[str, Any], **default
             mode="json"
         )
 
-    return Annotated[section, AfterValidator(made), PlainSerializer(written)]
+    return read_as(Annotated[section, AfterValidator(made), PlainSerializer(written)])

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from stretto.config.fields import shown
 from stretto.config.yaml import Source, as_key, show_path
-from stretto.errors import ConfigError, Message, StrettoError, cannot, nearest
+from stretto.errors import ConfigError, Message, StrettoError, cannot, nearest, shown
 
 MAX_ERRORS = 20
 """Most errors that one message lists."""

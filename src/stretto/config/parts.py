@@ -76,7 +76,7 @@ def make_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
                 instead=f"write a pattern of names such as {next(iter(rest), '')!r}",
                 where=config.source.where(("optimizer", "groups", name, "parameters")),
             )
-        options = _tuples(group.options)
+        options = _tuples(group.arguments)
         groups.append({"params": [rest.pop(key) for key in taken], "name": name, **options})
     if rest:
         # First, so that what the ledger shows without a group's name are the general values.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, cast, final
 
-from stretto.batching import BatchSizePolicy, Coupling, Fixed, LearningRateRule
+from stretto.batching import BatchSizePolicy, Coupling, LearningRateRule
 from stretto.batching.following import check_monitored, followed_metric, metrics_of
 from stretto.config.forms import imported
 from stretto.config.run import RunConfig
@@ -166,7 +166,7 @@ def _stated(config: RunConfig, text: str) -> tuple[Name, object]:
     if optimizer is None:
         return name, None
     group = optimizer.groups.get(name.group or "")
-    stated = optimizer.arguments | ({} if group is None else group.options)
+    stated = optimizer.arguments | ({} if group is None else group.arguments)
     name = name.of(stated)
     return name, stated.get(name.key)
 
@@ -237,19 +237,6 @@ def plan_of(config: RunConfig, run: Prepared) -> Plan:
     except PlanError as error:
         where = config.source.where(("batch_size",))
         raise error.recast(PlanError, where=where, word=as_key) from error
-
-
-def ends_of(config: RunConfig, run: TimesAndSizes, bounds: tuple[int, int]) -> tuple[Plan, Plan]:
-    """Return the plans of a run with the smallest and with the largest size that it may decide.
-
-    Raises:
-        ConfigError: a piece does not fit the run.
-        PlanError: the ranks cannot share the smallest size.
-    """
-    smallest, largest = (
-        plan_of(config, prepare_run(config, replace(run, policy=Fixed(size)))) for size in bounds
-    )
-    return smallest, largest
 
 
 def prepare_run(config: RunConfig, run: TimesAndSizes) -> Prepared:

@@ -36,9 +36,9 @@ from stretto.config.targets import Target
 from stretto.config.yaml import (
     MAX_BYTES,
     NO_SOURCE,
+    Dumper,
     Source,
     apply_overrides,
-    parse_scalar,
     parse_yaml,
     source_name,
 )
@@ -241,20 +241,4 @@ def dump_run_file(config: RunConfig) -> str:
     for section, key in ((values, "callbacks"), (values.get("optimizer", {}), "groups")):
         if not section.get(key):
             section.pop(key, None)  # an empty one says nothing
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=90)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes what our reader reads back: quotes any text that it would take for something else."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        del data
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    style = None if isinstance(parse_scalar(text), str) else "'"
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _text)
+    return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=90)

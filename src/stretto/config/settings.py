@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic import ConfigDict, Field, GetPydanticSchema, PlainValidator, Tag, WithJsonSchema
 
 from stretto.batching import LearningRateRule, as_rule
 from stretto.batching.split import RULES
@@ -16,6 +16,7 @@ from stretto.config.fields import (
     Natural,
     Section,
     WallClock,
+    read_as,
     shape_of,
 )
 from stretto.config.forms import settings_form
@@ -47,11 +48,6 @@ class Group(Section):
     parameters: Annotated[re.Pattern[str], Field(examples=["embedding"])]
     """A regular expression, found anywhere in a parameter's name."""
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The optimizer's settings for the group."""
-        return dict(self.__pydantic_extra__ or {})
-
 
 class Optimizer(Target):
     """The optimizer: called with the model's parameters and its other keys."""
@@ -74,11 +70,9 @@ AnyRule: TypeAlias = Annotated[
     PlainValidator(_checked_rule),
     WithJsonSchema(
         {
-            "oneOf": [
-                {"type": "object", "properties": {name: schema}, "required": [name]}
-                | {"additionalProperties": name == "target"}
-                for name, schema in ((*dict.fromkeys(RULES, _SIZE).items(), ("target", _TARGET)))
-            ]
+            "type": "object",
+            "properties": {**dict.fromkeys(RULES, _SIZE), "target": _TARGET},
+            "minProperties": 1,
         }
     ),
 ]
@@ -97,52 +91,57 @@ def build_rule(value: AnyRule, source: Source, path: Path) -> LearningRateRule:
         return as_rule(bound_target(value, source=source, path=path) if is_target else value)
 
 
-def _or_target(word: Any, instead: str) -> Any:
-    """Return the type of a word, or of a target."""
-    return Annotated[
-        Annotated[word, Tag("<word>")] | Annotated[Target, Tag("<target>")],
-        shape_of(
-            lambda value: "<target>" if isinstance(value, (dict, Target)) else "<word>", instead
-        ),
-    ]
+def _or_target(word: Any, instead: str) -> GetPydanticSchema:
+    """Return what reads a word or a target."""
+    tagged = Annotated[word, Tag("<word>")] | Annotated[Target, Tag("<target>")]
+
+    def shape(value: object) -> str:
+        return "<target>" if isinstance(value, (dict, Target)) else "<word>"
+
+    return read_as(Annotated[tagged, shape_of(shape, instead)])
 
 
-if TYPE_CHECKING:
-    LoadingSection: TypeAlias = Loading
-    SteppingSection: TypeAlias = Stepping
-    Checkpoint: TypeAlias = Checkpointing
-    AnyLogger: TypeAlias = str | Target
-else:
-    LoadingSection = settings_form(
+LossWeight: TypeAlias = Annotated[
+    Any,
+    _or_target(Literal["samples", "tokens"], "write samples, tokens, or {target: my.module:count}"),
+]
+AnyStore: TypeAlias = Annotated[
+    Any, _or_target(str, "write s3://bucket/run, or {target: my.module:Store}")
+]
+AnyLogger: TypeAlias = Annotated[
+    str | Target,
+    _or_target(
+        Literal["tensorboard", "wandb", "mlflow"],
+        "write tensorboard, wandb, mlflow, or {target: my.module:Logger}",
+    ),
+]
+LoadingSection: TypeAlias = Annotated[
+    Loading,
+    settings_form(
         Loading,
         "seed",
         "last_batch",
         types={"num_workers": Natural},
         shuffle=True,
         num_workers=0,
-    )
-    SteppingSection = settings_form(
+    ),
+]
+SteppingSection: TypeAlias = Annotated[
+    Stepping,
+    settings_form(
         Stepping,
         "rule",
         types={
             "measure_noise": CountOrAuto,
+            "loss_weight": LossWeight,
             "rank_timeout": WallClock | None,
-            "loss_weight": _or_target(
-                Literal["samples", "tokens"], "write samples, tokens, or {target: my.module:count}"
-            ),
         },
-    )
-    Checkpoint = settings_form(
-        Checkpointing,
-        types={
-            "upload": _or_target(str, "write s3://bucket/run, or {target: my.module:Store}") | None
-        },
-        every=Time("1ep"),
-    )
-    AnyLogger = _or_target(
-        Literal["tensorboard", "wandb", "mlflow"],
-        "write tensorboard, wandb, mlflow, or {target: my.module:Logger}",
-    )
+    ),
+]
+Checkpoint: TypeAlias = Annotated[
+    Checkpointing,
+    settings_form(Checkpointing, types={"upload": AnyStore | None}, every=Time("1ep")),
+]
 
 
 class Evaluate(Section):

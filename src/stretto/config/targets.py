@@ -12,9 +12,9 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from stretto.config.fields import Section, shown
+from stretto.config.fields import Section
 from stretto.config.yaml import NO_SOURCE, Path, Source
-from stretto.errors import ConfigError, Message, Place, StrettoError, cannot, first_line, nearest
+from stretto.errors import ConfigError, Place, StrettoError, first_line, nearest, shown
 
 TARGET_PATTERN = r"^[^\W0-9]\w*(\.[^\W0-9]\w*)*:[^\W0-9]\w*(\.[^\W0-9]\w*)*$"
 
@@ -63,11 +63,6 @@ class Target(Section):
     target: TargetText
     """`package.module:attribute`, imported when the run is built."""
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The keyword arguments: every key that is not one of the section's own."""
-        return dict(self.__pydantic_extra__ or {})
-
     def __call__(self, *positional: Any) -> Any:
         """Call the function with the section's arguments and these."""
         return bound_target(self)(*positional)
@@ -85,15 +80,11 @@ def import_target(target: str, *, where: Place | None = None) -> Any:
     name, _, attribute = target.partition(":")
     try:
         found: Any = importlib.import_module(name)
-    except StrettoError:
-        raise
-    except ModuleNotFoundError as error:
-        raise ConfigError(_no_module(target, name, error, where)) from error
     except Exception as error:  # the user's own code runs here and may raise anything
         raise ConfigError.cannot(
             f"import {target}",
-            why=f"its module raised {first_line(error)}",
-            instead=f"change {name}; --traceback shows where",
+            why=f"{name} raised {first_line(error)}",
+            instead="check the name, or install what is missing; --traceback shows where",
             where=where,
         ) from error
     for part in attribute.split("."):
@@ -107,16 +98,6 @@ def import_target(target: str, *, where: Place | None = None) -> Any:
             )
         found = getattr(found, part)
     return found
-
-
-def _no_module(target: str, name: str, error: ModuleNotFoundError, where: Place | None) -> Message:
-    missing = error.name or name
-    if name == missing or name.startswith(f"{missing}."):
-        why = f"there is no module {missing!r}"
-        instead = "check the spelling, install it, or start stretto in the folder it is in"
-    else:
-        why, instead = f"{name} imports {missing!r}", f"install {missing}"
-    return cannot(f"import {target}", why=why, instead=instead, where=where)
 
 
 def call_target(

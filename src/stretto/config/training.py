@@ -34,7 +34,6 @@ from stretto.distributed.strategy import shard_blocks
 from stretto.errors import ConfigError, StrettoError
 from stretto.memory.examples import example_batches, resizable
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.schedules.fields import parse_name
 from stretto.training import Callback, Trainer
 from stretto.training.criterion import as_loss
 from stretto.training.stepping.fitting import FoundMaximum
@@ -134,20 +133,13 @@ def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
         "batch_size": _with_maximum(config.batch_size.written, trainer.found_maximum),
     }
     if optimizer is not None:
-        defaults = _plain_defaults(trainer)
-        names = [parse_name(text).of(defaults).key for text in ("lr", *config.schedules)]
+        defaults: dict[str, Any] = getattr(trainer.optimizer, "defaults", {})
         target = import_target(optimizer.target)
-        taken = [name for name in names if name in defaults and accepts(target, name)]
-        stated = {name: defaults[name] for name in taken}
-        changes["optimizer"] = stated | optimizer.model_dump()
+        scheduled = [name for name in ("lr", *config.schedules) if accepts(target, name)]
+        stated = {name: defaults.get(name) for name in scheduled}
+        numbers = {key: value for key, value in stated.items() if isinstance(value, (int, float))}
+        changes["optimizer"] = numbers | optimizer.model_dump()
     return config.changed(**changes)
-
-
-def _plain_defaults(trainer: Trainer) -> dict[str, Any]:
-    """Return the optimizer's defaults that a run file can hold."""
-    defaults = getattr(trainer.hyperparameters.optimizer, "defaults", {})
-    plain = {key: list(one) if isinstance(one, tuple) else one for key, one in defaults.items()}
-    return {key: one for key, one in plain.items() if isinstance(one, (int, float, list))}
 
 
 def _with_maximum(written: Any, found: FoundMaximum | None) -> Any:

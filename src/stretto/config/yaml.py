@@ -1,8 +1,7 @@
 """YAML text to plain values with the line of each.
 
-PyYAML parses. The values are made here, because YAML 1.1 reads `1e3` as text, `1:30` as 90, `on` as
-true and a date as an object. Here a plain word is null, a boolean, a number or a text, as in YAML
-1.2, and a key is always a text. Tags are refused, so nothing in a file makes an object.
+PyYAML parses with words of YAML 1.2: YAML 1.1 reads `1e3` as text, `1:30` as 90, `on` as true and a
+date as an object. A key is always a text. Tags are refused, so nothing in a file makes an object.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -116,18 +115,54 @@ MAX_BYTES = 100_000
 MAX_VALUES = 10_000
 """Most values in a run file, aliases followed: a billion laughs end at the ten thousandth."""
 MAX_DEPTH = 30
-"""Deepest nesting; a batch size in periods in a schedule reaches 8."""
+"""Deepest nesting; batch sizes in periods reach 8."""
 
-_WORDS = {
-    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
-    **dict.fromkeys(("true", "True", "TRUE"), True),
-    **dict.fromkeys(("false", "False", "FALSE"), False),
+
+def _number(text: str) -> float | str:
+    """Return a number; one beyond all floats stays a text."""
+    return float(text) if math.isfinite(float(text)) else text
+
+
+_DIGITS = r"[0-9]+(?:_[0-9]+)*"
+_WORDS: dict[str, tuple[str, Callable[[str], Value]]] = {
+    "null": (r"~|null|Null|NULL|", lambda _: None),
+    "bool": (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
+    "int": (r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)", int),
+    "float": (
+        rf"(?![-+]?0[0-9])[-+]?(?:(?:{_DIGITS})?\.[0-9]+|{_DIGITS}\.?)(?:[eE][-+]?[0-9]{{1,3}})?",
+        _number,
+    ),
 }
-_INT = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
-_FLOAT = re.compile(
-    r"(?![-+]?0[0-9])[-+]?(([0-9]+(_[0-9]+)*)?\.[0-9]+|[0-9]+(_[0-9]+)*\.?)([eE][-+]?[0-9]{1,3})?"
-)
-_LONGEST_NUMBER = 100
+"""The form and the reader of each kind of plain word; any other is a text."""
+_TAG = "tag:yaml.org,2002:"
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads plain words as YAML 1.2 does; refuses tags."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012  as in PyYAML
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        if getattr(event, "tag", None) is not None:
+            raise _error(event, f"the tag {shown(event.tag)} would make an object")  # type: ignore[attr-defined]
+        return super().compose_node(parent, index)
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes what the loader reads back: quotes a text that looks like something else."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012  as in PyYAML
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write no aliases."""
+        del data
+        return True
+
+
+for _kind in (_Loader, Dumper):
+    for _name, (_form, _) in _WORDS.items():
+        _kind.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_form})\Z"), None)
 
 
 class Document(NamedTuple):
@@ -176,32 +211,6 @@ def parse_yaml(text: str, name: str) -> Document:
     )
 
 
-def parse_scalar(text: str) -> bool | int | float | str | None:
-    """Return what a plain word of YAML says: null, a boolean, a number or itself.
-
-    >>> [parse_scalar(word) for word in ("1_000", "1e-3", "on", "1:30", "true")]
-    [1000, 0.001, 'on', '1:30', True]
-    """
-    if text in _WORDS:
-        return _WORDS[text]
-    if len(text) <= _LONGEST_NUMBER:
-        if _INT.fullmatch(text):
-            return int(text)
-        if _FLOAT.fullmatch(text) and math.isfinite(float(text)):
-            return float(text)
-    return text
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses tags."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
-        if getattr(event, "tag", None) is not None:
-            raise _error(event, f"the tag {shown(event.tag)} would make an object")  # type: ignore[attr-defined]
-        return super().compose_node(parent, index)
-
-
 def _value(node: yaml.Node, path: Path, lines: dict[Path, int]) -> Value:
     """Return the value of a node, and note the line of each key and item."""
     if len(lines) > MAX_VALUES:
@@ -209,8 +218,8 @@ def _value(node: yaml.Node, path: Path, lines: dict[Path, int]) -> Value:
     if len(path) > MAX_DEPTH:
         raise _error(node, f"values nest deeper than {MAX_DEPTH}")
     if isinstance(node, yaml.ScalarNode):
-        text = _text(node)
-        return text if node.style else parse_scalar(text)
+        kind = node.tag.removeprefix(_TAG)
+        return _WORDS[kind][1](_text(node)) if kind in _WORDS else _text(node)
     if isinstance(node, yaml.SequenceNode):
         for number, item in enumerate(node.value):
             lines[*path, number] = item.start_mark.line + 1
