@@ -142,7 +142,7 @@ def test_thousands_of_mistakes_are_counted() -> None:
         ("loading", {"shuffle": 1}, "boolean"),
         ("precision", "bf61", "did you mean 'bf16'?"),
         ("stepping", {"loss_weight": "token"}, "did you mean 'tokens'?"),
-        ("stepping", {"loss_weight": {"targt": "a:b"}}, "leave out 'target'"),
+        ("stepping", {"loss_weight": {"targt": "a:b"}}, "omit 'target'"),
         ("precision", "int4", "write 'fp32', 'bf16' or 'fp16'"),
         ("log", {"loggers": "wandb"}, "list"),
         ("log", {"every": None, "evry": "1ep"}, "did you mean 'every'?"),

@@ -77,7 +77,7 @@ def for_ranks(
         raise ConfigError.cannot(
             "find a batch size for simulated ranks",
             why="the memory of their devices is not known, or the method needs the devices",
-            instead="write --device-memory, for example 80GiB, and leave --method out",
+            instead="write --device-memory, for example 80GiB, without --method",
         )
     numbers = (world_size or "1").split(",")
     if not all(number.strip().isdecimal() and int(number) for number in numbers):

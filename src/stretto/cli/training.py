@@ -41,7 +41,7 @@ LEDGER = "ledger.csv"
 
 
 def train(arguments: Sequence[str], folder: Path | None, resume: str | None) -> None:
-    """Train, and print what will happen and what has happened."""
+    """Train; print an introduction and a summary."""
     add_working_folder()
     named, overrides = split_arguments(arguments)
     path = named or unnamed_run_file(folder or overridden_folder(overrides), resume)
@@ -108,7 +108,7 @@ class Notes(Callback):
 
 
 def _replace(file: Path, text: str) -> None:
-    """Write a file so that a full disk, or a kill, leaves the one before."""
+    """Write a file; a full disk or a kill leaves the old one."""
     unfinished = file.with_name(file.name + ".tmp")
     unfinished.write_text(text, "utf-8")
     unfinished.replace(file)
@@ -145,7 +145,7 @@ def unnamed_run_file(folder: Path | None, resume: str | None) -> Path:
 
     Args:
         folder: the run folder, if it is named.
-        resume: what the run is resumed from; None: it begins.
+        resume: the checkpoint to resume from; None: the run begins.
 
     Raises:
         ConfigError: the folder has another run file, or a run without one.
@@ -177,7 +177,7 @@ def overridden_folder(overrides: Sequence[str]) -> Path | None:
 
 
 def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]:
-    """Yield what is about to happen, a line each."""
+    """Yield the lines of the introduction."""
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     name = type(trainer.model).__name__
     yield f"{path.name}: {name} with {parameters:,} parameters, in {trainer.folder}"
@@ -185,11 +185,11 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
     bounds = trainer.loader.prepared.decided_between
     if bounds is not None:
         many = f"batches of {bounds[0]:,} to {bounds[1]:,} samples"
-        yield f"run of {run}: {many}, which it decides as it goes"
+        yield f"run of {run}: {many}, decided during the run"
     elif plan is None or plan.num_batches is None:
         known = trainer.horizon.batch_sizes
         why = f" (the batch sizes: {known.why})" if isinstance(known, UnknownSizes) else ""
-        yield f"run of {run}; how many batches that is, only the run can tell{why}"
+        yield f"run of {run}; the number of batches is not known in advance{why}"
     else:
         sizes = [stage.size for stage in plan.stages]
         many = f"{sizes[0]:,}" if len(set(sizes)) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
@@ -204,12 +204,12 @@ def introduce(trainer: Trainer, path: Path, found: Path | None) -> Iterator[str]
         yield f"max_batch_size auto: {answer.summary(size)}"
     yield from (f"note: {line}" for line in (plan.warnings if plan is not None else ()))
     if found is not None:
-        yield f"going on from {found}, at {position(trainer)}"
+        yield f"resumed from {found}, at {position(trainer)}"
         yield from (f"changed since: {line}" for line in trainer.changes)
 
 
 def summarise(trainer: Trainer, notes: Notes) -> Iterator[str]:
-    """Yield what came of a run, and what to do next, a line each."""
+    """Yield the lines of the summary, and the next commands."""
     at = trainer.timer.timestamp
     tokens = f", {at.token:,} tokens" if at.token else ""
     counts = f"{at.batch:,} batches, {at.sample:,} samples{tokens}"
@@ -232,7 +232,7 @@ def summarise(trainer: Trainer, notes: Notes) -> Iterator[str]:
         else:
             ranks = trainer.loader.world_size
             start = f"torchrun --nproc-per-node {ranks} --no-python " if ranks > 1 else ""
-            yield f"to go on:  {start}stretto train {folder}/{RUN_FILE} --resume latest"
+            yield f"to resume:  {start}stretto train {folder}/{RUN_FILE} --resume latest"
     for what, file in filter(None, (one.result_file for one in trainer.callbacks)):
         yield f"{what}:  {folder}/{file}"
     if trainer.plan is not None and trainer.plan.is_exact:

@@ -38,9 +38,9 @@ TIME_PATTERN = (
 
 
 class Section(BaseModel):
-    """A mapping in a run file: read strictly, frozen, written without what is not set.
+    """A mapping in a run file: read strictly, frozen, and written without unset keys.
 
-    A key that is null counts as left out. All mistakes are reported together.
+    A null key counts as absent. All mistakes are reported together.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -55,7 +55,7 @@ class Section(BaseModel):
             raise ConfigError.cannot(
                 f"use {shown(values)}",
                 why="it is not a mapping",
-                instead=f"write keys with values; the keys are {keys}",
+                instead=f"write some of the keys {keys}",
             )
         is_closed = cls.model_config.get("extra") == "forbid"
         given = without_nulls(values) if is_closed else values
@@ -67,7 +67,7 @@ class Section(BaseModel):
             if is_absent and name not in meant.values():
                 example = field.examples[0] if field.examples else "..."
                 error = ConfigError.cannot(
-                    f"leave out {name!r}",
+                    f"omit {name!r}",
                     why="it has no default",
                     instead=f"write for example '{name}: {example}'",
                 )
@@ -75,20 +75,20 @@ class Section(BaseModel):
         try:
             section = read({key: value for key, value in given.items() if key not in meant})
         except ValidationError as error:
-            found += [details for details in details_of(error) if details["type"] != "missing"]
+            found += _again(error)
         if found:
             raise ValidationError.from_exception_data(cls.__name__, found)
         return section
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keys that are not fields: keyword arguments of what the section is for."""
+        """The keys that are not fields: keyword arguments of a function."""
         return dict(self.__pydantic_extra__ or {})
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_set(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields = type(self).model_fields
-        # An argument of a target may be null and mean it; a field is then left out.
+        # None is a real value for an argument of a target, but an unset field.
         return {
             key: value
             for key, value in write(self).items()
@@ -109,13 +109,12 @@ def _details(path: Path, error: StrettoError) -> InitErrorDetails:
     return InitErrorDetails(type="value_error", loc=path, input=None, ctx={"error": error})
 
 
-def details_of(error: ValidationError, path: Path = ()) -> list[InitErrorDetails]:
-    """Return what pydantic found, to be raised again at `path`."""
-    found: list[Any] = list(error.errors(include_url=False))
+def _again(error: ValidationError) -> list[InitErrorDetails]:
+    """Return the details of an error, to raise them again; absent keys are reported already."""
+    found: list[Any] = [one for one in error.errors(include_url=False) if one["type"] != "missing"]
     for one in found:
-        one["loc"] = (*path, *one["loc"])
-        if one["type"] == SHAPE:
-            one["type"] = PydanticCustomError(SHAPE, one["msg"])
+        if one["type"] != "value_error":
+            one["type"] = PydanticCustomError(one["type"], one["msg"], one.get("ctx"))
     return found
 
 
@@ -129,18 +128,18 @@ def refused_at(*path: str) -> Iterator[None]:
 
 
 def without_nulls(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a mapping without its nulls, which mean left out."""
+    """Return a mapping without its nulls, which count as absent."""
     return {key: value for key, value in mapping.items() if value is not None}
 
 
 def read_time(value: object) -> Time:
-    """Return the time that a value of a run file says; a bare number says none.
+    """Return the time in a value of a run file; it must have a unit.
 
     >>> read_time("10%")
     Time('0.1dur')
 
     Raises:
-        TimeError: it is not a time; the message says what to write.
+        TimeError: it is not a time.
     """
     if isinstance(value, Time):
         return value
@@ -153,13 +152,9 @@ def read_time(value: object) -> Time:
     )
 
 
-SHAPE = "shape"
-"""The type of pydantic's error for a value that has none of the known shapes."""
-
-
 def shape_of(shape: Callable[[Any], str | None], instead: str) -> Discriminator:
-    """Return what picks the way in which a value is written, with the error for none of them."""
-    return Discriminator(shape, custom_error_type=SHAPE, custom_error_message=instead)
+    """Return a discriminator of the forms of a value, with the error for an unknown form."""
+    return Discriminator(shape, custom_error_type="shape", custom_error_message=instead)
 
 
 def summary_of(kind: object) -> str:
@@ -172,7 +167,7 @@ def summary_of(kind: object) -> str:
 
 
 def read_as(kind: Any) -> GetPydanticSchema:
-    """Return what reads a value as `kind`, which a type checker need not understand."""
+    """Read a value as `kind`, in an `Annotated` type that a type checker understands."""
     return GetPydanticSchema(lambda _, handler: handler(kind))
 
 

@@ -17,7 +17,6 @@ from typing import (
     Any,
     Generic,
     Literal,
-    NamedTuple,
     TypeAlias,
     TypeVar,
     Union,
@@ -118,13 +117,13 @@ SIZES: Mapping[str, tuple[Callable[..., BatchSizePolicy], str]] = {
     "plateau": (batching.Plateau, "metric"),
     "rampup": (rampup, "final"),
 }
-"""Batch sizes by the key that says what they are, and the argument that its value fills."""
+"""Batch sizes by their key, and the argument that the value of the key fills."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What batch sizes depend on besides their own keys.
+    """The facts that batch sizes depend on besides their own keys.
 
     >>> Context(world_size=8, micro_batch_size=4).even_unit
     32
@@ -147,7 +146,7 @@ class Context:
 
     @property
     def even_unit(self) -> int:
-        """What an evenly split batch size is a multiple of."""
+        """The unit of an evenly split batch size."""
         return self.world_size * (self.micro_batch_size or 1)
 
     def for_arguments_of(self, make: Any) -> dict[str, Any]:
@@ -160,7 +159,7 @@ class Context:
 
 
 def argument_texts(kind: object) -> dict[str, str]:
-    """Return what a docstring says of each argument.
+    """Return the description of each argument in a docstring.
 
     >>> argument_texts(batching.StagedRamp)["sizes"]
     'two or more sizes in ascending order.'
@@ -213,7 +212,6 @@ _Mapping: TypeAlias = Annotated[
         }
     ),
 ]
-_STEPS_SHAPES: dict[Any, str] = {dict: "<mapping>", str: "<text>"}
 _TYPES: dict[Any, Any] = {
     int: Count,
     Size: Count,
@@ -229,11 +227,14 @@ _TYPES: dict[Any, Any] = {
     PolicyLike: _nested("BatchSize"),
     StepsLike: Annotated[
         Annotated[_Text, Tag("<text>")] | Annotated[_Mapping, Tag("<mapping>")],
-        shape_of(lambda value: _STEPS_SHAPES.get(type(value)), "write for example '0ep:8 1ep:16'"),
+        shape_of(
+            lambda value: {dict: "<mapping>", str: "<text>"}.get(type(value)),
+            "write for example '0ep:8 1ep:16'",
+        ),
     ],
     PeriodsOfSizes: _period("BatchSize"),
 }
-"""What a run file holds for the annotation of an argument; for any other, the annotation itself."""
+"""The types of a run file by the annotation of an argument; others are the annotation itself."""
 
 
 def _type(hint: Any) -> Any:
@@ -267,22 +268,19 @@ def _fields(make: Any, key: str, argument: str) -> dict[str, Any]:
     return found
 
 
-def _title(make: Any) -> str:
-    """Return the name of a form in the JSON schema."""
-    return make.__name__[:1].upper() + make.__name__[1:]  # type: ignore[no-any-return]
-
-
 def _form(make: Any, key: str = "", argument: str = "", **beside: Any) -> Any:
     """Return the type of a mapping whose keys are the arguments of `make`.
 
     Args:
-        make: what is called with them.
-        key: the key that says what it is.
+        make: the class or function to call with them.
+        key: the key that names the form.
         argument: the argument that its value fills.
         beside: further keys: type and default of each.
     """
     own = _fields(make, key, argument)
-    section = create_model(_title(make), __base__=Section, __doc__=summary_of(make), **beside | own)
+    section = create_model(
+        make.__name__, __base__=Section, __doc__=summary_of(make), **beside | own
+    )
 
     def made(read: Any, info: ValidationInfo) -> Any:
         context: Context = info.context or Context()
@@ -308,7 +306,7 @@ def _form(make: Any, key: str = "", argument: str = "", **beside: Any) -> Any:
             _check_reach(policy, wrapped, is_bounded=read.at_most is not None)
         return wrapped
 
-    return Annotated[section, AfterValidator(made)], f"<{_title(make)}>"
+    return Annotated[section, AfterValidator(made)], f"<{make.__name__}>"
 
 
 def _multiple_of(read: Any, context: Context) -> int | None:
@@ -317,7 +315,7 @@ def _multiple_of(read: Any, context: Context) -> int | None:
 
 
 def _wrapped(policy: BatchSizePolicy, read: Any, context: Context) -> BatchSizePolicy:
-    """Return a policy with what is written beside it."""
+    """Wrap a policy as the keys beside it ask."""
     for key, kind in AROUND.items():
         value = _multiple_of(read, context) if key == "multiple_of" else getattr(read, key)
         with refused_at(key):
@@ -401,7 +399,7 @@ def _size_shape(value: Any) -> str | None:
     if isinstance(value.get("ramp"), str) and value["ramp"] in RAMPS:
         found.insert(0, RAMPS[value["ramp"]])
     if found or "target" in value:
-        return f"<{_title(found[0])}>" if found else "<TargetSizes>"
+        return f"<{found[0].__name__}>" if found else "<TargetSizes>"
     return "<mapping>" if any(not str(key).isidentifier() for key in value) else None
 
 
@@ -457,51 +455,37 @@ def _product(items: Sequence[Schedule]) -> Schedule:
     return items[0] if len(items) == 1 else schedules.Product(*items)
 
 
-@final
-class _Kind(NamedTuple):
-    """What an adapter reads."""
-
-    forms: Callable[[], Iterator[tuple[Any, str]]]
-    shape: Callable[[Any], str | None]
-    keys: tuple[str, ...]
-    """The keys that say what a value is."""
-    example: str
-
-
-_KINDS = {
-    "BatchSize": _Kind(
-        _size_forms,
-        _size_shape,
-        ("ramp", *SIZES, *COUPLED),
-        "a number, '0ep:8 1ep:16', or {ramp: double, start: 8, end: 64, over: 40%} "
-        f"(a ramp is one of {', '.join(RAMPS)})",
-    ),
-    "Schedule": _Kind(
-        _schedule_forms, _schedule_shape, (*CURVES, "periods"), "{cosine: {end: 0.1}}, or a number"
-    ),
-}
-
-
 @cache
 def adapter(name: str) -> TypeAdapter[Any]:
-    """Return what reads and describes a value: a "BatchSize" or a "Schedule"."""
-    kind = _KINDS[name]
+    """Return the reader of a "BatchSize" or a "Schedule", which also describes it."""
+    if name == "BatchSize":
+        keys = ("ramp", *SIZES, *COUPLED)
+        ramp = f"{{ramp: double, start: 8, end: 64, over: 40%}} (or a ramp of {', '.join(RAMPS)})"
+        return _adapter(_size_forms(), _size_shape, keys, f"a number, '0ep:8 1ep:16', or {ramp}")
+    keys = (*CURVES, "periods")
+    return _adapter(_schedule_forms(), _schedule_shape, keys, "{cosine: {end: 0.1}}, or a number")
 
+
+def _adapter(
+    forms: Iterator[tuple[Any, str]],
+    shape: Callable[[Any], str | None],
+    keys: tuple[str, ...],
+    example: str,
+) -> TypeAdapter[Any]:
     def check(value: Any) -> Any:
-        if kind.shape(value) is None:
-            keys = value if isinstance(value, dict) else ()
-            near = next(filter(None, (nearest(key, kind.keys) for key in keys)), None)
-            hint = f"did you mean {near!r}? Or " if near and near not in keys else ""
-            raise BatchSizeError.cannot(
-                f"use {shown(value)}",
-                why="it has none of the possible forms",
-                instead=f"{hint}write for example {kind.example}",
-            )
-        return value
+        if shape(value) is not None:
+            return value
+        given = value if isinstance(value, dict) else ()
+        near = next(filter(None, (nearest(key, keys) for key in given if key not in keys)), None)
+        hint = f"did you mean {near!r}? Or " if near else ""
+        raise BatchSizeError.cannot(
+            f"use {shown(value)}",
+            why="it has none of the possible forms",
+            instead=f"{hint}write for example {example}",
+        )
 
-    tagged = tuple(Annotated[form, Tag(tag)] for form, tag in kind.forms())
-    whole: Any = Annotated[Union[tagged], Discriminator(kind.shape), BeforeValidator(check)]  # noqa: UP007  of a tuple
-    return TypeAdapter(whole)
+    tagged = tuple(Annotated[form, Tag(tag)] for form, tag in forms)
+    return TypeAdapter(Annotated[Union[tagged], Discriminator(shape), BeforeValidator(check)])  # noqa: UP007  of a tuple
 
 
 @final
@@ -530,7 +514,7 @@ AnySchedule: TypeAlias = Annotated[Read[Schedule], *_read("Schedule")]
 def settings_form(
     kind: type, *without: str, types: Mapping[str, Any], **defaults: Any
 ) -> GetPydanticSchema:
-    """Return what reads a mapping whose keys are the fields of a class of settings."""
+    """Return a reader of mappings whose keys are the fields of a class of settings."""
     hints = get_type_hints(kind)
     own: dict[str, Any] = {
         one.name: (

@@ -33,7 +33,7 @@ from stretto.training import (
 
 S = TypeVar("S")
 VALIDATION = "validation"
-"""The `split` of an evaluation without data of its own."""
+"""The `split` of an evaluation without other data."""
 
 
 def make_model(config: RunConfig) -> nn.Module:
@@ -79,7 +79,7 @@ def make_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
         options = _tuples(group.arguments)
         groups.append({"params": [rest.pop(key) for key in taken], "name": name, **options})
     if rest:
-        # First, so that what the ledger shows without a group's name are the general values.
+        # First, so that the ledger shows the general values without a group's name.
         groups.insert(0, {"params": list(rest.values()), "name": "rest"})
     parameters = groups if section.groups else list(rest.values())
     tupled = Target(target=section.target, **_tuples(section.arguments))
@@ -216,17 +216,17 @@ def make_callbacks(config: RunConfig) -> list[Callback]:
 def _made(
     config: RunConfig, section: Target, kind: type[S], path: Path, *positional: Any, **extra: Any
 ) -> S:
-    """Return what a target returns.
+    """Call a target and check the result.
 
     Raises:
-        ConfigError: it cannot be made, or is not of that kind.
+        ConfigError: it cannot be called, or returns another kind of object.
     """
     found = call_target(section, *positional, source=config.source, path=path, **extra)
     if isinstance(found, kind):
         return found
     raise ConfigError.cannot(
-        f"use what {section.target} returns as {show_path(path)}",
-        why=f"it is a {type(found).__name__} and not a {kind.__name__}",
-        instead=f"name something that makes a {kind.__name__}",
+        f"use {section.target} as {show_path(path)}",
+        why=f"it makes a {type(found).__name__} and not a {kind.__name__}",
+        instead=f"name a class or a function that makes a {kind.__name__}",
         where=config.source.where(path),
     )

@@ -31,7 +31,7 @@ def make_spec(config: RunConfig) -> DataSpec:
 
     Raises:
         ConfigError: they cannot be made, have other sizes, or are a `DataLoader` with
-            `drop_last=True` and the file does not say `last_batch`.
+            `drop_last=True` and the file has no `last_batch`.
     """
     from stretto.data import DataSpec  # imports torch, which a plan of stated sizes does without
 
@@ -47,7 +47,7 @@ def make_spec(config: RunConfig) -> DataSpec:
     if spec.last_batch != config.last_batch and "last_batch" not in config.model_fields_set:
         raise ConfigError.cannot(
             "train on a DataLoader with drop_last=True",
-            why=f"last_batch is {config.last_batch!r} if the run file does not say it",
+            why=f"last_batch is {config.last_batch!r} by default",
             instead=f"write last_batch: {spec.last_batch}, or last_batch: {config.last_batch}",
             where=config.source.where(("data",)),
         )
@@ -133,7 +133,7 @@ def planned_micro_batch_size(config: RunConfig) -> int | None:
 
 
 def _intervals(config: RunConfig) -> dict[str, tuple[Path, Time]]:
-    """Return the path and the interval of what recurs in a run."""
+    """Return the path and the interval of everything that recurs in a run."""
     found: dict[str, tuple[Path, Time]] = {}
     for number, one in enumerate(config.evaluations):
         within = (number,) if isinstance(config.evaluate, list) else ()
@@ -145,7 +145,7 @@ def _intervals(config: RunConfig) -> dict[str, tuple[Path, Time]]:
 
 
 def base_values(config: RunConfig) -> dict[str, float]:
-    """Return what the schedules multiply, if the file states it; a plan shows factors of the rest.
+    """Return the stated values that schedules multiply; a plan shows factors of the others.
 
     Of several values, such as `betas`, the first counts, as in a run's ledger.
     """
@@ -161,7 +161,7 @@ def base_values(config: RunConfig) -> dict[str, float]:
 
 
 def _stated(config: RunConfig, text: str) -> tuple[Name, object]:
-    """Return the name of what a schedule multiplies, and its value if the file states it."""
+    """Return the name of the value that a schedule multiplies, and the value if it is stated."""
     name, optimizer = parse_name(text), config.optimizer
     if optimizer is None:
         return name, None

@@ -1,4 +1,4 @@
-"""`RunConfig`: what a run file says."""
+"""`RunConfig`: the content of a run file."""
 
 from __future__ import annotations
 
@@ -48,9 +48,8 @@ from stretto.settings import Loading, Precision, Stepping
 from stretto.timing import LastBatch
 
 
-def _local(folder: str | None) -> str | None:
-    if folder is not None:
-        local_path(folder, "keep a run in", ConfigError)
+def _local(folder: str) -> str:
+    local_path(folder, "keep a run in", ConfigError)
     return folder
 
 
@@ -64,7 +63,7 @@ Evaluations: TypeAlias = Annotated[
 
 
 class RunConfig(Section):
-    """What a run file says: how long, on what, with which sizes and schedules.
+    """A run file: its length, data, model, batch sizes, schedules and settings.
 
     >>> config = RunConfig.parse(
     ...     {"max_duration": "2ep", "data": {"target": "my.data:make"}, "batch_size": 64}
@@ -128,7 +127,7 @@ class RunConfig(Section):
     """When metrics are written."""
     callbacks: list[Target] = Field(default_factory=list)
     """Listeners and algorithms: each makes a `stretto.training.Callback`."""
-    folder: Annotated[str | None, AfterValidator(_local)] = None
+    folder: Annotated[str, AfterValidator(_local)] | None = None
     """Where the run is kept; by default a new folder in `runs`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of samples, and of all chance in building and training the model."""
@@ -196,10 +195,10 @@ class RunConfig(Section):
 
 
 def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return what the run file at `path` says, with `key=value` overrides set.
+    """Read the run file at `path`, with `key=value` overrides.
 
     Raises:
-        ConfigError: it cannot be read, or says something else than it should.
+        ConfigError: it cannot be read, or something in it is wrong.
     """
     try:
         with Path(path).open("rb") as file:
@@ -214,14 +213,14 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_run_file(text: str, name: str = "run.yaml", overrides: Sequence[str] = ()) -> RunConfig:
-    r"""Return what the text of a run file says, with `key=value` overrides set.
+    r"""Read the text of a run file, with `key=value` overrides.
 
     >>> text = "max_duration: 2ep\ndata: {target: my.data:make}\nbatch_size: 64"
     >>> parse_run_file(text, overrides=["batch_size=32"]).batch_size.value
     Fixed(32)
 
     Raises:
-        ConfigError: it is not YAML, or says something else than it should.
+        ConfigError: it is not YAML, or something in it is wrong.
     """
     document = parse_yaml(text, name)
     values, source = apply_overrides(document.value, Source(name, document.lines), overrides)
@@ -229,7 +228,7 @@ def parse_run_file(text: str, name: str = "run.yaml", overrides: Sequence[str] =
 
 
 def dump_run_file(config: RunConfig) -> str:
-    """Return the text of a run file that says all of `config`, defaults included.
+    """Return a run file with all of `config`, defaults included.
 
     >>> config = RunConfig.parse(
     ...     {"max_duration": "2ep", "data": {"target": "my.data:make"}, "batch_size": 64}
@@ -240,5 +239,5 @@ def dump_run_file(config: RunConfig) -> str:
     values = config.model_dump(mode="json")
     for section, key in ((values, "callbacks"), (values.get("optimizer", {}), "groups")):
         if not section.get(key):
-            section.pop(key, None)  # an empty one says nothing
+            section.pop(key, None)
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=90)

@@ -28,7 +28,7 @@ def run_file_schema() -> dict[str, Any]:
     """Return the JSON Schema of run files.
 
     What needs the whole file or Python (that a warm-up fits, that a target exists) is beyond a
-    schema. A null, which counts as left out, is not among what it lets an editor suggest.
+    schema. Nulls, which count as absent, are not among the suggestions.
 
     >>> run_file_schema()["required"]
     ['max_duration', 'data', 'batch_size']
@@ -56,7 +56,7 @@ def run_file_schema() -> dict[str, Any]:
 
 
 def _forms(name: str, parts: dict[str, Any]) -> dict[str, Any]:
-    """Return the definitions of what an adapter reads, and of a period of it."""
+    """Return the definitions of the forms of an adapter, and of periods of it."""
     found = adapter(name).json_schema(schema_generator=_Generator)
     own = {key: one for key, one in found.pop("$defs").items() if key not in parts}
     several = found.get("oneOf") or found["anyOf"]
@@ -77,7 +77,7 @@ def _forms(name: str, parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def field_texts(section: type) -> dict[str, str]:
-    """Return the text that stands under each field of a section, those of its bases included.
+    """Return the docstring of each field of a section and its bases.
 
     pydantic can collect them too, but does so at every start: 0.2 s for all our sections.
     """
@@ -116,7 +116,7 @@ def _describe(part: dict[str, Any], section: type) -> None:
 
 
 def _tidy(part: Any) -> Any:
-    """Leave out titles and nulls, which say nothing, and write the pattern of times once."""
+    """Remove titles and nulls, and resolve references."""
     if isinstance(part, list):
         return [_tidy(item) for item in part]
     if not isinstance(part, dict):

@@ -36,7 +36,7 @@ class Data(Target):
     tokens_per_sample: Count | None = None
     """Tokens of a sample, if all have equally many."""
     sharded: bool | None = None
-    """Whether each rank makes an iterable of its own share of the samples; by default no, and the
+    """Whether the iterable of each rank has only its share of the samples; by default no, and the
     first batches are compared over the ranks."""
 
 
@@ -81,7 +81,7 @@ factor."""
 
 
 def build_rule(value: AnyRule, source: Source, path: Path) -> LearningRateRule:
-    """Return the learning rate rule that a run file says.
+    """Return the learning rate rule of a run file.
 
     Raises:
         ConfigError: the target cannot be imported or called.
@@ -92,7 +92,7 @@ def build_rule(value: AnyRule, source: Source, path: Path) -> LearningRateRule:
 
 
 def _or_target(word: Any, instead: str) -> GetPydanticSchema:
-    """Return what reads a word or a target."""
+    """Return a reader of a word or a target."""
     tagged = Annotated[word, Tag("<word>")] | Annotated[Target, Tag("<target>")]
 
     def shape(value: object) -> str:
@@ -171,7 +171,7 @@ class Log(Section):
     every: Interval = Time("10ba")
     """How often a line of metrics is written."""
     flush: Interval = Time("30s")
-    """How often what was written is put on the disk."""
+    """How often written lines are flushed to the disk."""
     loggers: list[AnyLogger] | None = None
     """Where metrics go besides metrics.jsonl; by default TensorBoard if it is installed."""
     console: bool | None = None

@@ -49,9 +49,9 @@ TargetText: TypeAlias = Annotated[
 
 
 class Target(Section):
-    """Something of Python's: `target` names it, all other keys are its arguments.
+    """A Python object: `target` names it, all other keys are its arguments.
 
-    A target that stands for a function can be called; it is imported then.
+    A target of a function can be called, which imports it.
 
     >>> target = Target.model_validate({"target": "operator:itemgetter", "item": 1})
     >>> target.arguments

@@ -115,7 +115,7 @@ def seed_everything(seed: int) -> None:
 
 
 def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
-    """Return the run file with what the run has found, so that a plan needs neither data nor torch.
+    """Return the run file with the facts of the run; a plan then needs neither data nor torch.
 
     That is the sizes of the data, the sizes that were `auto`, the scheduled values of the
     optimizer, and the run's folder.
@@ -158,7 +158,7 @@ def check_complete(config: RunConfig) -> None:
     """Refuse a run file that is enough for a plan and not for training.
 
     Raises:
-        ConfigError: there is no model, or no optimizer and no step of its own.
+        ConfigError: there is no model, or neither an optimizer nor a step.
     """
     missing = "model" if config.model is None else "optimizer"
     if config.model is None or (config.optimizer is None and config.step is None):

@@ -29,7 +29,7 @@ def show_path(path: Path) -> str:
     >>> show_path(("schedules", "lr", "periods", 0, "duration"))
     'schedules.lr.periods.0.duration'
     """
-    # A key may hold what would move the cursor of a terminal.
+    # A key may contain control characters of a terminal.
     parts = (str(part) for part in path)
     return ".".join(part if part.isprintable() else repr(part)[1:-1] for part in parts)
 
@@ -108,7 +108,7 @@ def source_name(path: object) -> str:
 
 
 Value: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
-"""What a run file holds."""
+"""A value in a run file."""
 
 MAX_BYTES = 100_000
 """Longest run file, in bytes; the packaged ones have about a thousand."""
@@ -150,7 +150,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes what the loader reads back: quotes a text that looks like something else."""
+    """Quotes a text that the loader would read as another kind of value."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  as in PyYAML
 
@@ -173,17 +173,17 @@ class Document(NamedTuple):
 
 
 def parse_yaml(text: str, name: str) -> Document:
-    """Return what the YAML `text` says.
+    """Return the value of a YAML text.
 
     >>> parse_yaml("seed: 7", "run.yaml").value
     {'seed': 7}
 
     Args:
         text: the whole text.
-        name: what messages call it.
+        name: its name in messages.
 
     Raises:
-        ConfigError: it is not YAML, or more than a run file may hold; the message says where.
+        ConfigError: it is not YAML, or it is too large.
     """
     lines: dict[Path, int] = {}
     where, instead = None, ""
@@ -214,7 +214,7 @@ def parse_yaml(text: str, name: str) -> Document:
 def _value(node: yaml.Node, path: Path, lines: dict[Path, int]) -> Value:
     """Return the value of a node, and note the line of each key and item."""
     if len(lines) > MAX_VALUES:
-        raise _error(node, f"it holds more than {MAX_VALUES} values")
+        raise _error(node, f"it has more than {MAX_VALUES} values")
     if len(path) > MAX_DEPTH:
         raise _error(node, f"values nest deeper than {MAX_DEPTH}")
     if isinstance(node, yaml.ScalarNode):
@@ -278,7 +278,7 @@ def apply_overrides(
     for text in overrides:
         path, value = parse_override(text)
         _set(values, path, value, text)
-        # The lines of what was there would mislead.
+        # The lines of the old value would mislead.
         for known in [known for known in lines if known[: len(path)] == path]:
             del lines[known]
         overridden.add(path)
