@@ -379,7 +379,7 @@ def imported(value: Value, source: Source, path: Path) -> Value:
             target = found.function
             kind = import_target(target.target, where=source.where((*path, "target")))
             if isinstance(kind, type) and issubclass(kind, BatchSizePolicy):
-                options = {"every": found.every, "planned": found.planned or None}
+                options = {"every": found.every, "planned": None if found.planned else False}
                 return call_target(target, source=source, path=path, **without_nulls(options))
             return replace(found, function=cast(Any, change(target)))
         return found.replaced(change) if isinstance(found, Timed) else found
