@@ -22,7 +22,7 @@ def test_three_keys_are_enough() -> None:
     assert (config.seed, config.last_batch, config.micro_batch_size) == (0, "keep", None)
     assert config.loading.num_workers == 0
     assert config.precision == "fp32"
-    assert config.evaluations == ()
+    assert config.evaluate == []
     assert config.checkpoint is None
     assert config.log.every == Time("10ba")
     assert config.log.loggers is None
@@ -59,9 +59,9 @@ def test_one_evaluation_or_several() -> None:
     one = RunConfig.parse(LEAST | {"evaluate": {"every": "10%"}})
     several = [{"name": "a", "data": {"target": "c:d"}}, {"name": "b", "every": "1h"}]
     config = RunConfig.parse(LEAST | {"evaluate": several})
-    assert [evaluation.name for evaluation in one.evaluations] == ["validation"]
-    assert [evaluation.name for evaluation in config.evaluations] == ["a", "b"]
-    assert config.evaluations[1].every == Time("1h")
+    assert [evaluation.name for evaluation in one.evaluate] == ["validation"]
+    assert [evaluation.name for evaluation in config.evaluate] == ["a", "b"]
+    assert config.evaluate[1].every == Time("1h")
 
 
 def test_two_evaluations_have_two_names() -> None:
@@ -131,7 +131,7 @@ def test_thousands_of_mistakes_are_counted() -> None:
         ("scale_schedule", "2", "number"),
         ("seed", -1, "greater"),
         ("seed", 2**63, "less"),
-        ("evaluate", {"name": "a/b"}, "evaluate.name"),
+        ("evaluate", {"name": "a/b"}, "name"),
         (
             "optimizer",
             {"target": "a:b", "groups": {"g": {"parameters": "("}}},

@@ -200,17 +200,8 @@ def _period(name: str) -> Any:
 
 _Text: TypeAlias = Annotated[str, Field(examples=["0tok:768 250Btok:1536"])]
 _Mapping: TypeAlias = Annotated[
-    dict[str, Count],
-    Field(min_length=1),
-    WithJsonSchema(
-        {
-            "description": "A size from each of some times on.",
-            "type": "object",
-            "minProperties": 1,
-            "propertyNames": {"x-ref": "Time"},
-            "additionalProperties": {"type": "integer", "minimum": 1},
-        }
-    ),
+    dict[Annotated[str, WithJsonSchema({"type": "string", "x-ref": "Time"})], Count],
+    Field(min_length=1, description="A size from each of some times on."),
 ]
 _TYPES: dict[Any, Any] = {
     int: Count,
@@ -228,7 +219,7 @@ _TYPES: dict[Any, Any] = {
     StepsLike: Annotated[
         Annotated[_Text, Tag("<text>")] | Annotated[_Mapping, Tag("<mapping>")],
         shape_of(
-            lambda value: {dict: "<mapping>", str: "<text>"}.get(type(value)),
+            lambda value: "<text>" if isinstance(value, str) else "<mapping>",
             "write for example '0ep:8 1ep:16'",
         ),
     ],
@@ -485,7 +476,8 @@ def _adapter(
         )
 
     tagged = tuple(Annotated[form, Tag(tag)] for form, tag in forms)
-    return TypeAdapter(Annotated[Union[tagged], Discriminator(shape), BeforeValidator(check)])  # noqa: UP007  of a tuple
+    whole: Any = Annotated[Union[tagged], Discriminator(shape), BeforeValidator(check)]  # noqa: UP007  of a tuple
+    return TypeAdapter(whole)
 
 
 @final

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, cast, final
 
-from stretto.batching import BatchSizePolicy, Coupling, LearningRateRule
+from stretto.batching import BatchSizePolicy, Coupling, LearningRateRule, as_rule
 from stretto.batching.following import check_monitored, followed_metric, metrics_of
 from stretto.config.forms import imported
 from stretto.config.run import RunConfig
-from stretto.config.settings import build_rule
-from stretto.config.targets import call_target
+from stretto.config.targets import Target, bound_target, call_target
 from stretto.config.yaml import Path, as_key
 from stretto.errors import ConfigError, PlanError
 from stretto.planning import Plan, Prepared, bind_run
@@ -111,14 +110,17 @@ def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
     sizes = imported(config.batch_size.value, source, ("batch_size",))
     if isinstance(sizes, Coupling):
         schedules["lr"], sizes = sizes.schedule, sizes.policy
-    intervals = _intervals(config)
-    rule = config.rule
+    intervals, rule = _intervals(config), config.rule
+    with source.at("rule"):
+        if isinstance(rule, Target):
+            rule = bound_target(rule, source=source, path=("rule",))
+        rule = None if rule is None else as_rule(rule)
     return TimesAndSizes(
         run,
         scaled(sizes, "batch_size"),
         {name: scaled(one, "schedules", name) for name, one in schedules.items()},
         {name: scaled(Every(every), *path) for name, (path, every) in intervals.items()},
-        None if rule is None else build_rule(rule, source, ("rule",)),
+        rule,
     )
 
 
@@ -135,9 +137,8 @@ def planned_micro_batch_size(config: RunConfig) -> int | None:
 def _intervals(config: RunConfig) -> dict[str, tuple[Path, Time]]:
     """Return the path and the interval of everything that recurs in a run."""
     found: dict[str, tuple[Path, Time]] = {}
-    for number, one in enumerate(config.evaluations):
-        within = (number,) if isinstance(config.evaluate, list) else ()
-        found[f"evaluate {one.name}"] = (("evaluate", *within, "every"), one.every)
+    for number, one in enumerate(config.evaluate):
+        found[f"evaluate {one.name}"] = (("evaluate", number, "every"), one.every)
     if config.checkpoint is not None:
         found["checkpoint"] = (("checkpoint", "every"), cast(Time, config.checkpoint.every))
     found["log"] = (("log", "every"), config.log.every)
@@ -260,7 +261,7 @@ def prepare_run(config: RunConfig, run: TimesAndSizes) -> Prepared:
         most_stages=MAX_STAGES,
         at=at,
     )
-    measured = metrics_of(config.evaluations)
+    measured = metrics_of(config.evaluate)
     with config.source.at("batch_size"):
         followed_metric(prepared.bound_policy.reads, measured)
     if config.checkpoint is not None and config.checkpoint.monitor is not None:

@@ -1,7 +1,8 @@
-"""`RunConfig`: the content of a run file."""
+"""`RunConfig`: the content of a run file, and its sections."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -10,56 +11,197 @@ import yaml
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    ConfigDict,
     Field,
+    GetPydanticSchema,
+    PlainValidator,
     PrivateAttr,
     Tag,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from stretto._location import local_path
-from stretto.batching import Coupling
-from stretto.config.fields import Count, CountOrAuto, RunLength, Section, shape_of, without_nulls
-from stretto.config.forms import AnySchedule, BatchSize
-from stretto.config.messages import explain
-from stretto.config.settings import (
-    AnyRule,
-    Checkpoint,
-    Data,
-    Evaluate,
-    LoadingSection,
-    Log,
-    Optimizer,
-    SteppingSection,
+from stretto.batching import Coupling, as_rule
+from stretto.batching.split import RULES
+from stretto.config.fields import (
+    Count,
+    CountOrAuto,
+    Interval,
+    Natural,
+    RunLength,
+    Section,
+    WallClock,
+    read_as,
+    shape_of,
+    without_nulls,
 )
-from stretto.config.targets import Target
+from stretto.config.forms import AnySchedule, BatchSize, settings_form
+from stretto.config.targets import TARGET_PATTERN, Target
 from stretto.config.yaml import (
     MAX_BYTES,
     NO_SOURCE,
     Dumper,
     Source,
     apply_overrides,
+    as_key,
     parse_yaml,
+    show_path,
     source_name,
 )
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, Message, StrettoError, cannot, nearest, shown
 from stretto.schedules.fields import parse_name
-from stretto.settings import Loading, Precision, Stepping
-from stretto.timing import LastBatch
+from stretto.settings import Checkpointing, Loading, Precision, Stepping
+from stretto.timing import LastBatch, Time
+
+
+class Data(Target):
+    """Where samples come from, and how many there are."""
+
+    num_samples: Count | None = None
+    """Samples in an epoch. With it, a plan does not open the data."""
+    num_tokens: Count | None = None
+    """Tokens in an epoch."""
+    tokens_per_sample: Count | None = None
+    """Tokens of a sample, if all have equally many."""
+    sharded: bool | None = None
+    """Whether the iterable of each rank has only its share of the samples; by default no, and the
+    first batches are compared over the ranks."""
+
+
+class Group(Section):
+    """Parameters with settings of their own; all other keys are the optimizer's."""
+
+    model_config = ConfigDict(extra="allow")
+
+    parameters: Annotated[re.Pattern[str], Field(examples=["embedding"])]
+    """A regular expression, found anywhere in a parameter's name."""
+
+
+class Optimizer(Target):
+    """The optimizer: called with the model's parameters and its other keys."""
+
+    groups: dict[str, Group] = Field(default_factory=dict)
+    """Groups by name, for `lr@name`; a parameter belongs to the first whose pattern it matches."""
+
+
+def _checked_rule(value: Any) -> Any:
+    if isinstance(value, dict) and "target" in value:
+        return Target.model_validate(value)
+    as_rule(value)
+    return value
+
+
+_SIZE = {"type": "integer", "minimum": 1, "description": "The size that the rate is meant for."}
+_TARGET = {"type": "string", "pattern": TARGET_PATTERN}
+AnyRule: TypeAlias = Annotated[
+    Any,
+    PlainValidator(_checked_rule),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {**dict.fromkeys(RULES, _SIZE), "target": _TARGET},
+            "minProperties": 1,
+        }
+    ),
+]
+"""How the learning rate follows the batch size: a rule, or a function of yours from the size to a
+factor."""
+
+
+def _or_target(word: Any, instead: str) -> GetPydanticSchema:
+    """Return a reader of a word or a target."""
+    tagged = Annotated[word, Tag("<word>")] | Annotated[Target, Tag("<target>")]
+
+    def shape(value: object) -> str:
+        return "<target>" if isinstance(value, (dict, Target)) else "<word>"
+
+    return read_as(Annotated[tagged, shape_of(shape, instead)])
+
+
+LossWeight: TypeAlias = Annotated[
+    Any,
+    _or_target(Literal["samples", "tokens"], "write samples, tokens, or {target: my.module:count}"),
+]
+AnyStore: TypeAlias = Annotated[
+    Any, _or_target(str, "write s3://bucket/run, or {target: my.module:Store}")
+]
+AnyLogger: TypeAlias = Annotated[
+    str | Target,
+    _or_target(
+        Literal["tensorboard", "wandb", "mlflow"],
+        "write tensorboard, wandb, mlflow, or {target: my.module:Logger}",
+    ),
+]
+LoadingSection: TypeAlias = Annotated[
+    Loading,
+    settings_form(
+        Loading,
+        "seed",
+        "last_batch",
+        types={"num_workers": Natural},
+        shuffle=True,
+        num_workers=0,
+    ),
+]
+SteppingSection: TypeAlias = Annotated[
+    Stepping,
+    settings_form(
+        Stepping,
+        "rule",
+        types={
+            "measure_noise": CountOrAuto,
+            "loss_weight": LossWeight,
+            "rank_timeout": WallClock | None,
+        },
+    ),
+]
+Checkpoint: TypeAlias = Annotated[
+    Checkpointing,
+    settings_form(Checkpointing, types={"upload": AnyStore | None}, every=Time("1ep")),
+]
+
+
+class Evaluate(Section):
+    """What is measured during the run, and always at its end."""
+
+    every: Interval = Time("1ep")
+    """How often."""
+    data: Target | None = None
+    """What to measure on; by default the run's data with `split: validation`."""
+    metrics: dict[str, Target] = Field(default_factory=dict)
+    """By name: functions `function(model, batch) -> mean over the batch`, or classes whose objects
+    have update, compute and reset, such as those of torchmetrics."""
+    predict: Target | None = None
+    """A function `(model, batch) -> (outputs, targets)` for the `update` of such objects; by
+    default both are read from the batch."""
+    batch_size: Count | None = None
+    """Samples of one forward pass; by default the training micro-batch."""
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "validation"
+    """What its lines in the metrics begin with."""
+    loss: Target | None = None
+    """By default the training loss."""
+
+
+class Log(Section):
+    """When metrics are written, and where they go besides the run folder."""
+
+    every: Interval = Time("10ba")
+    """How often a line of metrics is written."""
+    flush: Interval = Time("30s")
+    """How often written lines are flushed to the disk."""
+    loggers: list[AnyLogger] | None = None
+    """Where metrics go besides metrics.jsonl; by default TensorBoard if it is installed."""
+    console: bool | None = None
+    """Whether the console shows the progress of the run; by default with `stretto train`, and on a
+    terminal."""
 
 
 def _local(folder: str) -> str:
     local_path(folder, "keep a run in", ConfigError)
     return folder
-
-
-Evaluations: TypeAlias = Annotated[
-    Annotated[Evaluate, Tag("<Evaluate>")] | Annotated[list[Evaluate], Tag("<list>")],
-    shape_of(
-        lambda value: "<list>" if isinstance(value, list) else "<Evaluate>",
-        "write for example {every: 1ep}",
-    ),
-]
 
 
 class RunConfig(Section):
@@ -119,7 +261,13 @@ class RunConfig(Section):
     """How samples are ordered and fetched."""
     stepping: SteppingSection = Stepping()
     """How a step is computed."""
-    evaluate: Evaluations | None = None
+    evaluate: Annotated[
+        list[Evaluate],
+        BeforeValidator(
+            lambda value: [value] if isinstance(value, dict) else value,
+            json_schema_input_type=Evaluate | list[Evaluate],
+        ),
+    ] = Field(default_factory=list)
     """What is measured during the run; one mapping or a list of them."""
     checkpoint: Checkpoint | None = None
     """When checkpoints are written; by default never."""
@@ -161,16 +309,9 @@ class RunConfig(Section):
         """Where the values were written, for messages."""
         return self._source
 
-    @property
-    def evaluations(self) -> tuple[Evaluate, ...]:
-        """The evaluations, in their order."""
-        if self.evaluate is None:
-            return ()
-        return tuple(self.evaluate) if isinstance(self.evaluate, list) else (self.evaluate,)
-
     @model_validator(mode="after")
     def _check_whole(self) -> Self:
-        names = [evaluation.name for evaluation in self.evaluations]
+        names = [evaluation.name for evaluation in self.evaluate]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError.cannot(
@@ -237,7 +378,47 @@ def dump_run_file(config: RunConfig) -> str:
     True
     """
     values = config.model_dump(mode="json")
-    for section, key in ((values, "callbacks"), (values.get("optimizer", {}), "groups")):
-        if not section.get(key):
-            section.pop(key, None)
+    for section in (values, values.get("optimizer", {})):
+        for key in ("callbacks", "evaluate", "groups"):
+            if section.get(key) in ([], {}):
+                del section[key]
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=90)
+
+
+MAX_ERRORS = 20
+"""Most errors that one message lists."""
+
+
+def explain(error: ValidationError, source: Source) -> ConfigError:
+    """Return all that pydantic found in a run file, one message each."""
+    found = error.errors(include_url=False)
+    messages = list(dict.fromkeys(_message(details, source) for details in found))
+    explained = ConfigError(*messages[:MAX_ERRORS])
+    if len(messages) > MAX_ERRORS:
+        explained.add_note(f"and {len(messages) - MAX_ERRORS} more")
+    return explained
+
+
+def _message(details: ErrorDetails, source: Source) -> Message:
+    # Names of shapes, and the mark of a key's own error, are pydantic's and not the file's.
+    path = tuple(
+        part for part in details["loc"] if part != "[key]" and not str(part).startswith("<")
+    )
+    where, context = source.where(path), details.get("ctx", {})
+    if details["type"] == "value_error":
+        error: StrettoError = context["error"]
+        return error.message.recast(where, as_key)
+    said = details["msg"]
+    asked = said.removeprefix("Input should be ")
+    number = "a value " if asked.startswith(("greater", "less")) else ""
+    instead = said[:1].lower() + said[1:] if said == asked else f"write {number}{asked}"
+    if details["type"] == "literal_error":
+        choices = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
+        near = nearest(details["input"], choices)
+        instead = f"did you mean '{near}'?" if near else instead
+    return cannot(
+        f"use {shown(details['input'])} as {show_path(path)}",
+        why="it is not valid here",
+        instead=instead,
+        where=where,
+    )

@@ -6,39 +6,48 @@ import contextlib
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from stretto.batching import awaits_maximum, with_maximum
-from stretto.config.parts import (
-    make_callbacks,
-    make_checkpointing,
-    make_evaluation,
-    make_loading,
-    make_logging,
-    make_loss,
-    make_model,
-    make_optimizer,
-    make_step,
-    make_stepping,
-)
-from stretto.config.plans import TimesAndSizes, build_run, make_spec, prepare_run
-from stretto.config.run import RunConfig
-from stretto.config.targets import accepts, import_target
+from stretto.config.plans import TimesAndSizes, build_run, make_spec, prepare_run, scale_of
+from stretto.config.run import Evaluate, RunConfig
+from stretto.config.targets import Target, accepts, bound_target, call_target, import_target
+from stretto.config.yaml import Path as Keys
+from stretto.config.yaml import show_path
 from stretto.data import DataSpec, StepLoader
 from stretto.distributed.ranks import find_device
 from stretto.distributed.strategy import shard_blocks
 from stretto.errors import ConfigError, StrettoError
 from stretto.memory.examples import example_batches, resizable
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.training import Callback, Trainer
+from stretto.timing import Every
+from stretto.training import (
+    Callback,
+    Checkpointing,
+    Evaluation,
+    Loading,
+    Logger,
+    Logging,
+    MLflowLogger,
+    Stepping,
+    TensorBoardLogger,
+    Trainer,
+    WandbLogger,
+)
 from stretto.training.criterion import as_loss
 from stretto.training.stepping.fitting import FoundMaximum
 from stretto.training.stepping.measuring import keeps_gradients_apart
 
+S = TypeVar("S")
+VALIDATION = "validation"
+"""The `split` of an evaluation without other data."""
 _NO_LIMIT = 2**31
 """The largest batch size while training has not found one."""
 
@@ -70,7 +79,7 @@ def build_trainer(
     if config.parallel == "fsdp":
         model = shard_blocks(model, device=config.device)
     step = make_step(config, model)
-    evaluations = [make_evaluation(config, one, run) for one in config.evaluations]
+    evaluations = [make_evaluation(config, number, run) for number in range(len(config.evaluate))]
     trainer = Trainer(
         model if step is None else step,
         spec,
@@ -120,17 +129,11 @@ def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
     That is the sizes of the data, the sizes that were `auto`, the scheduled values of the
     optimizer, and the run's folder.
     """
-    horizon, optimizer = trainer.horizon, config.optimizer
-    changes: dict[str, Any] = {
-        "data": {
-            **config.data.model_dump(),
-            "num_samples": horizon.dataset_num_samples,
-            "num_tokens": None if horizon.tokens_per_sample else horizon.dataset_num_tokens,
-            "tokens_per_sample": horizon.tokens_per_sample,
-        },
-        "folder": None if trainer.folder is None else str(trainer.folder),
-        "micro_batch_size": trainer.loader.micro_batch_size,
-        "batch_size": _with_maximum(config.batch_size.written, trainer.found_maximum),
+    horizon, optimizer, sizes = trainer.horizon, config.optimizer, config.batch_size
+    counts = {
+        "num_samples": horizon.dataset_num_samples,
+        "num_tokens": None if horizon.tokens_per_sample else horizon.dataset_num_tokens,
+        "tokens_per_sample": horizon.tokens_per_sample,
     }
     if optimizer is not None:
         defaults: dict[str, Any] = getattr(trainer.optimizer, "defaults", {})
@@ -138,8 +141,18 @@ def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
         scheduled = [name for name in ("lr", *config.schedules) if accepts(target, name)]
         stated = {name: defaults.get(name) for name in scheduled}
         numbers = {key: value for key, value in stated.items() if isinstance(value, (int, float))}
-        changes["optimizer"] = numbers | optimizer.model_dump()
-    return config.changed(**changes)
+        optimizer = type(optimizer).model_validate(numbers | optimizer.model_dump())
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update=counts),
+            "optimizer": optimizer,
+            "folder": None if trainer.folder is None else str(trainer.folder),
+            "micro_batch_size": trainer.loader.micro_batch_size,
+            "batch_size": replace(
+                sizes, written=_with_maximum(sizes.written, trainer.found_maximum)
+            ),
+        }
+    )
 
 
 def _with_maximum(written: Any, found: FoundMaximum | None) -> Any:
@@ -179,6 +192,200 @@ def _check_world_size(config: RunConfig) -> None:
             instead=f"use torchrun --nproc-per-node {config.world_size}, or set world_size=null",
             where=config.source.where(("world_size",)),
         )
+
+
+def make_model(config: RunConfig) -> nn.Module:
+    """Return the model.
+
+    Raises:
+        ConfigError: it cannot be made, or is no module.
+    """
+    assert config.model is not None, "checked before anything is built"
+    return _made(config, config.model, nn.Module, ("model",))
+
+
+def make_loss(config: RunConfig, model: nn.Module) -> Any:
+    """Return the loss function: the file's, or that of the model's class."""
+    if config.loss is not None:
+        return bound_target(config.loss, source=config.source, path=("loss",))
+    loss = getattr(type(model), "loss", None)
+    if callable(loss):
+        return loss
+    raise ConfigError.cannot(
+        "train",
+        why=f"there is no 'loss', and {type(model).__name__} has no static method of that name",
+        instead="write 'loss: {target: my.models:loss}', a function (model, batch) -> loss",
+        where=config.source.name,
+    )
+
+
+def make_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
+    """Return the optimizer of the model's parameters, in the groups that the file names."""
+    section = config.optimizer
+    assert section is not None, "checked before anything is built"
+    rest = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    groups: list[dict[str, Any]] = []
+    for name, group in section.groups.items():
+        taken = [key for key in rest if group.parameters.search(key)]
+        if not taken:
+            raise ConfigError.cannot(
+                f"make the parameter group {name!r}",
+                why=f"no parameter left has a name with {group.parameters.pattern!r} in it",
+                instead=f"write a pattern of names such as {next(iter(rest), '')!r}",
+                where=config.source.where(("optimizer", "groups", name, "parameters")),
+            )
+        options = _tuples(group.arguments)
+        groups.append({"params": [rest.pop(key) for key in taken], "name": name, **options})
+    if rest:
+        # First, so that the ledger shows the general values without a group's name.
+        groups.insert(0, {"params": list(rest.values()), "name": "rest"})
+    parameters = groups if section.groups else list(rest.values())
+    tupled = Target(target=section.target, **_tuples(section.arguments))
+    return _made(config, tupled, Optimizer, ("optimizer",), parameters)
+
+
+def make_step(config: RunConfig, model: nn.Module) -> TrainStep | None:
+    """Return the file's own training step; None if it has none.
+
+    Raises:
+        ConfigError: it cannot be made, or is no `TrainStep`.
+    """
+    section = config.step
+    if section is None:
+        return None
+    target = import_target(section.target, where=config.source.where(("step", "target")))
+    given: dict[str, Any] = {"model": model}
+    if config.optimizer is not None:
+        given["optimizer"] = make_optimizer(config, model)
+    if config.loss is not None or accepts(target, "loss"):
+        given["loss"] = make_loss(config, model)
+    return _made(config, section, TrainStep, ("step",), **given)  # type: ignore[type-abstract]
+
+
+def _tuples(options: dict[str, Any]) -> dict[str, Any]:
+    """Lists as tuples: optimizers take `betas` as one, which YAML does not have."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
+
+
+def _with_targets(config: RunConfig, value: Any, path: Keys) -> Any:
+    """Return a value, or the values of a mapping, with targets as the functions they name."""
+    if isinstance(value, Target):
+        return bound_target(value, source=config.source, path=path)
+    if isinstance(value, dict):
+        return {name: _with_targets(config, item, (*path, name)) for name, item in value.items()}
+    return value
+
+
+def _settings(config: RunConfig, settings: S, key: str, **more: Any) -> S:
+    """Return settings of the file with its targets imported, and some more."""
+    names = [one.name for one in fields(settings) if one.name not in more]  # type: ignore[arg-type]
+    made = {name: _with_targets(config, getattr(settings, name), (key, name)) for name in names}
+    with config.source.at(key):
+        return replace(settings, **made, **more)  # type: ignore[type-var]
+
+
+def make_loading(config: RunConfig) -> Loading:
+    """Return how samples are ordered and fetched."""
+    last_batch = config.last_batch
+    return _settings(config, config.loading, "loading", seed=config.seed, last_batch=last_batch)
+
+
+def make_checkpointing(config: RunConfig, run: TimesAndSizes) -> Checkpointing | None:
+    """Return when checkpoints are written and which are kept."""
+    if config.checkpoint is None:
+        return None
+    return _settings(config, config.checkpoint, "checkpoint", every=run.triggers["checkpoint"])
+
+
+def make_stepping(config: RunConfig, run: TimesAndSizes) -> Stepping:
+    """Return how a step is computed."""
+    return _settings(config, config.stepping, "stepping", rule=run.rule)
+
+
+def make_evaluation(config: RunConfig, number: int, run: TimesAndSizes) -> Evaluation:
+    """Return an evaluation: its data, metrics and interval."""
+    section, path = config.evaluate[number], ("evaluate", number)
+    data = _evaluation_data(config, section, path)
+    names = ("metrics", "batch_size", "name", "loss", "predict")
+    made = {name: _with_targets(config, getattr(section, name), (*path, name)) for name in names}
+    with config.source.at(*path):
+        return Evaluation(data, run.triggers[f"evaluate {section.name}"], **made)
+
+
+def _evaluation_data(config: RunConfig, section: Evaluate, path: Keys) -> Any:
+    if section.data is not None:
+        return call_target(section.data, source=config.source, path=(*path, "data"))
+    target, arguments = config.data.target, config.data.arguments
+    function = import_target(target, where=config.source.where(("data", "target")))
+    if not accepts(function, "split") or arguments.get("split") == VALIDATION:
+        raise ConfigError.cannot(
+            "evaluate",
+            why=f"there is no 'data' to evaluate on, and {target} takes no 'split', or the "
+            "validation split is trained on",
+            instead="write for example 'data: {target: my.data:make_validation}' in it",
+            where=config.source.where(path),
+        )
+    validation = Target(target=target, **arguments | {"split": VALIDATION})
+    data = call_target(validation, source=config.source, path=("data",))
+    return DataSpec.of(data, sharded=config.data.sharded)
+
+
+def make_logging(config: RunConfig, run: TimesAndSizes) -> Logging:
+    """Return when metrics are logged, and where they go."""
+    with config.source.at("log", "loggers"):
+        return Logging(
+            run.triggers["log"],
+            Every(config.log.flush).scaled(scale_of(config)),
+            make_loggers(config),
+            config.log.console,
+            config.model_dump(mode="json"),
+        )
+
+
+def make_loggers(config: RunConfig) -> list[Logger]:
+    """Return where metrics go besides the run folder."""
+    kinds = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "mlflow": MLflowLogger}
+    named = config.log.loggers
+    if named is None:
+        named = ["tensorboard"] if find_spec("tensorboard") else []
+    source = config.source
+    return [
+        call_target(one, source=source, path=("log", "loggers", number))
+        if isinstance(one, Target)
+        else kinds[one]()
+        for number, one in enumerate(named)
+    ]
+
+
+def make_callbacks(config: RunConfig) -> list[Callback]:
+    """Return the callbacks that the file names, with times for a run of its length."""
+    made = []
+    for number, section in enumerate(config.callbacks):
+        callback = _made(config, section, Callback, ("callbacks", number))
+        with config.source.at("callbacks", number):
+            made.append(callback.scaled(scale_of(config)))
+    return made
+
+
+def _made(
+    config: RunConfig, section: Target, kind: type[S], path: Keys, *positional: Any, **extra: Any
+) -> S:
+    """Call a target and check the result.
+
+    Raises:
+        ConfigError: it cannot be called, or returns another kind of object.
+    """
+    found = call_target(section, *positional, source=config.source, path=path, **extra)
+    if isinstance(found, kind):
+        return found
+    raise ConfigError.cannot(
+        f"use {section.target} as {show_path(path)}",
+        why=f"it makes a {type(found).__name__} and not a {kind.__name__}",
+        instead=f"name a class or a function that makes a {kind.__name__}",
+        where=config.source.where(path),
+    )
 
 
 MICRO_BATCHES = 2

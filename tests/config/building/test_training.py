@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from stretto.batching import Bound, SquareRootRule, Steps
-from stretto.config.parts import make_loggers
 from stretto.config.plans import build_plan
 from stretto.config.run import RunConfig, dump_run_file, parse_run_file
-from stretto.config.training import build_finding, build_trainer, resolved
+from stretto.config.training import build_finding, build_trainer, make_loggers, resolved
 from stretto.errors import ConfigError, StrettoError
 from stretto.report.ledger import compare
 from stretto.timing import Horizon, Time

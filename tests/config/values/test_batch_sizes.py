@@ -213,7 +213,7 @@ def test_functions(project: str) -> None:
             "from 8",
         ),
         (NOISY | {"norm_test": 0.5}, "norm_test"),
-        ({"steps": 8}, "'0ep:8"),
+        ({"steps": 8}, "dictionary"),
         ({"seesaw": 8, "increase_instead_of_decay": 8}, "increase_instead_of_decay"),
         ({"size": 8, "sise": 8}, "'size'"),
         ({"size": 8, "monotone": 1}, "boolean"),
