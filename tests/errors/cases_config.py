@@ -83,12 +83,6 @@ def target(text: str, **arguments: Any) -> Target:
     return Target.model_validate({"target": text, **arguments})
 
 
-def unnamed_beside_a_run_file() -> None:
-    """Begin a run where a run file is, and name none."""
-    Path("run.yaml").touch()
-    unnamed_run_file(Path(), None)
-
-
 LONG = "{ramp: linear, start: 1, end: 100_000_000, over: 9ep}"
 RAMP = {"ramp": "double", "start": 8, "end": 64, "over": "40%"}
 LEDGER = "batch,epoch,sample,token,size,tokens,micro_batches,lr\n"
@@ -204,7 +198,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
                                               "groups": {"head": {"parameters": "zzz"}}})),
     # commands
     ("config-command-unnamed-resume", lambda: unnamed_run_file(Path("runs/a"), "latest")),
-    ("config-command-unnamed-own", unnamed_beside_a_run_file),
     ("config-command-override", lambda: split_arguments(["run.yaml", "seed"])),
     ("config-command-convert", partial(
         convert, "0.1dur", to="ba", max_duration="90ep", batch_size=128)),

@@ -141,33 +141,28 @@ def choose_folder(config: RunConfig, stem: str, folder: Path | None, *, resumes:
 
 
 def unnamed_run_file(folder: Path | None, resume: str | None) -> Path:
-    """Return the default run file: the folder's own, else the packaged one.
+    """Return the default run file: that of the run folder, else the packaged one.
 
     Args:
         folder: the run folder, if it is named.
         resume: the checkpoint to resume from; None: the run begins.
 
     Raises:
-        ConfigError: the folder has another run file, or a run without one.
+        ConfigError: the folder has a run without a run file.
     """
     if folder is None:
         return packaged_run_file()
-    own, quoted = folder / RUN_FILE, shlex.quote(str(folder))
+    if (folder / RUN_FILE).exists():
+        return folder / RUN_FILE
     has_begun = (folder / LEDGER).exists() or (folder / CHECKPOINTS).exists()
-    if own.exists() and resume is None and not has_begun:
-        raise ConfigError.cannot(
-            f"begin a run in {folder} with the packaged run file",
-            why="it would replace the run.yaml there",
-            instead=f"write 'stretto train {quoted}/{RUN_FILE}', or name another --folder",
-        )
-    if not own.exists() and resume is not None and (resume != "auto" or has_begun):
+    if resume is not None and (resume != "auto" or has_begun):
         raise ConfigError.cannot(
             f"resume in {folder} with the packaged run file",
             why=f"the run there has no {RUN_FILE}",
             instead="name the file: 'stretto train RUN.YAML "
-            f"--folder {quoted} --resume {shlex.quote(resume)}'",
+            f"--folder {shlex.quote(str(folder))} --resume {shlex.quote(resume)}'",
         )
-    return own if own.exists() else packaged_run_file()
+    return packaged_run_file()
 
 
 def overridden_folder(overrides: Sequence[str]) -> Path | None:

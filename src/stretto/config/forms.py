@@ -364,16 +364,18 @@ def imported(value: Value, source: Source, path: Path) -> Value:
     """
 
     def change(found: object) -> object:
-        if isinstance(found, Target):
-            return bound_target(found, source=source, path=path)
-        if isinstance(found, SizeFunction) and isinstance(found.function, Target):
-            target = found.function
+        target = getattr(found, "function", None)
+        if not isinstance(target, Target):
+            return found.replaced(change) if isinstance(found, Timed) else found
+        if isinstance(found, SizeFunction):
             kind = import_target(target.target, where=source.where((*path, "target")))
             if isinstance(kind, type) and issubclass(kind, BatchSizePolicy):
                 options = {"every": found.every, "planned": None if found.planned else False}
                 return call_target(target, source=source, path=path, **without_nulls(options))
-            return replace(found, function=cast(Any, change(target)))
-        return found.replaced(change) if isinstance(found, Timed) else found
+        function = bound_target(target, source=source, path=path)
+        if isinstance(found, Schedule):
+            return schedules.as_schedule(function)
+        return replace(cast(Any, found), function=function)
 
     with source.at(*path):
         return cast(Value, change(value))

@@ -96,6 +96,14 @@ def test_the_keys_of_the_schema_are_the_arguments(name: str) -> None:
         assert found["description"], f"{name}.{key} is described in its class"
 
 
+def test_a_target_may_be_a_schedule() -> None:
+    config = RunConfig.parse(
+        RUN | {"schedules": {"lr": [0.5, {"target": "stretto.schedules:Cosine", "end": 0.1}]}}
+    )
+    built = imported(config.schedules["lr"].value, config.source, ("schedules", "lr"))
+    assert built == Product(Constant(0.5), Cosine(end=0.1))
+
+
 def test_functions(project: str) -> None:
     config = RunConfig.parse(
         RUN | {"schedules": {"lr": {"target": f"{project}:halve_each_epoch", "base": 0.25}}}
