@@ -142,7 +142,7 @@ def test_plan_draws_and_prints_its_table_as_well(stated: Path, stretto: Stretto)
         ("stated.yaml max_duration", "key=value"),
         ("stated.yaml max_duratoin=1ep", "did you mean 'max_duration'? (max_duratoin on the"),
         ("stated.yaml batch_size=5000 last_batch=drop", "write at_most: 1000"),
-        ("stated.yaml data.num_samples=null", "there is no module 'no'"),
+        ("stated.yaml data.num_samples=null", "No module named 'no'"),
         ("stated.yaml --plot plan.gif", "let it end in .png"),
         ("stated.yaml --against runs/none", "cannot read runs/none/ledger.csv"),
         ("--against runs/none", "cannot read 'runs/none/run.yaml'"),

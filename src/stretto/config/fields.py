@@ -22,6 +22,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from stretto._foreign import FOREIGN
@@ -52,26 +53,20 @@ class Section(BaseModel):
             return values
         keys = ", ".join(cls.model_fields)
         if not isinstance(values, dict):
+            instead = f"write some of the keys {keys}"
             raise ConfigError.cannot(
-                f"use {shown(values)}",
-                why="it is not a mapping",
-                instead=f"write some of the keys {keys}",
+                f"use {shown(values)}", why="it is not a mapping", instead=instead
             )
         is_closed = cls.model_config.get("extra") == "forbid"
         given = without_nulls(values) if is_closed else values
         unknown = [key for key in given if is_closed and key not in cls.model_fields]
         meant = {key: nearest(key, cls.model_fields) for key in unknown}
         found = [_details((key,), _no_such_key(key, near, keys)) for key, near in meant.items()]
-        for name, field in cls.model_fields.items():
-            is_absent = field.is_required() and given.get(name) is None
-            if is_absent and name not in meant.values():
-                example = field.examples[0] if field.examples else "..."
-                error = ConfigError.cannot(
-                    f"omit {name!r}",
-                    why="it has no default",
-                    instead=f"write for example '{name}: {example}'",
-                )
-                found.append(_details((), error))
+        found += [
+            _details((), _omitted(name, field))
+            for name, field in cls.model_fields.items()
+            if field.is_required() and given.get(name) is None and name not in meant.values()
+        ]
         try:
             section = read({key: value for key, value in given.items() if key not in meant})
         except ValidationError as error:
@@ -103,6 +98,12 @@ def _no_such_key(key: str, meant: str | None, keys: str) -> ConfigError:
         why="there is no such key here",
         instead=f"write {FOREIGN[key]}" if key in FOREIGN else instead,
     )
+
+
+def _omitted(name: str, field: FieldInfo) -> ConfigError:
+    example = field.examples[0] if field.examples else "..."
+    instead = f"write for example '{name}: {example}'"
+    return ConfigError.cannot(f"omit {name!r}", why="it has no default", instead=instead)
 
 
 def _details(path: Path, error: StrettoError) -> InitErrorDetails:

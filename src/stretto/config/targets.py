@@ -83,7 +83,7 @@ def import_target(target: str, *, where: Place | None = None) -> Any:
     except Exception as error:  # the user's own code runs here and may raise anything
         raise ConfigError.cannot(
             f"import {target}",
-            why=f"{name} raised {first_line(error)}",
+            why=f"it raised {first_line(error)}",
             instead="check the name, or install what is missing; --traceback shows where",
             where=where,
         ) from error
