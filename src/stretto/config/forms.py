@@ -309,9 +309,10 @@ def _wrapped(policy: BatchSizePolicy, read: Any, context: Context) -> BatchSizeP
     """Wrap a policy as the keys beside it ask."""
     for key, kind in AROUND.items():
         value = _multiple_of(read, context) if key == "multiple_of" else getattr(read, key)
+        if value is None or value is False:
+            continue
         with refused_at(key):
-            if value not in (None, False):
-                policy = kind(policy) if key == "monotone" else kind(policy, value)
+            policy = kind(policy) if key == "monotone" else kind(policy, value)
     return policy
 
 

@@ -53,26 +53,6 @@ def make_spec(config: RunConfig) -> DataSpec:
     return spec
 
 
-def data_counts(config: RunConfig, spec: DataSpec | None = None) -> dict[str, int | None]:
-    """Return the arguments of a `Horizon` about the data.
-
-    Args:
-        config: the run file.
-        spec: the data; by default, they are made if the file does not state the number of samples.
-
-    Raises:
-        ConfigError: the data are needed and cannot be made.
-    """
-    data = config.data
-    if spec is not None or data.num_samples is None:
-        return (spec or make_spec(config)).counts
-    return {
-        "dataset_num_samples": data.num_samples,
-        "dataset_num_tokens": data.num_tokens,
-        "tokens_per_sample": data.tokens_per_sample,
-    }
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class TimesAndSizes:
@@ -95,7 +75,14 @@ def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
     Raises:
         ConfigError: something cannot be built; the message says where it was written.
     """
-    ratio, counts, source = scale_of(config), data_counts(config, spec), config.source
+    ratio, data, source = scale_of(config), config.data, config.source
+    counts: dict[str, int | None] = {
+        "dataset_num_samples": data.num_samples,
+        "dataset_num_tokens": data.num_tokens,
+        "tokens_per_sample": data.tokens_per_sample,
+    }
+    if spec is not None or data.num_samples is None:
+        counts = (spec or make_spec(config)).counts
     with source.at("max_duration"):
         run = Horizon(config.max_duration, **counts, last_batch=config.last_batch).scaled(ratio)
     schedules = {
@@ -127,11 +114,6 @@ def build_run(config: RunConfig, spec: DataSpec | None = None) -> TimesAndSizes:
 def scale_of(config: RunConfig) -> Fraction:
     """Return the factor by which `scale_schedule` stretches the run."""
     return Fraction(repr(config.scale_schedule or 1))
-
-
-def planned_micro_batch_size(config: RunConfig) -> int | None:
-    """Return the micro-batch size of a plan; None if training finds it."""
-    return None if config.micro_batch_size == "auto" else config.micro_batch_size
 
 
 def _intervals(config: RunConfig) -> dict[str, tuple[Path, Time]]:
@@ -228,11 +210,12 @@ def plan_of(config: RunConfig, run: Prepared) -> Plan:
     Raises:
         PlanError: the batch sizes are decided during the run, or the ranks cannot share them.
     """
+    micro = config.micro_batch_size
     try:
         return plan_prepared(
             run,
             world_size=config.world_size or 1,
-            micro_batch_size=planned_micro_batch_size(config),
+            micro_batch_size=None if micro == "auto" else micro,
             base=base_values(config),
         )
     except PlanError as error:

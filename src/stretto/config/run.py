@@ -49,7 +49,6 @@ from stretto.config.yaml import (
     as_key,
     parse_yaml,
     show_path,
-    source_name,
 )
 from stretto.errors import ConfigError, Message, StrettoError, cannot, nearest, shown
 from stretto.schedules.fields import parse_name
@@ -350,7 +349,7 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             why=(getattr(error, "strerror", None) or str(error)).lower(),
             instead="write the path of a run file in UTF-8, or none for the packaged one",
         ) from None
-    return parse_run_file(text, source_name(path), overrides)
+    return parse_run_file(text, Path(path).name, overrides)
 
 
 def parse_run_file(text: str, name: str = "run.yaml", overrides: Sequence[str] = ()) -> RunConfig:

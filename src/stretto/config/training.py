@@ -30,13 +30,11 @@ from stretto.runtime import SupervisedStep, TrainStep
 from stretto.timing import Every
 from stretto.training import (
     Callback,
-    Checkpointing,
     Evaluation,
     Loading,
     Logger,
     Logging,
     MLflowLogger,
-    Stepping,
     TensorBoardLogger,
     Trainer,
     WandbLogger,
@@ -80,6 +78,10 @@ def build_trainer(
         model = shard_blocks(model, device=config.device)
     step = make_step(config, model)
     evaluations = [make_evaluation(config, number, run) for number in range(len(config.evaluate))]
+    checkpoint = config.checkpoint
+    if checkpoint is not None:
+        every = run.triggers["checkpoint"]
+        checkpoint = _settings(config, checkpoint, "checkpoint", every=every)
     trainer = Trainer(
         model if step is None else step,
         spec,
@@ -94,9 +96,9 @@ def build_trainer(
         compile=config.compile,
         device=config.device,
         loading=make_loading(config),
-        stepping=make_stepping(config, run),
+        stepping=_settings(config, config.stepping, "stepping", rule=run.rule),
         evaluate=evaluations,
-        checkpoint=make_checkpointing(config, run),
+        checkpoint=checkpoint,
         log=make_logging(config, run),
         callbacks=[*make_callbacks(config), *callbacks],
         folder=folder if folder is not None else config.folder,
@@ -290,18 +292,6 @@ def make_loading(config: RunConfig) -> Loading:
     """Return how samples are ordered and fetched."""
     last_batch = config.last_batch
     return _settings(config, config.loading, "loading", seed=config.seed, last_batch=last_batch)
-
-
-def make_checkpointing(config: RunConfig, run: TimesAndSizes) -> Checkpointing | None:
-    """Return when checkpoints are written and which are kept."""
-    if config.checkpoint is None:
-        return None
-    return _settings(config, config.checkpoint, "checkpoint", every=run.triggers["checkpoint"])
-
-
-def make_stepping(config: RunConfig, run: TimesAndSizes) -> Stepping:
-    """Return how a step is computed."""
-    return _settings(config, config.stepping, "stepping", rule=run.rule)
 
 
 def make_evaluation(config: RunConfig, number: int, run: TimesAndSizes) -> Evaluation:

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Any, NamedTuple, TypeAlias, final
 
 import yaml
@@ -100,11 +99,6 @@ def as_key(argument: Argument) -> str:
     """
     key = _KEYS.get(argument.name, argument.name)
     return key if argument.value is None else f"{key}: {argument.value}"
-
-
-def source_name(path: object) -> str:
-    """Return how messages call a file: its name without the folder."""
-    return PurePath(str(path)).name or str(path)
 
 
 Value: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None

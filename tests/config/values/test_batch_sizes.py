@@ -218,6 +218,7 @@ def test_functions(project: str) -> None:
         ({"size": 8, "sise": 8}, "'size'"),
         ({"size": 8, "monotone": 1}, "boolean"),
         ({"size": 8, "power_of_two": True}, "power_of_two"),
+        ({"size": 8, "hysteresis": 0.0}, "hysteresis"),
         ({"size": 8, "wrong": 8}, "at_most"),
         ({"noise_scale": 0.3, "start": 8}, "maximum"),
         ({"target": "no_colon"}, "it is not of the form 'package.module:attribute'"),
