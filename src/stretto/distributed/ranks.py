@@ -169,7 +169,7 @@ class Ranks:
         Raises:
             TrainingError: the device does not exist.
         """
-        found = _device(device)
+        found = find_device(device)
         if found.type == "cuda":
             torch.cuda.set_device(found)
         launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -287,7 +287,12 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _device(name: str | None) -> torch.device:
+def find_device(name: str | None) -> torch.device:
+    """Return the device of that name; by default this rank's CUDA device if there is one.
+
+    Raises:
+        TrainingError: it does not exist.
+    """
     own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if name is None:
         return own if torch.cuda.is_available() else torch.device("cpu")

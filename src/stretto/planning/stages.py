@@ -233,7 +233,7 @@ def bound_of(sizes: PlannedSizes) -> str | None:
 
 
 def growth_alone(
-    policy: BatchSizePolicy, schedules: Mapping[str, Schedule], rule: LearningRateRule
+    policy: BatchSizePolicy, schedules: Mapping[str, Schedule], rule: LearningRateRule | None
 ) -> Iterator[str]:
     """Yield a warning if batches replace a decay that the learning rate does not account for."""
     rates = [one for name, one in schedules.items() if is_learning_rate(name)]
