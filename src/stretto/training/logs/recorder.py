@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, final
 from stretto.errors import CheckpointError, TrainingError
 from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
-from stretto.training.checkpointing.records import count, number, set_aside, unwritable
+from stretto.training.checkpointing.records import set_aside, unwritable
 from stretto.training.logs.console import ConsoleLogger
 from stretto.training.logs.logged import Sums
 from stretto.training.logs.loggers import (
@@ -286,15 +286,17 @@ class Recorder:
         loss = {"sum": total, "weight": weight}
         return {"loss": loss, "logged": logged, "size": self._size, "files": lengths}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, is_own: bool) -> None:
-        """Continue from saved sums, and where files are its own, from where those were."""
-        sums = number(state["loss"], "sum"), number(state["loss"], "weight")
-        self.loss = Sums("mean", *sums) if self._writes else Sums()
-        self._run.logged.load_state_dict(state.get("logged", {}), self._ranks)
-        self._size = None if state.get("size") is None else count(state, "size", least=1)
-        # Files of this folder that belong to another past are none to go on with.
-        self._goes_on = is_own
-        self._lengths = {name: count(state["files"], name) for name in FILES} if is_own else {}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from saved sums, and from where the files were."""
+        loss = state["loss"]
+        self.loss = Sums("mean", loss["sum"], loss["weight"]) if self._writes else Sums()
+        self._run.logged.load_state_dict(state["logged"], self._ranks)
+        self._size = state["size"]
+        self._goes_on, self._lengths = True, state["files"]
+
+    def leave_files(self) -> None:
+        """Do not continue the files: the checkpoint is of another folder."""
+        self._goes_on, self._lengths = False, {}
 
     def start_over(self) -> None:
         """Set the files aside: what a run left that had no checkpoint yet is done once more."""
