@@ -13,13 +13,11 @@ from typing import (
     Protocol,
     TypeAlias,
     TypeGuard,
-    cast,
     final,
     runtime_checkable,
 )
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.data.tokens import needs_label_shift
@@ -83,22 +81,15 @@ def check_merging(metrics: Mapping[str, object]) -> None:
     """Refuse metric objects that cannot be computed over several ranks.
 
     Raises:
-        TrainingError: a metric has no `merge_state` and does not synchronize by itself.
+        TrainingError: a metric is not one of torchmetrics and has no `merge_state`.
     """
     for name, metric in metrics.items():
-        if not is_object(metric) or _can_merge(metric):
-            continue
-        given = type(metric).__name__
-        is_switched_off = _is_torchmetrics(metric)
-        raise TrainingError.cannot(
-            f"measure {name!r} with {given} on several ranks",
-            why="it was built with sync_on_compute=False"
-            if is_switched_off
-            else "each rank has only its own samples, and it cannot be merged",
-            instead="leave sync_on_compute out"
-            if is_switched_off
-            else "give it a method merge_state(others), or use a metric of torchmetrics",
-        )
+        if is_object(metric) and not (_is_torchmetrics(metric) or hasattr(metric, "merge_state")):
+            raise TrainingError.cannot(
+                f"measure {name!r} with {type(metric).__name__} on several ranks",
+                why="each rank has only its own samples, and it cannot be merged",
+                instead="give it a method merge_state(others), or use a metric of torchmetrics",
+            )
 
 
 def default_predict(model: Callable[..., Any], batch: Any) -> tuple[Any, Any]:
@@ -214,53 +205,45 @@ class MetricObjects:
         Raises:
             TrainingError: a metric did not return a scalar or a dict of scalars.
         """
-        if not self._metrics:
-            return {}
-        updates = [int(text) for text in self._ranks.gather(str(self._updates))]
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
-            values |= self._value(name, metric, updates)
+            if self._ranks.world_size == 1:
+                values |= _scalars(name, metric.compute())
+                continue
+            _move(metric, torch.device("cpu"))
+            parts = self._ranks.collect(metric if self._updates else None)
+            text = self._ranks.from_first(partial(_merged, name, parts))
+            values |= json.loads(text)
         return values
 
-    def _value(self, name: str, metric: Metric, updates: Sequence[int]) -> dict[str, float]:
-        if self._ranks.world_size == 1:
-            return _scalars(name, metric.compute())
-        if _is_torchmetrics(metric):
-            _check_gathering(name, metric, updates)
-            having = [rank for rank, number in enumerate(updates) if number]
-            with torch.no_grad():
-                text = self._gathered(name, metric, having)
-            return cast(dict[str, float], json.loads(self._ranks.gather(text)[having[0]]))
-        _move(metric, torch.device("cpu"))
-        parts = self._ranks.collect(metric if self._updates else None)
 
-        def merged() -> str:
-            first, *others = (part for part in parts if part is not None)
-            if others:
-                first.merge_state(others)
-            return json.dumps(_scalars(name, first.compute()))
+def _merged(name: str, parts: Sequence[Any]) -> str:
+    """Return the value over the metrics of all ranks as JSON; None: a rank had no samples."""
+    first, *others = (part for part in parts if part is not None)
+    if _is_torchmetrics(first):
+        for modules in zip(*(one.modules() for one in (first, *others)), strict=True):
+            _merge_torchmetrics(modules)
+    elif others:
+        first.merge_state(others)
+    return json.dumps(_scalars(name, first.compute()))
 
-        return cast(dict[str, float], json.loads(self._ranks.from_first(merged)))
 
-    def _gathered(self, name: str, metric: Any, having: Sequence[int]) -> str:
-        """Compute a metric of torchmetrics, which gathers its state from all ranks.
+def _merge_torchmetrics(modules: Sequence[Any]) -> None:
+    """Reduce the states of one module of a metric into the first, as its own synchronization does.
 
-        Ranks without samples are left out, because their empty lists cannot be gathered.
-        """
-        if len(having) == self._ranks.world_size:
-            return json.dumps(_scalars(name, metric.compute()))
-        group = dist.new_group(list(having))
-        if self._ranks.rank not in having:
-            return ""
-        parts = [one for one in metric.modules() if hasattr(one, "process_group")]
-        before = [one.process_group for one in parts]
-        for one in parts:
-            one.process_group = group
-        try:
-            return json.dumps(_scalars(name, metric.compute()))
-        finally:
-            for one, own in zip(parts, before, strict=True):
-                one.process_group = own
+    Its `merge_state` weighs means wrongly and refuses metrics with `full_state_update`.
+    """
+    first = modules[0]
+    for name, reduce in getattr(first, "_reductions", {}).items():
+        states = [getattr(one, name) for one in modules]
+        joined: Any
+        if isinstance(states[0], list):
+            joined = [item for state in states for item in state]
+        else:
+            joined = torch.stack(states)
+        setattr(first, name, reduce(joined) if reduce is not None and len(joined) else joined)
+    if hasattr(first, "_to_sync"):
+        first._to_sync, first._computed = False, None  # it has all ranks' states now
 
 
 def _is_torchmetrics(metric: object) -> bool:
@@ -269,35 +252,6 @@ def _is_torchmetrics(metric: object) -> bool:
     if torchmetrics is None:
         return False
     return isinstance(metric, (torchmetrics.Metric, torchmetrics.MetricCollection))
-
-
-def _can_merge(metric: Any) -> bool:
-    if not _is_torchmetrics(metric):
-        return hasattr(metric, "merge_state")
-    return all(getattr(one, "sync_on_compute", True) for one in metric.modules())
-
-
-def _check_gathering(name: str, metric: Any, updates: Sequence[int]) -> None:
-    """Refuse list states of different lengths; gathering them would deadlock."""
-    counts = {number for number in updates if number}
-    if len(counts) > 1 and any(map(_gathers_lists, metric.modules())):
-        raise TrainingError.cannot(
-            f"compute {name!r} over {len(updates)} ranks",
-            why=f"it gathers a tensor for each batch, and ranks have {min(counts)} to "
-            f"{max(counts)} batches",
-            instead="choose a batch_size in the Evaluation with which all ranks have as many",
-        )
-
-
-def _gathers_lists(module: Any) -> bool:
-    base = sys.modules["torchmetrics"].Metric
-    if getattr(type(module), "_sync_dist", None) is not base._sync_dist:
-        return False  # it has its own synchronization
-    states = getattr(module, "_reductions", {}).items()
-    return any(
-        reduction is None and isinstance(getattr(module, name, None), list)
-        for name, reduction in states
-    )
 
 
 def _move(metric: object, device: torch.device) -> None:
