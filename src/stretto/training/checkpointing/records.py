@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO
 
 from stretto.errors import CheckpointError, StrettoError, TrainingError
-from stretto.training.logs.loggers import check_appendable
 
 LOCK = "run.lock"
 
@@ -28,7 +27,6 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        check_appendable(folder / LOCK)
         file = (folder / LOCK).open("a+b", buffering=0)
     except OSError as error:
         raise unwritable(folder, error) from error
