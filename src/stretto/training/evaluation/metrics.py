@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from stretto.data.tokens import needs_label_shift
 from stretto.errors import TrainingError
-from stretto.runtime.out_of_memory import attempt
 
 if TYPE_CHECKING:
     from stretto.distributed.ranks import Ranks
@@ -183,21 +182,10 @@ class MetricObjects:
         return arguments
 
     def update(self, arguments: Sequence[Any]) -> None:
-        """Add the predictions of one batch.
-
-        Raises:
-            TrainingError: memory ran out. The metric may contain part of the batch, so the batch
-                cannot be repeated in smaller chunks.
-        """
+        """Add the predictions of one batch."""
         self._updates += 1
-        for name, metric in self._metrics.items():
-            done = attempt(partial(metric.update, *arguments))
-            if done.out_of_memory is not None:
-                raise TrainingError.cannot(
-                    f"update {name!r}",
-                    why=f"memory runs out ({done.out_of_memory})",
-                    instead="write a smaller batch_size in the Evaluation",
-                )
+        for metric in self._metrics.values():
+            metric.update(*arguments)
 
     def values(self) -> dict[str, float]:
         """Return the metrics over the samples of all ranks; every rank must call it.
@@ -221,29 +209,34 @@ def _merged(name: str, parts: Sequence[Any]) -> str:
     """Return the value over the metrics of all ranks as JSON; None: a rank had no samples."""
     first, *others = (part for part in parts if part is not None)
     if _is_torchmetrics(first):
-        for modules in zip(*(one.modules() for one in (first, *others)), strict=True):
-            _merge_torchmetrics(modules)
+        _merge_torchmetrics([first, *others])
     elif others:
         first.merge_state(others)
     return json.dumps(_scalars(name, first.compute()))
 
 
-def _merge_torchmetrics(modules: Sequence[Any]) -> None:
-    """Reduce the states of one module of a metric into the first, as its own synchronization does.
+def _merge_torchmetrics(metrics: Sequence[nn.Module]) -> None:
+    """Reduce the states of metrics into the first one, as their own synchronization does.
 
-    Its `merge_state` weighs means wrongly and refuses metrics with `full_state_update`.
+    Their `merge_state` weighs means wrongly and refuses metrics with `full_state_update`.
     """
-    first = modules[0]
-    for name, reduce in getattr(first, "_reductions", {}).items():
-        states = [getattr(one, name) for one in modules]
-        joined: Any
-        if isinstance(states[0], list):
-            joined = [item for state in states for item in state]
-        else:
-            joined = torch.stack(states)
-        setattr(first, name, reduce(joined) if reduce is not None and len(joined) else joined)
-    if hasattr(first, "_to_sync"):
-        first._to_sync, first._computed = False, None  # it has all ranks' states now
+    seen: list[object] = []
+    for modules in zip(*(one.modules() for one in metrics), strict=True):
+        first: Any = modules[0]
+        if hasattr(first, "_to_sync"):
+            first._to_sync, first._computed = False, None  # it has the states of all ranks
+        reductions = getattr(first, "_reductions", {})
+        if any(one is reductions for one in seen):
+            continue  # a wrapper passes on the states of a metric
+        seen.append(reductions)
+        for name, reduce in reductions.items():
+            states = [getattr(one, name) for one in modules]
+            joined: Any
+            if isinstance(states[0], list):
+                joined = [item for state in states for item in state]
+            else:
+                joined = torch.stack(states)
+            setattr(first, name, reduce(joined) if reduce is not None and len(joined) else joined)
 
 
 def _is_torchmetrics(metric: object) -> bool:
