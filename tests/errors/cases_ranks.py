@@ -76,7 +76,7 @@ def more_parameters() -> None:
     model(torch.zeros(1, 2)).sum().backward()
     optimizer.step()
     other = torch.optim.Adam([nn.Parameter(torch.zeros(2, 2))])
-    unpack_optimizer(other, *pack_optimizer(optimizer))
+    unpack_optimizer(other, pack_optimizer(optimizer))
 
 
 CASES: list[tuple[str, Callable[[], object]]] = [

@@ -130,15 +130,6 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[st
             yield f"{name}: {before} -> {now}"
 
 
-def gone(callback: str) -> str:
-    """Return the line for a callback that had state and is none of the run's any more.
-
-    >>> gone("NoiseReport")
-    'callbacks: NoiseReport -> None, and its state is dropped'
-    """
-    return f"callbacks: {callback} -> None, and its state is dropped"
-
-
 @final
 class BuiltWith:
     """What an optimizer was built with, before anything is scheduled or loaded.

@@ -22,7 +22,7 @@ from stretto.settings import Stepping
 from stretto.timing import Timestamp
 from stretto.training.callback import Events
 from stretto.training.checkpointing.saver import Progress, Saver
-from stretto.training.checkpointing.state import RunState
+from stretto.training.checkpointing.state import Setup, parts_of
 from stretto.training.describe import BuiltWith
 from stretto.training.evaluation.evaluate import Best, Evaluator
 from stretto.training.logs.console import ConsoleLogger, has_terminal
@@ -425,8 +425,8 @@ def make_loop(
     described: Mapping[str, Plain],
     built: BuiltWith,
     is_found: bool,
-) -> tuple[Loop, RunState]:
-    """Return what trains a run, and what of it a checkpoint keeps.
+) -> tuple[Loop, Setup]:
+    """Return what trains a run, and its settings as a checkpoint keeps them.
 
     Args:
         run: the run, bound.
@@ -475,19 +475,27 @@ def make_loop(
         console=ConsoleLogger(run.horizon.max_duration) if is_shown and ranks.is_first else None,
         config={**(described if log.config is None else log.config), "folder": folder},
     )
-    state = RunState(
+    setup = Setup(run, described, built)
+    parts = parts_of(
         step,
-        run=run,
+        run,
+        retry=stepper.retry,
         recorder=recorder,
-        stepper=stepper,
         callbacks=timed.callbacks,
         evaluators=evaluators,
         best=best,
-        setup=described,
-        built=built,
-        strategy=strategy,
+        setup=setup,
+        is_sharded=strategy.is_sharded,
     )
-    saver = Saver(timed.checkpoint, run.folder, ranks=ranks, state=state, best=best)
+    saver = Saver(
+        timed.checkpoint,
+        run.folder,
+        parts=parts,
+        model=step.model,
+        strategy=strategy,
+        recorder=recorder,
+        best=best,
+    )
     measurements = Measurements(
         run.loader, stepper, stepping=stepping, events=events, evaluations=timed.evaluations
     )
@@ -504,4 +512,4 @@ def make_loop(
         ranks=ranks,
         interrupts=Interrupts(),
     )
-    return loop, state
+    return loop, setup

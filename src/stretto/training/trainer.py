@@ -26,7 +26,6 @@ from stretto.optim import Hyperparameters
 from stretto.optim.hyperparameters import check_names, joined, read_schedules, restore_base_values
 from stretto.planning import Plan, bind_run
 from stretto.runtime import SupervisedStep, TrainStep
-from stretto.runtime.packing import packed
 from stretto.schedules import ScheduleLike
 from stretto.settings import (
     Checkpointing,
@@ -40,8 +39,8 @@ from stretto.settings import (
 from stretto.timing import Horizon, TimeLike, Timer, Trigger
 from stretto.timing.time import Number
 from stretto.training.callback import Callback, Events
-from stretto.training.checkpointing.resuming import find_checkpoint, open_run, open_verified
-from stretto.training.checkpointing.state import check_states
+from stretto.training.checkpointing.resuming import find_checkpoint, open_run
+from stretto.training.checkpointing.state import Part, callback_parts, check_states
 from stretto.training.checks import check_parts, given_size, read_evaluations
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
 from stretto.training.describe import BuiltWith, compare_ranks, describe
@@ -240,7 +239,7 @@ class Trainer:
             )
             self.run.set_micro_batch_size(self.fitting.size)
             self._refusal = self._refused()
-        self._loop, self._state = make_loop(
+        self._loop, self._setup = make_loop(
             self.run,
             self.step,
             timed,
@@ -297,9 +296,7 @@ class Trainer:
     def _prepare_callbacks(self, events: Events) -> None:
         """Build the callbacks, and refuse state that a checkpoint cannot hold."""
         events.tell("on_build")  # before a search for what fits: a callback may allocate memory
-        check_states(self.callbacks)
-        name = f"the state of {type(self.step).__qualname__}"
-        packed(self.step.state_dict(), name, TrainingError)
+        check_states({**callback_parts(self.callbacks), "step": self.step})
         transforms = events.listeners("transform_batch")
         self.step.transforms = [partial(call, self.run) for call in transforms]
 
@@ -356,6 +353,14 @@ class Trainer:
     def scaler(self) -> torch.amp.GradScaler | None:
         """What scales the loss of fp16; None with any other precision."""
         return self.step.scaler
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """What a checkpoint keeps, by name.
+
+        Before `resume` or `fit`, add anything with `state_dict` and `load_state_dict`.
+        """
+        return self._loop.saver.parts
 
     @property
     def unsaved(self) -> str | None:
@@ -473,11 +478,11 @@ class Trainer:
                 self._loop.recorder.start_over()
             return None
         saver = self._loop.saver
-        is_own = saver.owns(found)
-        self.changes = tuple(self._state.restore(open_verified(found), found, is_own=is_own))
+        dropped = saver.restore(found)
+        self._loop.stepper.resumed_from = found
+        self.changes = (*self._setup.changes, *dropped)
         self._refusal = None
         self.run.plan  # noqa: B018  making it checks the stages that are still to come
-        saver.saved_at = self.timer.sample if is_own else None
         return found
 
     def _refused(self) -> PlanError | None:

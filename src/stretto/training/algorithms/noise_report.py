@@ -15,7 +15,6 @@ from stretto.batching.noise_scale import RatioAverage
 from stretto.data import Step
 from stretto.noise import NoiseEstimator, NoiseTerms
 from stretto.training.callback import Callback
-from stretto.training.checkpointing.records import count, number
 from stretto.training.run import Run
 
 FILE = "suggested_batch_size.yaml"
@@ -178,9 +177,9 @@ class NoiseReport(Callback):
         self._decided = [(at, self._bounded(size)) for at, size in state["decided"]]
         self._state = dict(state["policy"])
         if self._state:
-            count(self._state, "size", least=1)
+            int(self._state["size"])
             for one in fields(RatioAverage):
-                number(self._state, one.name)
+                float(self._state[one.name])
         self._range = None if state["range"] is None else tuple(state["range"])
         self._size, self._moves = state["size"], state["moves"]
 

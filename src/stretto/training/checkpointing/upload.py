@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import time
 import warnings
@@ -84,7 +83,7 @@ class Uploader:
                     return
             links, name, stay = job
             try:
-                self._store.write(f"{name}-{secrets.token_hex(4)}", links)
+                self._store.write(f"{name}-{time.time_ns():016x}", links)
                 with self._lock:
                     if self.missing == name:
                         self.missing = None

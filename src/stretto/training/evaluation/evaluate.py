@@ -23,7 +23,6 @@ from stretto.runtime.gradients import all_same, marks
 from stretto.runtime.out_of_memory import attempt
 from stretto.runtime.random_state import RandomState
 from stretto.settings import Checkpointing
-from stretto.training.checkpointing.records import count, number
 from stretto.training.criterion import CriterionLoss
 from stretto.training.evaluation.metrics import MetricObjects, check_predictable, is_object
 from stretto.training.settings import Evaluation, LossFunction
@@ -274,20 +273,13 @@ class Best:
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far."""
         value = None if math.isinf(self.value) else self.value
-        return {
-            "monitor": self.monitor,
-            "value": value,
-            "sample": self.sample,
-            "kept": self._kept,
-        }
+        return {"monitor": self.monitor, "value": value, "sample": self.sample, "kept": self._kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the best value, if the metric is the same."""
         self.start_over()
         if state["monitor"] == self.monitor and state["value"] is not None:
-            self.value, self.sample = number(state, "value"), count(state, "sample")
-            if state.get("kept", self.sample) is not None:
-                self._kept = count({"kept": self.sample, **state}, "kept")
+            self.value, self.sample, self._kept = state["value"], state["sample"], state["kept"]
 
     def start_over(self) -> None:
         """Reset the best value."""

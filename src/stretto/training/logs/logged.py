@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypeAlias, cast, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError, shown
 from stretto.settings import one_of
-from stretto.training.checkpointing.records import number
 from stretto.training.stepping.finite import MicroLoss
 
 Reduce: TypeAlias = Literal["mean", "sum", "last"]
@@ -159,13 +158,8 @@ class Sums:
             self.weight += weight
 
 
-def _read(state: Mapping[str, Sequence[str | float]]) -> dict[str, Sums]:
-    read = {}
-    for name, (reduce, total, weight) in state.items():
-        one_of("reduce", reduce, ("mean", "sum", "last"))
-        sums = {"total": total, "weight": weight}
-        read[name] = Sums(cast(Reduce, reduce), number(sums, "total"), number(sums, "weight"))
-    return read
+def _read(state: Mapping[str, Any]) -> dict[str, Sums]:
+    return {name: Sums(*record) for name, record in state.items()}
 
 
 def _scalar(name: str, value: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from stretto.errors import Argument, TrainingError
 from stretto.timing import Timestamp
-from stretto.training.checkpointing.records import count
 
 _GRADIENT, _IS_GIVEN = attrgetter("grad"), partial(is_not, None)
 
@@ -179,7 +178,7 @@ class SkippedSteps:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from saved counts."""
-        self.count, self.in_a_row = count(state, "count"), count(state, "in_a_row")
+        self.count, self.in_a_row = state["count"], state["in_a_row"]
 
 
 def not_finite(at: Timestamp, *, is_late: bool = False) -> TrainingError:

@@ -22,7 +22,6 @@ from stretto.errors import DataError, TrainingError
 from stretto.ordering import evenly
 from stretto.runtime.out_of_memory import release_memory
 from stretto.runtime.random_state import device_states, restore_devices
-from stretto.training.checkpointing.records import count
 
 _ALWAYS_COPIED_BYTES = 1 << 20
 """Up to this size a buffer is copied without asking whether it has changed."""
@@ -131,10 +130,10 @@ class Retry:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the saved size, unless another one was configured since."""
         if self.is_found and state["is_found"]:
-            self.largest = self.size = count(state, "largest", least=1)
+            self.largest = self.size = state["largest"]
         if self.largest == state["largest"]:
-            self.size = None if state["size"] is None else count(state, "size", least=1)
-        self.splits = count(state, "splits")
+            self.size = state["size"]
+        self.splits = state["splits"]
 
 
 @final
