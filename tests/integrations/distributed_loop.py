@@ -55,7 +55,7 @@ def train(out: Path, resume: Path | None, *, micro_batch_size: int, stop: int | 
         run.load_state_dict(state)
         model.load_state_dict(torch.load(resume / "model.pt"))
     parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
-    meter = StepMeter(parallel, run.loader)
+    meter = StepMeter(run, parallel)
     seen: list[dict[str, Any]] = []
     while not run.is_done and run.timer.batch != stop:
         for step in run.steps():
