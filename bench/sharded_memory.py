@@ -25,12 +25,15 @@ from typing import Any
 
 import torch
 from machine import processor
-from sharded_setting import MODES, Case, model_of, step_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.memory import predict
 from stretto.memory.prediction.cuda.data_parallel import replicate
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.families
+
+from tests.families.sharded import MODES, Case, model_of, step_of
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

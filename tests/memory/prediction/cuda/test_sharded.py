@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded_memory import _data_parallel
-from sharded_setting import MODES, Case, model_of, step_of
+from tests.families.sharded import MODES, Case, model_of, step_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
