@@ -183,7 +183,7 @@ def plan(
             instead="set data.num_samples, or write last_batch: carry",
         )
     if plot is not None:
-        from stretto.report.plan_picture import draw_plan
+        from stretto.report.pictures import draw_plan
 
         draw_plan(planned, plot, unit=unit)
         typer.echo(f"drew {plot}", err=True)
@@ -394,7 +394,7 @@ def report(
     typer.echo(run_table(read_metrics(folder), folder))
     if plot is None:
         return
-    from stretto.report.run_picture import draw_run
+    from stretto.report.pictures import draw_run
 
     add_working_folder()
     config = read_arguments([], folder=folder)

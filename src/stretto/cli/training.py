@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from stretto._location import local_path
+from stretto._location import LEDGER, local_path
 from stretto.cli.planning import (
     PLAN,
     RUN_FILE,
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 """Where runs go that were given no folder."""
-LEDGER = "ledger.csv"
-"""Holds a line for every batch; where there is one, a run has begun."""
 
 
 def with_console(config: RunConfig) -> RunConfig:

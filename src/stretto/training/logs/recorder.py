@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+from stretto._location import LEDGER, LEDGER_COLUMNS, METRICS
 from stretto.errors import CheckpointError, TrainingError
 from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
@@ -26,12 +27,9 @@ from stretto.training.logs.loggers import (
 from stretto.training.run import Run
 from stretto.training.stepping.finite import MicroLoss
 
-METRICS = "metrics.jsonl"
-LEDGER = "ledger.csv"
 FILES = (METRICS, LEDGER)
 MOST_PENDING = 256
 """Batches that are kept before they are recorded: reading a loss waits for the device."""
-_COLUMNS = ("batch", "epoch", "sample", "token", "size", "tokens", "micro_batches")
 
 
 class Finished(NamedTuple):
@@ -130,7 +128,9 @@ class Recorder:
         except OSError as error:
             raise unwritable(folder, error) from error
         if self._ledger.is_empty:
-            self._ledger.add(",".join((*_COLUMNS, *self._run.hyperparameters.values())) + "\n")
+            self._ledger.add(
+                ",".join((*LEDGER_COLUMNS, *self._run.hyperparameters.values())) + "\n"
+            )
         self._goes_on = True
 
     def record(self) -> None:
