@@ -79,7 +79,7 @@ def draw_plan(plan: Plan, path: Path, *, unit: str | None = None) -> None:
             axes[1].stairs(curves.accumulation, curves.edges, baseline=None, color=GREEN)
             axes[1].set_ylim(0, max(curves.accumulation) * 1.2)
             axes[1].locator_params(axis="y", nbins=4, integer=True)
-        for panel, name, color in zip(axes[1 + accumulates :], names, _COLORS, strict=True):
+        for panel, name, color in zip(axes[1 + accumulates :], names, _COLORS, strict=False):
             _draw_value(panel, name, curves.times, curves.values[name], color=color)
         finish_time_axis(axes[-1], curves.unit, curves.end)
 
