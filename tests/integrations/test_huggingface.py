@@ -363,7 +363,7 @@ def test_the_best_model_is_noted_or_refused(tmp_path: Path) -> None:
     every = {"evaluate": "20%"}
     steps = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}
     trainer = stock(load_best_model_at_end=True, **steps)
-    with pytest.raises(TrainingError, match="save_strategy='best'"):
+    with pytest.raises(TrainingError, match="best"):
         attach(trainer, 8, every=every)
     best = {"save_strategy": "best", "metric_for_best_model": "loss", "out": str(tmp_path)}
     trainer = stock(load_best_model_at_end=True, **best)

@@ -26,7 +26,13 @@ from torch.utils.data import DataLoader
 
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike
 from stretto.data import move_batch
-from stretto.integrations.shared import ClockScheduler, StepMeter, counted_as_collated, refuse
+from stretto.integrations.shared import (
+    BY_SIZE,
+    ClockScheduler,
+    StepMeter,
+    counted_as_collated,
+    refuse,
+)
 from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
 from stretto.training.run import Run, prepare
@@ -74,18 +80,8 @@ def attach(
     prepared = isinstance(data, (DataLoaderShard, DataLoaderDispatcher))
     refuse(
         (kind in engines, f"use {kind.value}", "it accumulates by itself", "use DDP or FSDP2"),
-        (
-            steps != 1,
-            f"use gradient_accumulation_steps={steps}",
-            "micro-batches follow from the batch size",
-            "leave it out where the accelerator is made",
-        ),
-        (
-            prepared,
-            f"read a {type(data).__name__}",
-            "accelerator.prepare() has given each rank its own batches already",
-            "pass the DataLoader itself",
-        ),
+        (steps != 1, f"use gradient_accumulation_steps={steps}", BY_SIZE, "leave it out"),
+        (prepared, f"read {type(data).__name__}", "it is cut for ranks", "do not prepare the data"),
     )
     check_units(units)
     if micro_batch_size is None and isinstance(data, DataLoader):

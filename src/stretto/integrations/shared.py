@@ -21,6 +21,9 @@ from stretto.timing import Timer
 from stretto.training.run import Run
 from stretto.training.stepping.noise_meter import NoiseMeter, Pass
 
+BY_SIZE = "the batch size decides how many micro-batches a step has"
+"""Why an accumulation of the framework's own is refused."""
+
 
 def refuse(*rows: tuple[object, str, str, str]) -> None:
     """Raise for the first row that is wrong.

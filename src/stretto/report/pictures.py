@@ -121,8 +121,8 @@ def draw_run(
             sizes = [*sizes, sizes[-1]]
         axes[1].set_title("batch size")
         if curves is not None:
-            planned = {"fill": True, "color": FAINT, "baseline": 1e-9, "label": "planned"}
-            axes[1].stairs(curves.sizes, curves.edges, **planned)
+            sizes_and_edges = curves.sizes, curves.edges
+            axes[1].stairs(*sizes_and_edges, fill=True, color=FAINT, baseline=1e-9, label="planned")
             axes[1].legend(loc="upper right", bbox_to_anchor=(1, 1.27), borderaxespad=0)
         axes[1].plot(xs, sizes, color=BLUE, drawstyle="steps-post")
         finish_size_axis(axes[1], [*sizes, *(curves.sizes if curves else ())] or [1])

@@ -26,6 +26,7 @@ from composer.utils import dist
 
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike
 from stretto.data import DataSpec
+from stretto.errors import TrainingError
 from stretto.integrations.composer.batches import (
     Noise,
     Steps,
@@ -106,14 +107,9 @@ class FollowRun(Callback):
         run, length = self.run, state.max_duration
         assert length is not None, "checked"
         is_ours = state.train_dataloader is self._steps and state.dataloader_len == self._length
-        refuse(
-            (
-                not is_ours or length.to_timestring() != str(run.horizon.max_duration),
-                "train with what fit() was given",
-                "the run was prepared when the trainer was made",
-                "pass it to Trainer(...)",
-            )
-        )
+        is_ours = is_ours and length.to_timestring() == str(run.horizon.max_duration)
+        why = "the run was prepared when the trainer was made"
+        refuse((not is_ours, "train with what fit() was given", why, "pass it to Trainer(...)"))
         check_fit(run, state)
         if "noise" in run.loader.reads:
             self.noise = Noise(StepMeter(run, state.model))
@@ -160,14 +156,12 @@ class FollowRun(Callback):
             int(now.token) - int(before.token),
         )
         run.finish(signals, tokens=tokens or None)
-        refuse(
-            (
-                samples != size or int(now.batch) != batch,
+        if samples != size or int(now.batch) != batch:
+            raise TrainingError.cannot(
                 f"keep the clock of Composer in batch {batch}",
-                f"it has {size} samples, and Composer counts {samples}",
-                "give both the same get_num_samples_in_batch, which counts samples",
+                why=f"it has {size} samples, and Composer counts {samples}",
+                instead="give both the same get_num_samples_in_batch",
             )
-        )
         if run.timer.batch_in_epoch == 0:
             # If the run ends here, Composer ends the epoch only if this was its last batch.
             self._steps.length = int(now.batch_in_epoch)

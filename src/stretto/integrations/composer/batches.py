@@ -77,18 +77,10 @@ def plain(dataloader: Any) -> Any:
     sampler = getattr(dataloader, "sampler", None)
     if not isinstance(dataloader, DataLoader) or type(sampler) is not DistributedSampler:
         return dataloader
-    return DataLoader(
-        dataloader.dataset,
-        dataloader.batch_size,
-        shuffle=sampler.shuffle,
-        num_workers=dataloader.num_workers,
-        collate_fn=dataloader.collate_fn,
-        pin_memory=dataloader.pin_memory,
-        drop_last=dataloader.drop_last,
-        prefetch_factor=dataloader.prefetch_factor,
-        worker_init_fn=dataloader.worker_init_fn,
-        multiprocessing_context=dataloader.multiprocessing_context,
-    )
+    same = ("dataset", "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last")
+    more = ("prefetch_factor", "worker_init_fn", "multiprocessing_context")
+    settings = {name: getattr(dataloader, name) for name in (*same, *more)}
+    return DataLoader(shuffle=sampler.shuffle, **settings)
 
 
 def check_size(size: int | None, world_size: int) -> None:
@@ -158,36 +150,22 @@ def check_trainer(state: State) -> None:
     Raises:
         TrainingError: it is such a one, or of another version.
     """
-    data, length = state.train_dataloader, state.max_duration
+    data, length, version = state.train_dataloader, state.max_duration, composer.__version__
     try:
-        is_cut = state.dataloader_len is not None and int(state.dataloader_len) != len(data)  # type: ignore[arg-type]
+        is_cut = state.dataloader_len is not None and int(state.dataloader_len) != len(data)
     except TypeError:
         is_cut = False
+    is_other, subset = (
+        not version.startswith("0.32."),
+        f"train_subset_num_batches={state.dataloader_len}",
+    )
+    is_unknown, to_trainer = data is None or length is None, "pass it to Trainer(...), not to fit()"
+    is_strange = length is not None and length.unit in (TimeUnit.ITERATION, TimeUnit.SECOND)
     refuse(
-        (
-            not composer.__version__.startswith("0.32."),
-            f"use Composer {composer.__version__}",
-            "the loop of another version may differ",
-            "install 'mosaicml>=0.32,<0.33'",
-        ),
-        (
-            data is None or length is None,
-            "prepare a run",
-            "the trainer has no train_dataloader or no max_duration",
-            "pass both to Trainer(...), not to fit()",
-        ),
-        (
-            length is not None and length.unit in (TimeUnit.ITERATION, TimeUnit.SECOND),
-            f"train for {length}",
-            "the run counts epochs, batches, samples and tokens",
-            "write max_duration='2ep', for example",
-        ),
-        (
-            is_cut,
-            f"use train_subset_num_batches={state.dataloader_len}",
-            "a run has all batches of its length",
-            "leave it out, and set max_duration",
-        ),
+        (is_other, f"use Composer {version}", "its loop may differ", "install mosaicml 0.32"),
+        (is_unknown, "prepare a run", "there is no max_duration or train_dataloader", to_trainer),
+        (is_strange, f"train for {length}", "the clocks differ", "write max_duration='2ep'"),
+        (is_cut, f"use {subset}", "a run has all its batches", "leave it out"),
     )
 
 
@@ -199,26 +177,14 @@ def check_run(run: Run, state: State) -> None:
     """
     length = state.max_duration
     assert length is not None, "checked"
-    is_dropped = run.horizon.last_batch == "drop"
+    twice, what = run.is_scheduled and state.schedulers, f"train for {length.to_timestring()}"
+    is_guess = state.schedulers and length.unit == TimeUnit.EPOCH
+    is_short = run.horizon.last_batch == "drop" and length.unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN)
+    equal = "schedulers take all epochs to have as many batches as this one"
     refuse(
-        (
-            run.is_scheduled and state.schedulers,
-            "follow two schedules",
-            "the trainer has schedulers",
-            "leave them out, or leave out schedules and rule",
-        ),
-        (
-            state.schedulers and length.unit == TimeUnit.EPOCH,
-            f"use the schedulers of a trainer for {length.to_timestring()}",
-            "they take all epochs to have as many batches as the present one",
-            "set max_duration in samples, or pass schedules instead",
-        ),
-        (
-            is_dropped and length.unit in (TimeUnit.SAMPLE, TimeUnit.TOKEN),
-            f"train for {length.to_timestring()} and drop the last batch of each epoch",
-            "Composer does not count the samples that are dropped",
-            "write max_duration in epochs or batches",
-        ),
+        (twice, "follow two schedules", "the trainer has schedulers", "leave them out"),
+        (is_guess, what, equal, "set max_duration in samples"),
+        (is_short, f"{what} and drop the last batches", "they do not count", "write epochs"),
     )
 
 
@@ -231,17 +197,10 @@ def check_fit(run: Run, state: State) -> None:
     check_run(run, state)
     ours, theirs = run.timer.batch, int(state.timestamp.batch)
     repeats = any(getattr(one, "_step_supports_amp_closure", False) for one in state.optimizers)
+    is_hidden = "noise" in run.loader.reads and (state.fsdp_enabled or repeats)
+    what = f"continue at batch {theirs} of Composer with a run at batch {ours}"
+    why = "the checkpoint has no state of stretto, or you called fit(reset_time=True)"
     refuse(
-        (
-            ours != theirs,
-            f"continue at batch {theirs} of Composer with a run at batch {ours}",
-            "the checkpoint has no state of stretto, or you called fit(reset_time=True)",
-            "make a new Trainer, with load_weights_only=True for such a checkpoint",
-        ),
-        (
-            "noise" in run.loader.reads and (state.fsdp_enabled or repeats),
-            _NOISE,
-            "the model is sharded, or an optimizer such as SAM computes the step more than once",
-            _PLAN,
-        ),
+        (ours != theirs, what, why, "make a new Trainer, with load_weights_only=True"),
+        (is_hidden, _NOISE, "the model is sharded, or SAM computes each step twice", _PLAN),
     )

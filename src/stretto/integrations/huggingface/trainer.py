@@ -23,6 +23,7 @@ from stretto.data.tokens import IGNORED_LABEL
 from stretto.errors import CheckpointError
 from stretto.integrations.huggingface.losses import Kind, ignored_pixel, measure, units
 from stretto.integrations.shared import (
+    BY_SIZE,
     ClockScheduler,
     StepMeter,
     counted_as_collated,
@@ -44,7 +45,6 @@ _MEANS = frozenset(
     }
 )  # fmt: skip
 """Losses of sentence-transformers that are means over samples."""
-_DOUBLED = "a step is accumulated already, from micro-batches"
 
 
 def check_trainer(trainer: Any, every: Mapping[str, Any]) -> None:
@@ -54,45 +54,32 @@ def check_trainer(trainer: Any, every: Mapping[str, Any]) -> None:
         TrainingError: it is such a one.
     """
     args, steps = trainer.args, trainer.args.gradient_accumulation_steps
-    missing = [name for name in vars(Follows) if name[0] != "_" and not hasattr(Trainer, name)]
-    parallel = [one for one in ("tp", "cp", "sp") if getattr(trainer, f"get_{one}_size")() > 1]
+    is_other = any(name[0] != "_" and not hasattr(Trainer, name) for name in vars(Follows))
+    unknown = every.keys() - _EVENTS
+    is_parallel = any(getattr(trainer, f"get_{one}_size")() > 1 for one in ("tp", "cp", "sp"))
     is_apart = args.world_size > 1 and not args.average_tokens_across_devices
-    notes_best = not every or args.save_strategy == "best"
+    is_lost = args.load_best_model_at_end and every and args.save_strategy != "best"
+    own = trainer.lr_scheduler
     refuse(
-        (missing, f"use transformers {version}", f"it has no {missing[:1]}", "install 5.23"),
         (
-            every.keys() - _EVENTS,
-            f"wait for {', '.join(every.keys() - _EVENTS)}",
-            "a trainer has no such event",
-            f"write one of {', '.join(sorted(_EVENTS))}",
+            is_other,
+            f"use transformers {version}",
+            "it has other hooks",
+            "install transformers 5.23",
         ),
-        (steps != 1, f"use gradient_accumulation_steps={steps}", _DOUBLED, "leave it out"),
-        (trainer.is_deepspeed_enabled, "use DeepSpeed", _DOUBLED, "use DDP or FSDP2"),
-        (
-            args.n_gpu > 1,
-            f"use {args.n_gpu} GPUs in one process",
-            "nn.DataParallel splits micro-batches again",
-            "start one process for each GPU, with torchrun",
-        ),
-        (parallel, f"use {parallel}", "ranks would share samples", "use DDP or FSDP2"),
+        (unknown, f"wait for {unknown}", "there is no such event", f"write one of {_EVENTS}"),
+        (steps != 1, f"use gradient_accumulation_steps={steps}", BY_SIZE, "leave it out"),
+        (trainer.is_deepspeed_enabled, "use DeepSpeed", BY_SIZE, "use DDP or FSDP2"),
+        (args.n_gpu > 1, "use nn.DataParallel", "it cuts micro-batches again", "use torchrun"),
+        (is_parallel, "share samples among ranks", "it is not tested", "use DDP or FSDP2"),
         (
             is_apart,
-            "use average_tokens_across_devices=False",
-            "the gradient would not be that of the whole batch",
-            "leave it out",
+            "turn average_tokens_across_devices off",
+            "ranks would weigh wrongly",
+            "leave it on",
         ),
-        (
-            trainer.lr_scheduler is not None,
-            "follow two schedules of the learning rate",
-            "the trainer was given a scheduler object, which counts steps",
-            "leave it out, and pass schedules={'lr': ...}",
-        ),
-        (
-            args.load_best_model_at_end and not notes_best,
-            f"use load_best_model_at_end with every={dict(every)!r}",
-            "the trainer looks for the best model only when its own strategies save",
-            "write save_strategy='best'",
-        ),
+        (own, "follow two schedules", "the trainer has a scheduler object", "pass schedules"),
+        (is_lost, "find the best model with every", "none is noted", "write save_strategy='best'"),
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from stretto.batching import NO_SIGNALS
 from stretto.errors import CheckpointError
-from stretto.integrations.shared import StepMeter, counted_steps, refuse
+from stretto.integrations.shared import BY_SIZE, StepMeter, counted_steps, refuse
 from stretto.planning.bind import UNKNOWN, end_of, planned_micro_batches
 from stretto.training.run import Run
 from stretto.training.weights import Units
@@ -35,29 +35,16 @@ def check_trainer(trainer: Trainer, every: Iterable[str]) -> None:
     Raises:
         TrainingError: it has one, or it is of another version.
     """
-    unknown = set(every) - {"evaluate", "save"}
+    unknown, version = set(every) - {"evaluate", "save"}, lightning.__version__
     steps, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
+    is_other, is_cut = not version.startswith("2.6."), limit != 1.0 or type(limit) is int
     others = [type(one).__name__ for one in trainer.callbacks if isinstance(one, _CHANGE_BATCHES)]
+    cut = f"use limit_train_batches={limit}, overfit_batches or fast_dev_run"
     refuse(
-        (
-            not lightning.__version__.startswith("2.6."),
-            f"use Lightning {lightning.__version__}",
-            "the loop of another version may differ",
-            "install 'lightning>=2.6,<2.7'",
-        ),
-        (unknown, f"wait for {unknown}", "a trainer has no such event", "write evaluate or save"),
-        (
-            steps != 1,
-            f"use Trainer(accumulate_grad_batches={steps})",
-            "micro-batches follow from the batch size",
-            "leave it out",
-        ),
-        (
-            limit != 1.0 or type(limit) is int,
-            f"use Trainer(limit_train_batches={limit}), overfit_batches or fast_dev_run",
-            "a run has all batches of its length",
-            "pass attach(..., max_duration='2ba')",
-        ),
+        (is_other, f"use Lightning {version}", "its loop may differ", "install lightning 2.6"),
+        (unknown, f"wait for {unknown}", "there is no such event", "write evaluate or save"),
+        (steps != 1, f"use accumulate_grad_batches={steps}", BY_SIZE, "leave it out"),
+        (is_cut, cut, "a run has all batches of its length", "pass max_duration='2ba' to attach"),
         (others, f"use {others}", "they change batches or learning rates", "leave them out"),
     )
 
@@ -70,14 +57,9 @@ def own_interval(trainer: Trainer) -> str:
     """
     epochs = trainer.check_val_every_n_epoch
     interval = trainer.val_check_interval
-    refuse(
-        (
-            not isinstance(interval, float) or (interval != 1.0 and epochs != 1),
-            f"evaluate with val_check_interval={interval!r}",
-            "it counts micro-batches, whose number changes with the batch size",
-            "leave it out, and pass every={'evaluate': '10%'}",
-        )
-    )
+    is_time = isinstance(interval, float) and (interval == 1.0 or epochs == 1)
+    what, why = f"evaluate with val_check_interval={interval!r}", "it counts micro-batches"
+    refuse((not is_time, what, why, "leave it out, and pass every={'evaluate': '10%'}"))
     return f"{interval * (epochs or 1):g}ep"
 
 
@@ -88,14 +70,9 @@ def own_length(trainer: Trainer) -> str:
         TrainingError: they name no end, or two.
     """
     steps, epochs = trainer.max_steps, trainer.max_epochs or -1
-    refuse(
-        (
-            (steps > 0) == (epochs > 0),
-            f"train with Trainer(max_epochs={epochs}, max_steps={steps})",
-            "a run has one length",
-            "give one of them above 0, or pass attach(..., max_duration='2ep')",
-        )
-    )
+    what = f"train with Trainer(max_epochs={epochs}, max_steps={steps})"
+    is_one = (steps > 0) != (epochs > 0)
+    refuse((not is_one, what, "a run has one length", "give one, or max_duration='2ep' to attach"))
     return f"{epochs}ep" if steps == -1 else f"{steps}ba"
 
 
@@ -155,14 +132,8 @@ class MicroBatches:
     def _begin(self) -> None:
         """Set the weight of the next micro-batch, and where in its step it is."""
         trainer, progress = self._trainer, self._trainer.fit_loop.epoch_loop.batch_progress
-        refuse(
-            (
-                trainer.accumulate_grad_batches is not self._accumulation,
-                "set accumulate_grad_batches",
-                "micro-batches follow from the batch size",
-                "remove the callback that sets it",
-            )
-        )
+        is_other = trainer.accumulate_grad_batches is not self._accumulation
+        refuse((is_other, "set accumulate_grad_batches", BY_SIZE, "remove the callback that does"))
         number = progress.current.ready + 1
         self._set(
             Accumulation.of(self.weight, number, is_first=self.is_first, is_last=self.is_last)
@@ -301,22 +272,17 @@ class FollowRun(Callback):
         )
         if so_far is not None:  # a second fit continues, as the trainer does
             run.load_state_dict(so_far)
-        is_sharded = isinstance(trainer.strategy, ModelParallelStrategy)
-        is_manual = not pl_module.automatic_optimization
-        is_other = is_sharded or is_manual or self._batches.units != "samples"
+        is_other = self._batches.units != "samples" or not pl_module.automatic_optimization
+        is_other = is_other or isinstance(trainer.strategy, ModelParallelStrategy)
+        is_hidden, twice = (
+            is_other and "noise" in run.loader.reads,
+            "configure_optimizers has another",
+        )
+        others = run.is_scheduled and trainer.lr_scheduler_configs
+        where = "it needs automatic optimization over samples, without FSDP2"
         refuse(
-            (
-                run.is_scheduled and trainer.lr_scheduler_configs,
-                "follow two schedules",
-                "configure_optimizers returns lr schedulers",
-                "return the optimizer alone, or pass schedules=None",
-            ),
-            (
-                "noise" in run.loader.reads and is_other,
-                "follow the noise of the gradient",
-                "it is measured in automatic optimization, without FSDP2, over samples",
-                "plan the batch sizes, such as '0ep:32 1ep:64'",
-            ),
+            (others, "follow two schedules", twice, "return no schedulers, or pass schedules=None"),
+            (is_hidden, "follow the noise of the gradient", where, "plan the batch sizes"),
         )
         if run.loader.reads & {"noise", "loss"}:
             self.on_before_backward = self._on_before_backward
@@ -334,14 +300,9 @@ class FollowRun(Callback):
 
         An open step comes anew, and other ranks or micro-batches change the number of batches.
         """
-        refuse(
-            (
-                trainer.train_dataloader is not self._batches,
-                "train on another dataloader",
-                "a run is attached to this trainer",
-                "pass what attach() returned to trainer.fit",
-            )
-        )
+        is_other = trainer.train_dataloader is not self._batches
+        instead = "pass what attach() returned to trainer.fit"
+        refuse((is_other, "train on another dataloader", "a run is attached", instead))
         self._global_step = trainer.global_step
         trainer.val_check_batch = UNKNOWN
         run, loop = self._run, trainer.fit_loop.epoch_loop
@@ -408,14 +369,9 @@ class FollowRun(Callback):
             TrainingError: in manual optimization, an optimizer has stepped before.
         """
         if not self._batches.is_last:
-            refuse(
-                (
-                    trainer.global_step != self._global_step,
-                    "train in manual optimization",
-                    "an optimizer stepped inside a step",
-                    "multiply the loss by dataloader.weight, and step 'if dataloader.is_last:'",
-                )
-            )
+            is_early = trainer.global_step != self._global_step
+            why, instead = "it steps inside a step", "step 'if dataloader.is_last:'"
+            refuse((is_early, "train in manual optimization", why, instead))
             return
         self._global_step = trainer.global_step
         due = self._run.finish(self._signals)
