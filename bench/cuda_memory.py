@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,11 +27,14 @@ from typing import Any
 import cuda_truth
 import phantom_runs as phantom
 import torch
-from cuda_families import FAMILIES
 from machine import processor
 
 from stretto.memory import find_batch_size
 from stretto.memory.prediction import predict as module_of_predictions
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.families
+
+from tests.families.cuda import FAMILIES
 
 RESULTS = Path(__file__).parent / "results"
 QUICK = ("MLP, SGD, mse", "TinyGPT, AdamW", "GPT, bf16, dropout, clipping")

@@ -23,9 +23,12 @@ from typing import Any
 
 import phantom_runs as phantom
 import torch
-from cuda_families import FAMILIES, CudaFamily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.families
+
+from tests.families.cuda import FAMILIES, CudaFamily
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 3

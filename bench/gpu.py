@@ -14,6 +14,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,6 @@ from typing import Any
 
 import torch
 from memory import LARGE
-from memory_families import FAMILIES, Family, next_byte
 from noise import MICRO_BATCHES, Listen
 from torch.utils.data import TensorDataset
 
@@ -35,6 +35,10 @@ from stretto.memory.measuring.real import record_step
 from stretto.memory.prediction.tensors import state_tensors
 from stretto.runtime import SupervisedStep
 from stretto.training import Callback, Run, Trainer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.families
+
+from tests.families.memory import FAMILIES, Family, next_byte
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = (64, 512)

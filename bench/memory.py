@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from machine import processor
-from memory_families import FAMILIES, Family, next_byte
 from peer_environments import FOLDER
 
 from stretto.errors import FitError
@@ -27,6 +26,10 @@ from stretto.examples.tiny_gpt import TinyGPT
 from stretto.memory import find_batch_size, predict, probe
 from stretto.memory.measuring.real import record_step
 from stretto.runtime import SupervisedStep
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.families
+
+from tests.families.memory import FAMILIES, Family, next_byte
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = (8, 17, 40)

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from machine import processor
-from sharded_setting import MODES, Case, model_of, step_of
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.memory import predict
-from stretto.memory.prediction.cuda.data_parallel import replicate
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.families
+
+from tests.families.sharded import MODES, Case, data_parallel, model_of, step_of
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -62,15 +62,6 @@ CASES = [
 ]
 
 
-def _data_parallel(case: Case) -> Any:
-    """Return DDP with its final buckets from the start, as the truth has it."""
-
-    def shard(model: nn.Module, _mesh: DeviceMesh) -> None:
-        replicate(model, as_views=case.mode.endswith("views"), finds_unused=True)
-
-    return shard
-
-
 def predicted(case: Case) -> dict[str, Any]:
     """Return the prediction of a case, with its cost."""
     step = step_of(case, model_of(case))
@@ -80,7 +71,7 @@ def predicted(case: Case) -> dict[str, Any]:
         lambda size: torch.zeros(size, case.length, dtype=torch.long),
         device="cuda",
         world_size=case.ranks,
-        shard=MODES.get(case.mode) or _data_parallel(case),
+        shard=MODES.get(case.mode) or data_parallel(case),
     )
     return {
         "allocated": prediction.allocated(case.samples),

@@ -9,17 +9,21 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_setting import MODES, Case, model_of, step_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as data_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stretto.memory.step import WholeStep
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.families
+
+from tests.families.sharded import MODES, Case, model_of, step_of
 
 STEPS = 3
 

@@ -18,7 +18,7 @@ from stretto.config.yaml import Source, parse_yaml
 from stretto.planning import plan
 from stretto.report.drawing import check_format
 from stretto.report.ledger import compare
-from stretto.report.plan_picture import plan_curves
+from stretto.report.pictures import plan_curves
 from stretto.report.run import read_metrics
 from stretto.timing import Horizon
 

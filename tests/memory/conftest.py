@@ -1,18 +1,14 @@
-"""What tests of memory share: ranks that are threads, and the families of the benchmark."""
+"""What tests of memory share: ranks that are threads."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 
 from stretto.memory.finding.agreement import Agreement
-
-sys.path.append(str(Path(__file__).parents[2] / "bench"))  # for memory_families
 
 OnRanks: TypeAlias = Callable[[Sequence[Callable[[Agreement], Any]]], list[Any]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from memory_families import FAMILIES
+from tests.families.memory import FAMILIES
 
 from stretto.errors import FitError
 from stretto.memory import predict, probe

@@ -137,7 +137,7 @@ def plan(
             instead="set data.num_samples, or write last_batch: carry",
         )
     if plot is not None:
-        from stretto.report.plan_picture import draw_plan
+        from stretto.report.pictures import draw_plan
 
         draw_plan(planned, plot, unit=unit)
         typer.echo(f"drew {plot}", err=True)
@@ -268,7 +268,7 @@ def report(
     from stretto.cli.planning import read_arguments
     from stretto.config.plans import build_run, plan_of, prepare_run
     from stretto.errors import PlanError
-    from stretto.report.run_picture import draw_run
+    from stretto.report.pictures import draw_run
 
     config = read_arguments([], folder=folder)
     run = build_run(config)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, final
 
 from rich.console import Console
 
-from stretto._location import local_path
+from stretto._location import LEDGER, local_path
 from stretto.cli.planning import (
     PLAN,
     RUN_FILE,
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 """The folder of runs without a named folder."""
-LEDGER = "ledger.csv"
-"""A file with a line for every batch; it exists once a run has begun."""
 
 
 def train(arguments: Sequence[str], folder: Path | None, resume: str | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.batching import Bound, SquareRootRule, Steps
+from stretto.batching import SquareRootRule
 from stretto.config.plans import build_plan
 from stretto.config.run import RunConfig, dump_run_file, parse_run_file
 from stretto.config.training import build_finding, build_trainer, make_loggers, resolved

@@ -32,7 +32,6 @@ from stretto.data import DataSpec
 from stretto.integrations.lightning.callback import (
     FollowRun,
     MicroBatches,
-    check_events,
     check_trainer,
     own_interval,
     own_length,
@@ -83,8 +82,7 @@ def attach(
         StrettoError: the trainer or the settings cannot be followed; the message says why.
     """
     when = every or {}
-    check_trainer(trainer)
-    check_events(when)
+    check_trainer(trainer, when)
     check_units(units)
     FollowRun.leave(trainer)  # one that was attached before
     module = dataloader if isinstance(dataloader, LightningDataModule) else None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+from stretto._location import LEDGER, LEDGER_COLUMNS, METRICS
 from stretto.errors import CheckpointError, TrainingError
 from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
@@ -25,12 +26,9 @@ from stretto.training.logs.loggers import (
 from stretto.training.run import Run
 from stretto.training.stepping.finite import MicroLoss
 
-METRICS = "metrics.jsonl"
-LEDGER = "ledger.csv"
 FILES = (METRICS, LEDGER)
 MOST_PENDING = 256
 """Batches that are kept before they are recorded: reading a loss waits for the device."""
-_COLUMNS = ("batch", "epoch", "sample", "token", "size", "tokens", "micro_batches")
 
 
 class Finished(NamedTuple):
@@ -164,7 +162,7 @@ class Recorder:
                 warnings.warn(f"{path} {missing}", RuntimeWarning, stacklevel=2)
             self._files[path.name] = Appender(path)
         if self._files[LEDGER].is_empty:
-            columns = (*_COLUMNS, *self._run.hyperparameters.values())
+            columns = (*LEDGER_COLUMNS, *self._run.hyperparameters.values())
             self._files[LEDGER].add(",".join(columns) + "\n")
         self._lengths = {}
 

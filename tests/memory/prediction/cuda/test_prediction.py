@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_families import FAMILIES
+from tests.families.cuda import FAMILIES
 from torch import nn
 from torch.nn import functional
 

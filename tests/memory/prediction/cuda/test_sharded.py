@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_memory import _data_parallel
-from sharded_setting import MODES, Case, model_of, step_of
+from tests.families.sharded import MODES, Case, data_parallel, model_of, step_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -84,7 +83,7 @@ def test_as_torch_allocates(case: Case) -> None:
         lambda size: torch.zeros(size, case.length, dtype=torch.long),
         device="cuda",
         world_size=case.ranks,
-        shard=MODES.get(case.mode) or _data_parallel(case),
+        shard=MODES.get(case.mode) or data_parallel(case),
     )
     allocated, reserved = TRUE[case]
     assert prediction.allocated(case.samples) == allocated

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import llama
 import torch
+from tests.families import llama
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from stretto.memory.prediction.cuda.data_parallel import replicate
 from stretto.memory.prediction.cuda.sharding import Shard, fully_shard_blocks
 from stretto.runtime import SupervisedStep
 
@@ -120,3 +121,12 @@ def step_of(
         precision="bf16" if case.mode in AUTOCAST else "fp32",
         clip_norm=1.0 if case.clips else None,
     )
+
+
+def data_parallel(case: Case) -> Any:
+    """Return DDP with its final buckets from the start, as the truth has it."""
+
+    def shard(model: nn.Module, _mesh: DeviceMesh) -> None:
+        replicate(model, as_views=case.mode.endswith("views"), finds_unused=True)
+
+    return shard

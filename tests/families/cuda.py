@@ -11,9 +11,9 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import cuda_hugging_face as hugging_face
 import torch
-from cuda_models import (
+from tests.families import cuda_hugging_face as hugging_face
+from tests.families.cuda_models import (
     GPT,
     Encoder,
     ExpertsWithCapacity,
@@ -23,7 +23,7 @@ from cuda_models import (
     experts_block,
     perceptron,
 )
-from memory_families import ByHand, LowRank, MakeBatch, next_byte
+from tests.families.memory import ByHand, LowRank, MakeBatch, next_byte
 from torch import Tensor, nn
 from torch.nn import functional
 
