@@ -55,7 +55,7 @@ def metrics_of(evaluations: Iterable[Any]) -> list[str]:
 
 
 def followed_metric(reads: frozenset[str], measured: Sequence[str]) -> str | None:
-    """Return the metric among what a policy reads; None if there is none.
+    """Return the metric that a policy reads, or None.
 
     >>> followed_metric(frozenset({"loss", "test/loss"}), ["test/loss", "test/accuracy"])
     'test/loss'
@@ -74,7 +74,7 @@ def followed_metric(reads: frozenset[str], measured: Sequence[str]) -> str | Non
 
 
 def measured_value(name: str | None, named: Mapping[str, float]) -> float | None:
-    """Return the value of a metric among those just measured; None if it is not among them.
+    """Return the value of a metric if it was just measured, else None.
 
     >>> measured_value("test/loss", {"test/loss": 0.5}), measured_value("a/loss", {"b/loss": 0.5})
     (0.5, None)
@@ -157,7 +157,7 @@ class Plateau(BatchSizePolicy):
 
     Raises:
         BatchSizeError: the metric has no such name, a size is not an integer of at least 1,
-            `start` is above `maximum`, or another value cannot be.
+            `start` is above `maximum`, or another value is out of range.
     """
 
     metric: Metric

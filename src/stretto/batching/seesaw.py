@@ -52,7 +52,7 @@ class BoundCoupling:
     sizes: Bound
     """The sizes without growth."""
     factor: Fraction | None
-    """By how much the batch grows at once; None: continuously."""
+    """The factor by which the batch grows at once; None: continuously."""
     smooth: bool
     maximum: int
     multiple_of: int
@@ -335,7 +335,7 @@ class CoupledSizes(BatchSizePolicy):
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Seesaw(Coupling):
-    """Grow the batch while the learning rate decays by only the root of what it would have.
+    """Grow the batch while the learning rate decays by only the square root of the schedule.
 
     When a schedule would divide the learning rate by `a`, divide it by `sqrt(a)` and multiply the
     batch by `a`: about the same loss at the same samples in fewer optimizer steps, for Adam
