@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias, cast, final
 from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
+    Count,
     Decision,
     PolicyState,
     Signals,
@@ -32,8 +33,8 @@ Above1: TypeAlias = Annotated[
 def check_start(start: int, minimum: int, maximum: int) -> None:
     """Refuse a first size that is not within its bounds."""
     if not minimum <= start <= maximum:
-        why, instead = f"it is not from {minimum} to {maximum}", "write a size in between"
-        raise BatchSizeError.bad("start", start, why, instead)
+        why = f"above maximum={maximum}" if start > maximum else f"below minimum={minimum}"
+        raise BatchSizeError.bad("start", start, f"it is {why}", "write a size within its bounds")
 
 
 def rounded_size(size: float, least: int, most: int) -> int:
@@ -164,7 +165,7 @@ class Plateau(BatchSizePolicy):
     start: Size = field(kw_only=True)
     maximum: Size = field(kw_only=True)
     factor: Above1 = field(default=2.0, kw_only=True)
-    patience: Size = field(default=2, kw_only=True)
+    patience: Count = field(default=2, kw_only=True)
     threshold: Threshold = field(default=1e-4, kw_only=True)
     mode: Literal["min", "max"] = field(default="min", kw_only=True)
 

@@ -327,16 +327,17 @@ class NoiseScale(BatchSizePolicy):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        fill(self, minimum=self._least)
-        check_start(self.start, self._least, self.maximum)
-        if self._least < 2:
+        name, least = ("start", self.start) if self.minimum is None else ("minimum", self.minimum)
+        fill(self, minimum=least)
+        check_start(self.start, least, self.maximum)
+        if least < 2:
             # It would stay 1 for ever.
             why, instead = "a single sample has no noise to measure", "write 2 or more"
-            raise BatchSizeError.bad("minimum", self._least, why, instead)
+            raise BatchSizeError.bad(name, least, why, instead)
 
     @property
     def _least(self) -> int:
-        return self.start if self.minimum is None else self.minimum
+        return cast(int, self.minimum)
 
     def bind(self, horizon: Horizon) -> Bound:
         """Return the policy; it remembers the size and the averages."""

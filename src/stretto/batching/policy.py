@@ -205,6 +205,8 @@ def wrapped(inner: Bound, own: PolicyState, **changes: Any) -> Bound:
 
 
 Size: TypeAlias = Annotated[int, Check(lambda value, *_: checked_size(value))]
+"""A field that is a batch size."""
+Count: TypeAlias = Annotated[int, Check(lambda value, name, _: checked_size(value, name))]
 """A field that is an integer of at least 1."""
 
 

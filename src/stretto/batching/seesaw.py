@@ -18,6 +18,7 @@ from stretto.batching.policy import (
     NO_SIGNALS,
     BatchSizePolicy,
     Bound,
+    Count,
     Hold,
     Size,
     timed,
@@ -181,7 +182,7 @@ class Coupling(Timed):
     """Whether the learning rate follows the curve between two steps of the size."""
     maximum: Size | None = field(default=None, kw_only=True)
     """The size beyond which only the learning rate falls; None: 64 times the size before growth."""
-    multiple_of: Size = field(default=1, kw_only=True)
+    multiple_of: Count = field(default=1, kw_only=True)
     """Sizes are rounded down to multiples of this, at least one."""
     reference: Size | None = field(default=None, kw_only=True)
     """The size that the schedule is meant for; None: the size after the warm-up of the batch."""
