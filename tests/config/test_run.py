@@ -125,7 +125,7 @@ def test_thousands_of_mistakes_are_counted() -> None:
         ("schedules", [1], "it is not a mapping"),
         ("rule", {}, "not exactly one of"),
         ("rule", {"linear": 8, "sqrt": 8}, "not exactly one of"),
-        ("rule", "sqrt", "write for example {'sqrt': 256}"),
+        ("rule", "sqrt", "{'sqrt': 256}"),
         ("scale_schedule", 0, "it is not above 0"),
         ("scale_schedule", "2", "it is not a number"),
         ("seed", -1, "it is less than 0"),

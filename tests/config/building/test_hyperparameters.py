@@ -105,7 +105,7 @@ def test_a_groups_own_value_is_looked_at_too() -> None:
         ("momentun", "no such number"),
         ("amsgrad", "no such number"),
         ("betas.2", "has 2 values of 'betas'; write 'betas.1'"),
-        ("lr.0", "a single value of 'lr'"),
+        ("lr.0", "write 'lr'"),
         ("lr@head", r"no such parameter group \(it has 0\)"),
         ("betas[0]", "not the name of a hyper-parameter"),
     ],
