@@ -126,7 +126,7 @@ def test_thousands_of_mistakes_are_counted() -> None:
         ("schedules", [1], "dictionary"),
         ("rule", {}, "not exactly one of"),
         ("rule", {"linear": 8, "sqrt": 8}, "not exactly one of"),
-        ("rule", "sqrt", "write for example {'sqrt': 256}"),
+        ("rule", "sqrt", "{'sqrt': 256}"),
         ("scale_schedule", 0, "greater"),
         ("scale_schedule", "2", "number"),
         ("seed", -1, "greater"),

@@ -28,8 +28,8 @@ from stretto.batching import (
     Monotone,
     MultipleOf,
     NoiseScale,
-    NormTest,
     PeriodSizes,
+    Plateau,
     PolicyState,
     PowerOfTwo,
     Signals,
@@ -219,10 +219,10 @@ def test_an_error_of_the_data_is_not_one_of_the_record() -> None:
 
 
 def test_what_another_policy_has_measured_is_not_taken_over() -> None:
-    """Its state looks alike, and is of another quantity; inside periods and wrappers as well."""
+    """Its state is of another quantity; inside periods and wrappers as well."""
     loaders = [
         StepLoader([*range(40)], AtMost(PeriodSizes([("rest", one)]), 64), max_duration="1ep")
-        for one in (NoiseScale(8, 64), NormTest(6, 64))
+        for one in (NoiseScale(8, 64), Plateau("a/b", start=6, maximum=64))
     ]
     next(loaders[0])
     loaders[1].load_state_dict(loaders[0].state_dict())

@@ -78,7 +78,7 @@ REFUSED = [
     ("3" + "x" * 400, "unknown unit 'xxx"),
     ("1 000sp", "there is a space inside"),
     ("90 ep", "there is a space inside; write '90ep'"),
-    ("1h 30m", "there is a space inside"),
+    ("1h 30m", "it is not whole parts"),
     ("1,000sp", "unknown unit ',000sp'; write a number"),
     ("1,5ep", "unknown unit ',5ep'; write a number"),
     ("+5ep", "it does not begin"),

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias, cast, final
 from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
+    Count,
     Decision,
     PolicyState,
     Signals,
@@ -32,8 +33,8 @@ Above1: TypeAlias = Annotated[
 def check_start(start: int, minimum: int, maximum: int) -> None:
     """Refuse a first size that is not within its bounds."""
     if not minimum <= start <= maximum:
-        why, instead = f"it is not from {minimum} to {maximum}", "write a size in between"
-        raise BatchSizeError.bad("start", start, why, instead)
+        why = f"above maximum={maximum}" if start > maximum else f"below minimum={minimum}"
+        raise BatchSizeError.bad("start", start, f"it is {why}", "write a size within its bounds")
 
 
 def rounded_size(size: float, least: int, most: int) -> int:
@@ -55,7 +56,7 @@ def metrics_of(evaluations: Iterable[Any]) -> list[str]:
 
 
 def followed_metric(reads: frozenset[str], measured: Sequence[str]) -> str | None:
-    """Return the metric among what a policy reads; None if there is none.
+    """Return the metric that a policy reads, or None.
 
     >>> followed_metric(frozenset({"loss", "test/loss"}), ["test/loss", "test/accuracy"])
     'test/loss'
@@ -74,7 +75,7 @@ def followed_metric(reads: frozenset[str], measured: Sequence[str]) -> str | Non
 
 
 def measured_value(name: str | None, named: Mapping[str, float]) -> float | None:
-    """Return the value of a metric among those just measured; None if it is not among them.
+    """Return the value of a metric if it was just measured, else None.
 
     >>> measured_value("test/loss", {"test/loss": 0.5}), measured_value("a/loss", {"b/loss": 0.5})
     (0.5, None)
@@ -157,14 +158,14 @@ class Plateau(BatchSizePolicy):
 
     Raises:
         BatchSizeError: the metric has no such name, a size is not an integer of at least 1,
-            `start` is above `maximum`, or another value cannot be.
+            `start` is above `maximum`, or another value is out of range.
     """
 
     metric: Metric
     start: Size = field(kw_only=True)
     maximum: Size = field(kw_only=True)
     factor: Above1 = field(default=2.0, kw_only=True)
-    patience: Size = field(default=2, kw_only=True)
+    patience: Count = field(default=2, kw_only=True)
     threshold: Threshold = field(default=1e-4, kw_only=True)
     mode: Literal["min", "max"] = field(default="min", kw_only=True)
 

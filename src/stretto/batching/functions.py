@@ -156,8 +156,8 @@ class IncreaseFunction(BatchSizePolicy):
     Args:
         function: returns the increment; 0 or None for none. It must be pure.
         start: the size that the first call gets.
-        max_batch_size: the largest size that an increment may lead to; `"auto"`: what fits into
-            memory in a single pass on each rank, which a `Trainer` finds before the run.
+        max_batch_size: the largest size that an increment may lead to; `"auto"`: the largest that
+            fits into memory in a single pass on each rank, found by a `Trainer` before the run.
 
     Raises:
         BatchSizeError: a size is not an integer of at least 1, `start` is above
@@ -183,7 +183,7 @@ class IncreaseFunction(BatchSizePolicy):
         """Return the policy on the epochs of one run.
 
         Raises:
-            BatchSizeError: the largest size is still to be found.
+            BatchSizeError: `max_batch_size` is still `"auto"`.
         """
         if self.max_batch_size == "auto":
             why, instead = "a Trainer finds it when it begins", "write a number of samples"

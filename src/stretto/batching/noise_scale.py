@@ -144,7 +144,7 @@ class RatioAverage:
 
     @property
     def ratio(self) -> float | None:
-        """Numerator over denominator; None where that is not a positive number."""
+        """Numerator over denominator; None if that is not a positive number."""
         if not (self.numerator > 0 and self.denominator > 0):
             return None
         ratio = self.numerator / self.denominator
@@ -289,7 +289,7 @@ class NoiseScale(BatchSizePolicy):
     to within a factor of 3, to the nearer end. Wrappers round it or slow it down further:
     `PowerOfTwo(NoiseScale(8, 256))`.
 
-    With a `power` it follows `c * B_noise ** power`. The root, `power=0.5`, costs least where a
+    With a `power` it follows `c * B_noise ** power`. The root, `power=0.5`, costs least if a
     step costs as much as `c ** 2` samples: the same progress takes `1 + B_noise / B` steps and
     `B + B_noise` samples, and `c ** 2 * steps + samples` is least at `B = c * sqrt(B_noise)`.
 
@@ -327,16 +327,17 @@ class NoiseScale(BatchSizePolicy):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        fill(self, minimum=self._least)
-        check_start(self.start, self._least, self.maximum)
-        if self._least < 2:
+        name, least = ("start", self.start) if self.minimum is None else ("minimum", self.minimum)
+        fill(self, minimum=least)
+        check_start(self.start, least, self.maximum)
+        if least < 2:
             # It would stay 1 for ever.
             why, instead = "a single sample has no noise to measure", "write 2 or more"
-            raise BatchSizeError.bad("minimum", self._least, why, instead)
+            raise BatchSizeError.bad(name, least, why, instead)
 
     @property
     def _least(self) -> int:
-        return self.start if self.minimum is None else self.minimum
+        return cast(int, self.minimum)
 
     def bind(self, horizon: Horizon) -> Bound:
         """Return the policy; it remembers the size and the averages."""
@@ -351,7 +352,7 @@ class NoiseScale(BatchSizePolicy):
         )
 
     def _log_values(self, state: PolicyState) -> Mapping[str, float]:
-        """Return what is known: the noise scale, and each end of its interval."""
+        """Return the noise scale and the ends of its interval, as far as they are known."""
         average, found = RatioAverage.from_state(state), {}
         if not average.is_over_enough(self.window):
             return {}

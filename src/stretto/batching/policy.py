@@ -18,7 +18,7 @@ from stretto.timing.time import Number
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """What the last step measured; None for what it did not.
+    """The measurements of the last step; None for missing ones.
 
     Any value may be nan or infinite: a policy must still decide.
 
@@ -38,8 +38,7 @@ class Signals:
     noise_denominator: float | None = None
     """An unbiased estimate of |G|^2, the squared norm of the true gradient."""
     num_samples: float | None = None
-    """The samples of that batch, which weight its noise beside that of other batches. If you leave
-    it out, the loader fills it in."""
+    """The samples of that batch, the weight of its noise. By default, the loader fills it in."""
 
     def __post_init__(self) -> None:
         # NumPy numbers and tensors become floats: a checkpoint could not store them.
@@ -206,6 +205,8 @@ def wrapped(inner: Bound, own: PolicyState, **changes: Any) -> Bound:
 
 
 Size: TypeAlias = Annotated[int, Check(lambda value, *_: checked_size(value))]
+"""A field that is a batch size."""
+Count: TypeAlias = Annotated[int, Check(lambda value, name, _: checked_size(value, name))]
 """A field that is an integer of at least 1."""
 
 

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias, final
 from stretto.batching.policy import (
     BatchSizePolicy,
     Bound,
+    Count,
     Hold,
     Size,
     checked_size,
@@ -117,7 +118,7 @@ class LinearRamp(_Ramp):
             a whole number of increments above it, the ramp has no length, or `equal` is neither.
     """
 
-    increment: Size = field(default=1, kw_only=True)
+    increment: Count = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         _Ramp.__post_init__(self)

@@ -18,6 +18,7 @@ from stretto.batching.policy import (
     NO_SIGNALS,
     BatchSizePolicy,
     Bound,
+    Count,
     Hold,
     Size,
     timed,
@@ -52,7 +53,7 @@ class BoundCoupling:
     sizes: Bound
     """The sizes without growth."""
     factor: Fraction | None
-    """By how much the batch grows at once; None: continuously."""
+    """The factor by which the batch grows at once; None: continuously."""
     smooth: bool
     maximum: int
     multiple_of: int
@@ -181,7 +182,7 @@ class Coupling(Timed):
     """Whether the learning rate follows the curve between two steps of the size."""
     maximum: Size | None = field(default=None, kw_only=True)
     """The size beyond which only the learning rate falls; None: 64 times the size before growth."""
-    multiple_of: Size = field(default=1, kw_only=True)
+    multiple_of: Count = field(default=1, kw_only=True)
     """Sizes are rounded down to multiples of this, at least one."""
     reference: Size | None = field(default=None, kw_only=True)
     """The size that the schedule is meant for; None: the size after the warm-up of the batch."""
@@ -335,7 +336,7 @@ class CoupledSizes(BatchSizePolicy):
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Seesaw(Coupling):
-    """Grow the batch while the learning rate decays by only the root of what it would have.
+    """Grow the batch while the learning rate decays by only the square root of the schedule.
 
     When a schedule would divide the learning rate by `a`, divide it by `sqrt(a)` and multiply the
     batch by `a`: about the same loss at the same samples in fewer optimizer steps, for Adam

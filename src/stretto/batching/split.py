@@ -107,7 +107,7 @@ def split(
 
 
 def even_unit(world_size: int, micro_batch_size: int | None) -> int:
-    """Return what evenly split sizes are a multiple of."""
+    """Return the number that all evenly split sizes are multiples of."""
     return world_size * (micro_batch_size or 1)
 
 
@@ -118,16 +118,13 @@ def not_even(
     unit = even_unit(world_size, micro_batch_size)
     lower = max(unit, size - size % unit)
     multiple = Argument("multiple_of", unit, python=f"MultipleOf(policy, {unit})")
-    instead: Text = (f"write a multiple such as {lower} or {lower + unit}, ", multiple)
+    instead: Text = (f"write a multiple such as {lower} or {lower + unit}, or ", multiple)
     if is_coupled:
         multiple = Argument("multiple_of", unit)
         instead = ("write ", multiple, f" and begin with at least {unit} samples")
     micro = "" if micro_batch_size is None else f" with micro-batches of {micro_batch_size}"
-    return BatchSizeError.cannot(
-        f"split {size} samples evenly over {world_size} ranks{micro}",
-        why=f"it is not a multiple of {unit}",
-        instead=(*instead, ", or ", Argument("even", value=False)),
-    )
+    what = f"split {size} samples evenly over {world_size} ranks{micro}"
+    return BatchSizeError.cannot(what, why=f"it is not a multiple of {unit}", instead=instead)
 
 
 def is_learning_rate(name: str) -> bool:

@@ -280,4 +280,7 @@ def as_policy(value: object) -> BatchSizePolicy:
         return Fixed(int(text)) if is_number else Steps(value)
     if callable(value) and not isinstance(value, type):
         return SizeFunction(value)
+    if hasattr(value, "policy") and hasattr(value, "schedule"):
+        why, instead = "it is a pair", "pass its policy, and schedules={'lr': its schedule}"
+        raise BatchSizeError.bad("batch_size", value, why, instead)
     return Fixed(value)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from stretto.batching.policy import (
     NO_SIGNALS,
     BatchSizePolicy,
     Bound,
+    Count,
     Decision,
     Hold,
     PolicyState,
@@ -174,7 +175,7 @@ class MultipleOf(SizeMap):
         BatchSizeError: the factor is not an integer of at least 1.
     """
 
-    factor: Size
+    factor: Count
     rounding: Rounding = "down"
 
     def __post_init__(self) -> None:

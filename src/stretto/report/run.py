@@ -125,7 +125,7 @@ def unreadable(path: Path, why: str) -> DataError:
 
 MAX_ROWS = 24
 """The most rows; of more evaluations, evenly spaced ones are shown, with the last."""
-FOLLOWED = ("noise_scale", "norm_test", "gain")
+FOLLOWED = ("noise_scale", "gain")
 """Measurements that batch sizes and learning rates can depend on."""
 _CLOCK = {"ep": "epoch", "ba": "batches", "sp": "samples", "tok": "tokens"}
 

@@ -320,10 +320,7 @@ def parse_name(text: str) -> Name:
     """
     match = _FORM.fullmatch(text)
     if match is None:
-        why, instead = (
-            "it is no hyper-parameter's name",
-            "write for example 'betas.0' or 'lr@group'",
-        )
+        why, instead = "it is not the name of a hyper-parameter", "write for example 'betas.0'"
         raise ScheduleError.cannot(f"schedule {text!r}", why=why, instead=instead)
     key, index, group = match.groups()
     return Name(key, None if index is None else int(index), group)

@@ -113,7 +113,7 @@ def test_functions_of_yours(project: str) -> None:
     [
         (
             "schedules:\n  lr:\n    cosine: {warmup: 3ep}\n",
-            r"cannot warm up over '3ep'.* \(schedules.lr in run.yaml, line 5\)",
+            r"warmup='3ep'.* \(schedules.lr in run.yaml, line 5\)",
         ),
         (
             "schedules: {momentum: {cosine: {warmup: 3tok}}}\n",
