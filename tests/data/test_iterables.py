@@ -151,7 +151,7 @@ def test_a_generator_serves_one_epoch() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "match"),
-    [([5, 4], "they end after 9"), ([5, 5, 1], "they go on after that")],
+    [([5, 4], "they end after 9"), ([5, 5, 1], "they have more")],
     ids=["short", "long"],
 )
 def test_a_length_that_is_not_the_sources_is_found_out(lengths: list[int], match: str) -> None:

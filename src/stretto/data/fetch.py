@@ -74,18 +74,12 @@ class Fetch:
             DataError: the data set has no sample at an index below its length.
         """
         try:
-            return self._batch(indices)
+            return self.batch(indices)
         except IndexError as error:
             raise no_such_sample(self._num_samples, error) from error
 
-    def __getitem__(self, indices: list[int]) -> Any:
-        """Return the batch of the samples with these indices, as a worker asks for it."""
-        return self._batch(indices)
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def _batch(self, indices: list[int]) -> Any:
+    def batch(self, indices: list[int]) -> Any:
+        """Return the batch of the samples with these indices, without a check of the indices."""
         if self._keyed_seed is not None:
             return self.collate(self._keyed(indices, self._keyed_seed))
         if self.tensors is not None:

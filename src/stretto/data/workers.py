@@ -172,12 +172,8 @@ class _Seeded:
 
     def __getitem__(self, element: Element) -> Any:
         place, indices = element
-        if self._fetch.tensors is None:
-            seed_generators(sample_seed(self._seed, -2 - self._rank, place))
-        return self._fetch[indices]
-
-    def __len__(self) -> int:
-        return len(self._fetch)
+        seed_generators(sample_seed(self._seed, -2 - self._rank, place))
+        return self._fetch.batch(indices)
 
 
 @final

@@ -151,7 +151,7 @@ def set_base_values(
     """
     groups = optimizer.param_groups
     if len(groups) != len(values):
-        why = f"the run was bound to {len(values)} groups before"
+        why = f"the run was bound to {len(values)} parameter groups before"
         raise ScheduleError.bad("optimizer", optimizer, why, "pass one with the same groups")
     for group, base in zip(groups, values, strict=True):
         for key in {"lr", *(parse_name(text).of(group).key for text in names)} & group.keys():
