@@ -242,8 +242,8 @@ def test_a_logger_of_yours_gets_the_run_file(tmp_path: Path) -> None:
         ({"model": None}, "cannot train: there is no 'model'"),
         ({"optimizer": None}, "cannot train: there is no 'optimizer'"),
         ({"model": {"target": "my_project:NoLoss"}}, "there is no 'loss', and NoLoss has no"),
-        ({"model": {"target": "my_project:Points"}}, "it is a Points and not a Module"),
-        ({"optimizer": {"target": "my_project:plain_points"}}, "it raised|it is a Points and not"),
+        ({"model": {"target": "my_project:Points"}}, "Points and not a Module"),
+        ({"optimizer": {"target": "my_project:plain_points"}}, "it raised|Points and not"),
         (
             {"optimizer": {"target": "torch.optim:Adam", "lr": 1, "eps": -1}},
             "it raised ValueError: Inv",
