@@ -405,5 +405,5 @@ def test_a_stock_curve_over_an_unknown_number_of_steps_is_refused() -> None:
 def test_a_version_without_the_hooks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = stock()
     monkeypatch.delattr(Trainer, "set_initial_training_values")
-    with pytest.raises(TrainingError, match="set_initial"):
+    with pytest.raises(TrainingError, match="hooks"):
         attach(trainer, 8)

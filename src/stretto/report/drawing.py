@@ -70,11 +70,8 @@ def check_format(path: Path) -> None:
         ConfigError: the file ending is not supported.
     """
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError.cannot(
-            f"draw {str(path)!r}",
-            why="its name does not say what kind of picture it is",
-            instead=f"let it end in {', '.join(FORMATS)}",
-        )
+        why = "its name does not say what kind of picture it is"
+        raise ConfigError.bad("path", str(path), why, f"let it end in {', '.join(FORMATS)}")
 
 
 @contextmanager
@@ -152,8 +149,5 @@ def save(figure: Figure, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, metadata=dated.get(path.suffix.lower()))
     except OSError as error:
-        raise ConfigError.cannot(
-            f"write {str(path)!r}",
-            why=(error.strerror or str(error)).lower(),
-            instead="name a file in a folder that can be written to",
-        ) from None
+        why = (error.strerror or str(error)).lower()
+        raise ConfigError.bad("path", str(path), why, "choose another folder") from None

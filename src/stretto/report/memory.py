@@ -96,11 +96,8 @@ def draw_memory(answer: Answer, path: Path) -> None:
         MissingPackageError: matplotlib is not installed.
     """
     if answer.estimator is None:
-        raise FitError.cannot(
-            "draw what a step needs",
-            why="the answer was found by trials, which tell of no other size",
-            instead="find it with --method predict or probe",
-        )
+        why = "the answer comes from trials, which know no other size"
+        raise FitError.cannot("draw an answer", why=why, instead="use --method predict or probe")
     sizes, areas = memory_areas(answer)
     with drawn(path, [3.6], answer.headline) as (axes,):
         colors = [KINDS[name][1] if name in KINDS else INK for name in areas]

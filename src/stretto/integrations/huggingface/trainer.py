@@ -35,7 +35,7 @@ from stretto.settings import Loading
 from stretto.training.run import Run, prepare
 from stretto.training.weights import units_of
 
-_EVENTS = {"evaluate", "save", "log"}
+_EVENTS = ("evaluate", "save", "log")
 """What a trainer can do during a run."""
 _MEANS = frozenset(
     {
@@ -55,29 +55,19 @@ def check_trainer(trainer: Any, every: Mapping[str, Any]) -> None:
     """
     args, steps = trainer.args, trainer.args.gradient_accumulation_steps
     is_other = any(name[0] != "_" and not hasattr(Trainer, name) for name in vars(Follows))
-    unknown = every.keys() - _EVENTS
+    unknown = set(every) - set(_EVENTS)
     is_parallel = any(getattr(trainer, f"get_{one}_size")() > 1 for one in ("tp", "cp", "sp"))
     is_apart = args.world_size > 1 and not args.average_tokens_across_devices
     is_lost = args.load_best_model_at_end and every and args.save_strategy != "best"
     own = trainer.lr_scheduler
     refuse(
-        (
-            is_other,
-            f"use transformers {version}",
-            "it has other hooks",
-            "install transformers 5.23",
-        ),
+        (is_other, f"use transformers {version}", "it has other hooks", "install 5.23"),
         (unknown, f"wait for {unknown}", "there is no such event", f"write one of {_EVENTS}"),
         (steps != 1, f"use gradient_accumulation_steps={steps}", BY_SIZE, "leave it out"),
         (trainer.is_deepspeed_enabled, "use DeepSpeed", BY_SIZE, "use DDP or FSDP2"),
         (args.n_gpu > 1, "use nn.DataParallel", "it cuts micro-batches again", "use torchrun"),
         (is_parallel, "share samples among ranks", "it is not tested", "use DDP or FSDP2"),
-        (
-            is_apart,
-            "turn average_tokens_across_devices off",
-            "ranks would weigh wrongly",
-            "leave it on",
-        ),
+        (is_apart, "turn average_tokens_across_devices off", "the mean is wrong", "leave it on"),
         (own, "follow two schedules", "the trainer has a scheduler object", "pass schedules"),
         (is_lost, "find the best model with every", "none is noted", "write save_strategy='best'"),
     )

@@ -4,8 +4,8 @@ One element of the train dataloader is one micro-batch. Automatic optimization s
 accumulates over the micro-batches of a step, clips, steps and logs as before.
 
 What cannot work is refused: `max_epochs` beside `max_steps`, `fast_dev_run`, checkpoints without
-the state of stretto, `accumulate_grad_batches`, `limit_train_batches`, `overfit_batches`,
-`reload_dataloaders_every_n_epochs`; `val_check_interval` as a number of batches or a time;
+the state of stretto, `accumulate_grad_batches`, `limit_train_batches`, `overfit_batches`;
+`val_check_interval` as a number of batches or a time;
 `GradientAccumulationScheduler`, `BatchSizeFinder` and `StochasticWeightAveraging`; learning rate
 schedulers of the module beside `schedules`; batch sizes that follow the noise under FSDP2, in
 manual optimization or over other units than samples. Data of unknown length have no progress bar
