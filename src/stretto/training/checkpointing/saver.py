@@ -82,11 +82,8 @@ class Saver:
         best: Best,
     ) -> None:
         if settings is not None and folder is None:
-            raise TrainingError.cannot(
-                "write checkpoints",
-                why="the run has no folder",
-                instead="pass folder='runs/name', or leave checkpoint out",
-            )
+            why, instead = "the run has no folder", "pass folder='runs/name', or no checkpoint"
+            raise TrainingError.cannot("write checkpoints", why=why, instead=instead)
         self.folder = folder / FOLDER if folder is not None else None
         self.parts = parts
         self._settings = settings
