@@ -244,7 +244,7 @@ def load_weights(model: nn.Module, path: Path, *, averaged: bool = False) -> Non
             name.removeprefix("average."): reader.tensor(group, name)
             for group in reader.groups
             for name in reader.names(group)
-            if group.startswith("callback_") and name.removeprefix("average.") in weights
+            if group.startswith("callback_") and name.startswith("average.")
         }
         if not found:
             what, why = f"load averaged weights from {path}", "no callback has averaged them"
