@@ -95,21 +95,17 @@ def read_manifest(path: Path) -> dict[str, Entry]:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         if CHECKPOINT.match(path.name) and os.path.lexists(path):
             raise DamagedError(f"{MANIFEST} is missing") from None
+        instead = "pass the path of one, such as runs/a/checkpoints/checkpoint-000000004096"
         raise CheckpointError.cannot(
-            f"read {path}",
-            why="no finished checkpoint is there",
-            instead="pass the path of one, such as runs/name/checkpoints/checkpoint-000000004096",
+            f"read {path}", why="no finished checkpoint is there", instead=instead
         ) from None
     except UnicodeDecodeError:
         raise DamagedError(f"{MANIFEST} is not what was written") from None
     document = parse_object(text, MANIFEST)
     version = document.get("format")
     if isinstance(version, int) and version > FORMAT:
-        raise CheckpointError.cannot(
-            f"read {path}",
-            why=f"it has format {shown(version)} and this version knows up to {FORMAT}",
-            instead="install a newer stretto",
-        )
+        why = f"it has format {shown(version)} and this version knows up to {FORMAT}"
+        raise CheckpointError.cannot(f"read {path}", why=why, instead="install a newer stretto")
     with damage(MANIFEST):
         files = {name: Entry(*entry) for name, entry in document["files"].items()}
         names = [name for name in files if name != RECORDS and not group_of(name)]

@@ -120,11 +120,9 @@ class CheckpointReader:
         place = self._entry(group, name)
         shape = list(place.shape)
         if not (0 <= dim < len(shape) and 0 <= offset <= offset + length <= shape[dim]):
-            raise CheckpointError.cannot(
-                f"read {length} indices from {offset} of dimension {dim} of {shown(name)}",
-                why=f"its shape is {place.shape}",
-                instead="ask for a part of it",
-            )
+            what = f"read {length} indices from {offset} of dimension {dim} of {shown(name)}"
+            why = f"its shape is {place.shape}"
+            raise CheckpointError.cannot(what, why=why, instead="ask for a part of it")
         shape[dim] = length
         result = torch.empty(shape, dtype=place.dtype)
         begin = offset if dim == place.dim else 0
@@ -146,11 +144,9 @@ class CheckpointReader:
         try:
             return self._entries[group][self.original(group, name)]
         except KeyError:
-            raise CheckpointError.cannot(
-                f"read {shown(name)} of {shown(group)} from {self._path}",
-                why="there is no such tensor",
-                instead="ask for one of names(group)",
-            ) from None
+            what, why = f"read {shown(name)} of {shown(group)}", "there is no such tensor"
+            instead = "ask for one of names(group)"
+            raise CheckpointError.cannot(what, why=why, instead=instead) from None
 
     def _index(self, files: Sequence[str], shards: Mapping[str, Any]) -> dict[str, TensorEntry]:
         """Index the tensors of a group."""
@@ -248,14 +244,12 @@ def load_weights(model: nn.Module, path: Path, *, averaged: bool = False) -> Non
             name.removeprefix("average."): reader.tensor(group, name)
             for group in reader.groups
             for name in reader.names(group)
-            if group.startswith("callback_") and name.removeprefix("average.") in weights
+            if group.startswith("callback_") and name.startswith("average.")
         }
         if not found:
-            raise CheckpointError.cannot(
-                f"load averaged weights from {path}",
-                why="no callback of the run has averaged them",
-                instead="train with an ExponentialMovingAverage, or leave averaged out",
-            )
+            what, why = f"load averaged weights from {path}", "no callback has averaged them"
+            instead = "train with an ExponentialMovingAverage, or leave averaged out"
+            raise CheckpointError.cannot(what, why=why, instead=instead)
         weights |= found
     try:
         model.load_state_dict(weights)

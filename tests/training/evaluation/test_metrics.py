@@ -182,16 +182,6 @@ def test_a_batch_in_pieces_counts_once() -> None:
     assert int(metric.tp.sum() + metric.fn.sum()) == 61  # type: ignore[union-attr]
 
 
-def test_memory_that_runs_out_in_update_ends_the_evaluation() -> None:
-    class Hungry(Largest):
-        def update(self, outputs: Tensor, targets: Tensor) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    evaluation = Evaluation(data(), metrics={"hungry": Hungry()}, batch_size=20)
-    with pytest.raises(TrainingError, match="batch_size"):
-        trainer(Classifier(), evaluation).evaluate()
-
-
 @pytest.mark.parametrize("monitor", ["validation/f1", "validation/largest/most"])
 def test_the_best_checkpoint_and_a_plateau_may_follow_an_object(
     monitor: str, tmp_path: Path

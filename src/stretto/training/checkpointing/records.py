@@ -56,10 +56,9 @@ def check_lock(folder: Path) -> None:
         if not held or any(os.path.samestat(there, one) for one in held):
             return
     if held:
+        why = "the folder was moved or replaced while the run was writing"
         raise CheckpointError.cannot(
-            f"write a checkpoint to {folder}",
-            why="the folder was moved or replaced while the run was writing",
-            instead="move it back",
+            f"write a checkpoint to {folder}", why=why, instead="move it back"
         )
 
 
@@ -77,11 +76,9 @@ def _lock(file: IO[bytes], folder: Path) -> None:
     except BlockingIOError:
         file.seek(0)
         holder = file.read(200).decode(errors="replace").strip()
-        raise TrainingError.cannot(
-            f"train in {folder}",
-            why=f"another run is writing there ({holder or 'unknown'})",
-            instead="wait until it ends, or choose another folder",
-        ) from None
+        why = f"another run is writing there ({holder or 'unknown'})"
+        instead = "wait until it ends, or choose another folder"
+        raise TrainingError.cannot(f"train in {folder}", why=why, instead=instead) from None
     except OSError:
         return
     with suppress(OSError):  # a full disk: the content is only for the message
@@ -126,11 +123,9 @@ def section(where: object, name: str) -> Iterator[None]:
         raise error.recast(type(error), where=f"{name!r} in {where}") from error
     except (*UNFIT, RuntimeError) as error:
         why = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
-        raise CheckpointError.cannot(
-            f"resume from {where}",
-            why=f"its {name!r} does not fit this run ({why})",
-            instead="build the run as it was then, or start from another checkpoint",
-        ) from error
+        why = f"its {name!r} does not fit this run ({why})"
+        instead = "build the run as it was then, or start from another checkpoint"
+        raise CheckpointError.cannot(f"resume from {where}", why=why, instead=instead) from error
 
 
 def unfit(path: Path, name: str, error: Exception) -> CheckpointError:

@@ -111,11 +111,9 @@ def _find(asked: str | Path, run_folder: Path | None) -> Path | None:
         open_checkpoint(path)  # every byte of it
         return path
     if run_folder is None:
-        raise TrainingError.cannot(
-            f"resume from {asked!r}",
-            why="the run has no folder",
-            instead="pass folder='runs/name', or the path of a checkpoint",
-        )
+        instead = "pass folder='runs/name', or the path of a checkpoint"
+        what = f"resume from {asked!r}"
+        raise TrainingError.cannot(what, why="the run has no folder", instead=instead)
     return latest_good(run_folder / FOLDER) if str(asked) == "auto" else newest_of(run_folder)
 
 
@@ -127,9 +125,7 @@ def newest_of(run_folder: Path) -> Path:
     """
     found = latest_good(run_folder / FOLDER)
     if found is None:
-        raise CheckpointError.cannot(
-            f"resume from the latest checkpoint in {run_folder}",
-            why="it has none",
-            instead="pass 'auto' to begin anew, or name another folder",
-        )
+        what = f"resume from the latest checkpoint in {run_folder}"
+        instead = "pass 'auto' to begin anew, or name another folder"
+        raise CheckpointError.cannot(what, why="it has none", instead=instead)
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
 from typing import NamedTuple, final
@@ -81,11 +82,8 @@ class Saver:
         best: Best,
     ) -> None:
         if settings is not None and folder is None:
-            raise TrainingError.cannot(
-                "write checkpoints",
-                why="the run has no folder",
-                instead="pass folder='runs/name', or leave checkpoint out",
-            )
+            why, instead = "the run has no folder", "pass folder='runs/name', or no checkpoint"
+            raise TrainingError.cannot("write checkpoints", why=why, instead=instead)
         self.folder = folder / FOLDER if folder is not None else None
         self.parts = parts
         self._settings = settings
@@ -149,14 +147,15 @@ class Saver:
             self._report(error)
             return earlier
         self._job = _Job(
-            path,
-            staged,
-            records,
+            path=path,
+            staged=staged,
+            records=records,
             rank=self._ranks.rank,
             writers=writers,
             files=self._recorder.files,
-            stay=(self._settings.keep, self._best.paths(self.folder)),
-        )
+            newest=self._settings.keep,
+            others=self._best.paths(self.folder),
+        ).start()
         return earlier
 
     @property
@@ -246,50 +245,46 @@ class Saver:
 
 
 @final
+@dataclass(kw_only=True)
 class _Job:
-    """One checkpoint that is being written.
+    """One checkpoint that is being written."""
 
-    Args:
-        path: its final path.
-        staged: the tensors that this rank writes; None: nothing.
-        records: all other state, as JSON.
-        rank: this rank.
-        writers: how many ranks write.
-        files: files of the run that must be flushed to disk before the checkpoint.
-        stay: how many of the newest checkpoints to keep, and which others.
-    """
+    path: Path
+    """Its final path."""
+    staged: Staged | None
+    """The tensors that this rank writes; None: nothing."""
+    records: str
+    """All other state, as JSON."""
+    rank: int
+    writers: int
+    """How many ranks write."""
+    files: Sequence[Path]
+    """Files of the run that must be flushed to disk before the checkpoint."""
+    newest: int
+    """How many of the newest checkpoints to keep."""
+    others: Sequence[Path]
+    """Which others to keep."""
+    written: Event = field(default_factory=Event)
+    all_written: Event = field(default_factory=Event)
+    _is_abandoned: bool = False
+    _is_finished: bool = False
+    _error: Exception | None = None
+    _thread: Thread | None = None
 
-    def __init__(
-        self,
-        path: Path,
-        staged: Staged | None,
-        records: str,
-        *,
-        rank: int,
-        writers: int,
-        files: Sequence[Path],
-        stay: tuple[int, Sequence[Path]],
-    ) -> None:
-        self.path = path
-        self.sample = position_of(path.name)
-        self.written = Event()
-        self.all_written = Event()
-        self._staged = staged
-        self._records = records
-        self._rank = rank
-        self._writers = writers
-        self._files = files
-        self._stay = stay
-        self._is_abandoned = False
-        self._is_finished = False
-        self._error: Exception | None = None
-        self._thread: Thread | None = None
-        if staged is None:
+    def start(self) -> _Job:
+        """Start the thread that writes."""
+        if self.staged is None:
             self.written.set()
         else:
             # Not a daemon: the interpreter waits for it at exit.
             self._thread = Thread(target=self._work, name="stretto-checkpoint")
             self._thread.start()
+        return self
+
+    @property
+    def sample(self) -> int:
+        """The position of the checkpoint."""
+        return position_of(self.path.name)
 
     def progress(self) -> Progress:
         """Return the progress of this rank."""
@@ -303,7 +298,7 @@ class _Job:
 
     def end(self) -> Exception | None:
         """End the thread; abandon a checkpoint that cannot be completed; return its error."""
-        if self._writers > 1 and not self.all_written.is_set():
+        if self.writers > 1 and not self.all_written.is_set():
             self._is_abandoned = True
             self.all_written.set()
         self.join()
@@ -311,26 +306,25 @@ class _Job:
 
     def _work(self) -> None:
         try:
-            assert self._staged is not None
-            write_part(self.path, self._staged, rank=self._rank, world_size=self._writers)
-            self._staged = None
+            assert self.staged is not None
+            write_part(self.path, self.staged, rank=self.rank, world_size=self.writers)
+            self.staged = None
             self.written.set()
-            if self._rank == 0:
+            if self.rank == 0:
                 self._finish()
         except Exception as error:  # noqa: BLE001  the main thread reports it
             self._error = error
-            if self._rank == 0:
+            if self.rank == 0:
                 abandon_checkpoint(self.path)
         finally:
             self.written.set()
 
     def _finish(self) -> None:
-        if self._writers > 1:
+        if self.writers > 1:
             self.all_written.wait()
         if self._is_abandoned:
             abandon_checkpoint(self.path)
             return
-        finish_checkpoint(self.path, self._records, world_size=self._writers, others=self._files)
-        newest, others = self._stay
-        keep(self.path.parent, newest=newest, also=others)
+        finish_checkpoint(self.path, self.records, world_size=self.writers, others=self.files)
+        keep(self.path.parent, newest=self.newest, also=self.others)
         self._is_finished = True

@@ -82,7 +82,7 @@ def parts_of(
 
     def load_evaluated(state: Mapping[str, Any]) -> None:
         for one in evaluators:
-            one.measured_at = state.get(one.name, -1)
+            one.measured_at = state["at"].get(one.name, -1)
 
     parts: dict[str, Part] = {"model": step.model}
     for number, optimizer in enumerate(step.optimizers):
@@ -97,7 +97,7 @@ def parts_of(
         "recorder": recorder,
         **callback_parts(callbacks),
         "evaluated": Functions(
-            lambda: {one.name: one.measured_at for one in evaluators}, load_evaluated
+            lambda: {"at": {one.name: one.measured_at for one in evaluators}}, load_evaluated
         ),
         "random": random_part(run.ranks, is_sharded=is_sharded),
         "skipped": run.skipped,
@@ -269,12 +269,9 @@ def check_replicas(model: nn.Module, ranks: Ranks) -> None:
         for part, total in json.loads(text).items():
             first, expected = found.setdefault(part, (rank, total))
             if total != expected:
-                raise TrainingError.cannot(
-                    "write a checkpoint",
-                    why=f"the weights of rank {first} and rank {rank} differ",
-                    instead="resume from an earlier one with a step that updates all ranks alike: "
-                    "from averaged gradients, and of all parameters",
-                )
+                why = f"the weights of rank {first} and rank {rank} differ"
+                instead = "resume from an earlier one with a step that updates all ranks alike"
+                raise TrainingError.cannot("write a checkpoint", why=why, instead=instead)
 
 
 @final
@@ -311,12 +308,9 @@ class Setup:
         saved = dict(state)
         samples = saved.pop("samples")
         if None not in (samples, self._samples) and samples != self._samples:
-            raise CheckpointError.cannot(
-                "continue with these data",
-                why="the first, middle or last sample is another one, so samples would be seen "
-                "twice or never",
-                instead="pass the same data in the same order, or start a new run from its weights",
-            )
+            why = "the first, middle or last sample is another one, so some would come twice"
+            instead = "pass the same data in the same order, or start a new run from its weights"
+            raise CheckpointError.cannot("continue with these data", why=why, instead=instead)
         self._built.keep_changed(saved)
         self.changes = list(changes(saved, self._described))
         if self._run.loader.has_dropped_state:

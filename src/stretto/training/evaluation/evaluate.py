@@ -115,12 +115,9 @@ class Evaluator:
         )
         if not all_same((mark, square), self._ranks.world_size):
             found = ", ".join(self._ranks.gather(str(seen)))
-            raise TrainingError.cannot(
-                f"evaluate on {self.name!r}",
-                why=f"the streams of the ranks end after {found} samples, so samples are missing",
-                instead="pass DataSpec(data, sharded=True) if each rank has its own part of the "
-                "samples; else give all ranks the same stream",
-            )
+            why = f"the streams of the ranks end after {found} samples, so samples are missing"
+            instead = "pass DataSpec(data, sharded=True), or give all ranks the same stream"
+            raise TrainingError.cannot(f"evaluate on {self.name!r}", why=why, instead=instead)
         means = {"loss": loss / units if units else math.nan}
         for name, total in zip(self._metrics, metrics, strict=True):
             means[name] = total / samples if samples else math.nan
@@ -157,11 +154,9 @@ class Evaluator:
                 return results
             self._most = num_samples // 2
             if not self._most:
-                raise TrainingError.cannot(
-                    f"evaluate on {self.name!r}",
-                    why=f"memory runs out with one sample ({done.out_of_memory})",
-                    instead="use shorter samples, or precision='bf16'",
-                )
+                why = f"memory runs out with one sample ({done.out_of_memory})"
+                instead = "use shorter samples, or precision='bf16'"
+                raise TrainingError.cannot(f"evaluate on {self.name!r}", why=why, instead=instead)
         sums: list[float] | None = None
         start = 0
         for size in evenly(num_samples, most=self._most):
@@ -212,11 +207,9 @@ def _added(one: list[float], other: list[float]) -> list[float]:
 def _scalar(name: str, value: Any) -> Tensor:
     tensor = torch.as_tensor(value).detach()
     if tensor.dim():
-        raise TrainingError.cannot(
-            f"average {name!r} over batches",
-            why=f"the function returned a tensor of shape {list(tensor.shape)}",
-            instead="return a scalar, such as errors.mean()",
-        )
+        why = f"the function returned a tensor of shape {list(tensor.shape)}"
+        instead = "return a scalar, such as errors.mean()"
+        raise TrainingError.cannot(f"average {name!r} over batches", why=why, instead=instead)
     return tensor
 
 

@@ -61,19 +61,10 @@ def check_metric(name: str, metric: object) -> None:
     Raises:
         TrainingError: it is a class, or neither a function nor an object with all three methods.
     """
-    if isinstance(metric, type):
-        raise TrainingError.cannot(
-            f"measure {name!r} with the class {metric.__name__}",
-            why="it is not an instance",
-            instead=f"call it: {metric.__name__}(...)",
-        )
-    if not callable(metric) and not is_object(metric):
-        raise TrainingError.cannot(
-            f"measure {name!r} with an object of type {type(metric).__name__}",
-            why="it is not a function, and does not have update, compute and reset",
-            instead="pass a function (model, batch) -> mean over the batch, or a metric such "
-            "as torchmetrics has",
-        )
+    if isinstance(metric, type) or not (callable(metric) or is_object(metric)):
+        why = "it is neither a function nor an object with update, compute and reset"
+        instead = "pass a function (model, batch) -> mean, or an instance such as Accuracy(...)"
+        raise TrainingError.bad(f"metrics[{name!r}]", metric, why, instead)
 
 
 def check_merging(metrics: Mapping[str, object]) -> None:
@@ -84,11 +75,10 @@ def check_merging(metrics: Mapping[str, object]) -> None:
     """
     for name, metric in metrics.items():
         if is_object(metric) and not (_is_torchmetrics(metric) or hasattr(metric, "merge_state")):
-            raise TrainingError.cannot(
-                f"measure {name!r} with {type(metric).__name__} on several ranks",
-                why="each rank has only its own samples, and it cannot be merged",
-                instead="give it a method merge_state(others), or use a metric of torchmetrics",
-            )
+            what = f"measure {name!r} with {type(metric).__name__} on several ranks"
+            why = "each rank has only its own samples, and it cannot be merged"
+            instead = "give it a method merge_state(others), or use a metric of torchmetrics"
+            raise TrainingError.cannot(what, why=why, instead=instead)
 
 
 def default_predict(model: Callable[..., Any], batch: Any) -> tuple[Any, Any]:
@@ -109,11 +99,8 @@ def default_predict(model: Callable[..., Any], batch: Any) -> tuple[Any, Any]:
         found, labels = model(**batch), batch["labels"]
         outputs = getattr(found, "logits", None)
         if outputs is None:
-            raise TrainingError.cannot(
-                "update metrics from batches with labels",
-                why=f"the model returns {type(found).__name__}, which has no logits",
-                instead=WRITE_PREDICT,
-            )
+            why = f"the model returns {type(found).__name__}, which has no logits"
+            raise TrainingError.cannot("update metrics", why=why, instead=WRITE_PREDICT)
     if (
         needs_label_shift(batch)
         and isinstance(outputs, Tensor)
@@ -131,11 +118,9 @@ def check_predictable(batch: Any) -> None:
     """
     is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
     if not is_pair and not (isinstance(batch, Mapping) and "labels" in batch):
-        raise TrainingError.cannot(
-            f"update metrics from batches of type {type(batch).__name__}",
-            why="they are neither pairs (inputs, targets) nor mappings with 'labels'",
-            instead=WRITE_PREDICT,
-        )
+        what = f"update metrics from batches of type {type(batch).__name__}"
+        why = "they are neither pairs (inputs, targets) nor mappings with 'labels'"
+        raise TrainingError.cannot(what, why=why, instead=WRITE_PREDICT)
 
 
 @final
@@ -174,11 +159,9 @@ class MetricObjects:
         """
         arguments = self._predict(model, batch)
         if not isinstance(arguments, (tuple, list)):
-            raise TrainingError.cannot(
-                "update metrics with what predict returned",
-                why=f"it is of type {type(arguments).__name__}",
-                instead="return a tuple of the arguments of update, such as (outputs, targets)",
-            )
+            why = f"predict returned a {type(arguments).__name__}"
+            instead = "return a tuple of the arguments of update, such as (outputs, targets)"
+            raise TrainingError.cannot("update metrics", why=why, instead=instead)
         return arguments
 
     def update(self, arguments: Sequence[Any]) -> None:
@@ -266,10 +249,6 @@ def _scalar(name: str, value: object) -> float:
     shape = getattr(value, "shape", None)
     if shape is not None and math.prod(shape) == 1:
         return float(value.item())  # type: ignore[attr-defined]
-    raise TrainingError.cannot(
-        f"log {name!r}",
-        why=f"compute() returned a {type(value).__name__}"
-        + ("" if shape is None else f" of shape {list(shape)}"),
-        instead="use a metric that computes a scalar or a dict of scalars, for example one "
-        "with average='macro'",
-    )
+    why = f"compute() returned a {type(value).__name__} of shape {shape and list(shape)}"
+    instead = "use a metric of a scalar or a dict of scalars, such as one with average='macro'"
+    raise TrainingError.cannot(f"log {name!r}", why=why, instead=instead)
