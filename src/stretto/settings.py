@@ -145,6 +145,21 @@ class Stepping:
         if self.rank_timeout is not None:
             read_wall_clock(self.rank_timeout)
 
+    @property
+    def steps_between_noise(self) -> int:
+        """In how many steps the noise is measured once.
+
+        Raises:
+            TrainingError: it is never measured.
+        """
+        if self.measure_noise is None:
+            raise TrainingError.cannot(
+                "follow the noise of the gradient",
+                why="measure_noise is None",
+                instead="leave measure_noise out",
+            )
+        return 1 if self.measure_noise == "auto" else self.measure_noise
+
     def counted(self, count: Callable[[Any], Any]) -> Stepping:
         """Return these settings with a function that counts what the loss is a mean over."""
         return self if callable(self.loss_weight) else replace(self, loss_weight=count)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stretto.data import DataSpec
-from stretto.integrations import StepMeter
+from stretto.noise import NoiseMeter
 from stretto.schedules import Linear
 from stretto.settings import Loading
 from stretto.training import prepare
@@ -55,13 +55,13 @@ def train(out: Path, resume: Path | None, *, micro_batch_size: int, stop: int | 
         run.load_state_dict(state)
         model.load_state_dict(torch.load(resume / "model.pt"))
     parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
-    meter = StepMeter(parallel, run.loader)
+    meter = NoiseMeter.of(parallel, run.loader.spec)
     seen: list[dict[str, Any]] = []
     while not run.is_done and run.timer.batch != stop:
         for step in run.steps():
             if step.timestamp.batch == stop:
                 break
-            micros = meter.micro_batches(step)
+            micros = meter.begin(step)
             cut = replace(step, micro_batches=list(micros))
             units, total = units_of(cut, targets, world_size=run.loader.world_size)
             if len(micros) == len(step):

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from stretto.batching import NO_SIGNALS, NoiseScale, Signals, SquareRootRule
 from stretto.data import DataSpec, Step
 from stretto.errors import CheckpointError, DataError, ScheduleError, TrainingError
-from stretto.integrations import ClockScheduler, StepMeter
-from stretto.noise import noise_terms
+from stretto.integrations import ClockScheduler
+from stretto.noise import NoiseMeter, noise_terms
 from stretto.ordering import SampleOrder
 from stretto.planning import plan
 from stretto.schedules import Cosine, Linear
@@ -347,9 +347,9 @@ def test_a_batch_without_a_unit_is_refused() -> None:
 def test_a_meter_measures_the_noise_of_a_step(size: int) -> None:
     model, optimizer = make_model()
     run = make(batch_size=NoiseScale(size, 64)).bind(optimizer)
-    meter, step = StepMeter(model, run.loader), run.begin()
+    meter, step = NoiseMeter.of(model, run.loader.spec), run.begin()
     assert step is not None
-    micros = meter.micro_batches(step)
+    micros = meter.begin(step)
     squares = []
     for number, micro in enumerate(micros):
         with meter.watch(micro, is_last=number == len(micros) - 1):

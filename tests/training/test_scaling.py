@@ -99,5 +99,5 @@ def test_flushes_are_scaled_too() -> None:
 
 @pytest.mark.parametrize("ratio", [0, -1])
 def test_a_ratio_that_is_not_above_0_is_refused(problem: Make, ratio: float) -> None:
-    with pytest.raises(TrainingError, match="stretched"):
+    with pytest.raises(TrainingError, match="scale_schedule"):
         problem().trainer(scale_schedule=ratio)

@@ -35,8 +35,7 @@ from stretto.memory.examples import example_batches, resizable
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.training import Callback, Trainer
 from stretto.training.criterion import as_loss
-from stretto.training.stepping.fitting import FoundMaximum
-from stretto.training.stepping.measuring import keeps_gradients_apart
+from stretto.training.stepping.fitting import FoundMaximum, keeps_gradients_apart
 
 _NO_LIMIT = 2**31
 """Stands for a largest batch size that only training finds."""

@@ -15,8 +15,8 @@ from stretto.checkpoint.sharding import is_dtensor, is_sharded
 from stretto.data.containers import mapped
 from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError
-from stretto.noise import MicroGradients
 from stretto.runtime.gradients import is_fully_sharded, touching_all
+from stretto.runtime.micro_gradients import MicroGradients
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -29,7 +29,8 @@ from torch.utils.data import DataLoader
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
 from stretto.data import DataSpec, move_batch
 from stretto.errors import TrainingError
-from stretto.integrations.shared import ClockScheduler, StepMeter
+from stretto.integrations.shared import ClockScheduler
+from stretto.noise import NoiseMeter
 from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
 from stretto.training.run import Run, prepare
@@ -147,7 +148,7 @@ class MicroBatches:
         accelerator, world_size = self._accelerator, self.run.loader.world_size
         for step in self.run.steps():
             if self._meter is not None:
-                step.micro_batches = list(self._meter.micro_batches(step))
+                step.micro_batches = list(self._meter.begin(step))
             own, total = units_of(step, self._units, world_size=world_size)
             self._losses, last = [], len(step) - 1
             for number, (micro, units) in enumerate(zip(step, own, strict=True)):
@@ -239,7 +240,7 @@ def _no_accumulation(why: str, last: int) -> TrainingError:
     )
 
 
-def _meter(run: Run, model: nn.Module | None) -> StepMeter | None:
+def _meter(run: Run, model: nn.Module | None) -> NoiseMeter | None:
     if "noise" not in run.loader.reads:
         return None
     if model is None:
@@ -248,7 +249,7 @@ def _meter(run: Run, model: nn.Module | None) -> StepMeter | None:
             why="the model is not known",
             instead="pass model=model, as accelerator.prepare() returned it",
         )
-    return StepMeter(model, run.loader)
+    return NoiseMeter.of(model, run.loader.spec)
 
 
 def _check(accelerator: Accelerator, data: Any) -> None:

@@ -160,8 +160,8 @@ class Timed(NamedTuple):
     log: Logging
     callbacks: Sequence[Callback]
 
-    def scaled(self, ratio: Number | None) -> Timed:
-        """Return all of it for a run `ratio` times as long; None: as it is.
+    def scaled(self, ratio: Number) -> Timed:
+        """Return all of it for a run `ratio` times as long.
 
         Fractions of the run stay, since they stretch by themselves. Batches, samples and tokens
         come in whole numbers and are rounded up.
@@ -170,14 +170,10 @@ class Timed(NamedTuple):
             TrainingError: the ratio is not above 0.
             TimeError: the ratio is not a finite number.
         """
-        if ratio is None:
-            return self
         factor = exact(ratio)
         if factor <= 0:
-            raise TrainingError.cannot(
-                f"use scale_schedule={shown(ratio)}",
-                why="a run can't be stretched to nothing",
-                instead="write a ratio above 0 such as 0.5",
+            raise TrainingError.bad(
+                "scale_schedule", ratio, "the run has no length", "write a ratio above 0"
             )
 
         def stretched(schedule: Any) -> Any:

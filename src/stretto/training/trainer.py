@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,16 +16,18 @@ from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
 from stretto._location import local_path
-from stretto.batching import PolicyLike
+from stretto.batching import PolicyLike, awaits_maximum
+from stretto.batching.following import followed_metric, metrics_of
 from stretto.batching.seesaw import Coupling, paired
 from stretto.checkpoint import checkpoint_path
 from stretto.data import DataSpec, StepLoader
-from stretto.distributed.ranks import Ranks, plain
+from stretto.distributed.ranks import Plain, Ranks, plain
 from stretto.distributed.strategy import Strategy, strategy_for
 from stretto.errors import PlanError, TrainingError
 from stretto.optim import Hyperparameters
 from stretto.optim.hyperparameters import check_names, joined, read_schedules, restore_base_values
 from stretto.planning import Plan, Prepared, bind_run
+from stretto.planning.bind import check_tokens
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.packing import packed
 from stretto.schedules import ScheduleLike
@@ -41,23 +44,34 @@ from stretto.timing import Horizon, TimeLike, Timer, Trigger
 from stretto.timing.time import Number
 from stretto.training.callback import Callback, Events
 from stretto.training.checkpointing.resuming import find_checkpoint, open_run, open_verified
-from stretto.training.checkpointing.state import check_states
-from stretto.training.checks import check_parts, given_size, read_evaluations
+from stretto.training.checkpointing.saver import Saver
+from stretto.training.checkpointing.state import RunState, check_states
+from stretto.training.checks import check_listeners, check_parts, given_size, read_evaluations
 from stretto.training.criterion import Criterion, CriterionLoss, as_loss
 from stretto.training.describe import BuiltWith, compare_ranks, describe
-from stretto.training.evaluation.evaluate import BestEvaluation
+from stretto.training.evaluation.evaluate import Best, BestEvaluation, Evaluator
 from stretto.training.evaluation.metrics import check_merging
-from stretto.training.loop import make_loop, raise_for
+from stretto.training.logs.console import ConsoleLogger, has_terminal
+from stretto.training.logs.recorder import Recorder
+from stretto.training.loop import Loop, raise_for
 from stretto.training.run import Run
 from stretto.training.settings import Logging, LossFunction, Timed
-from stretto.training.stepping.fitting import find_fitting, largest_share, with_found_maximum
-from stretto.training.stepping.measuring import keeps_gradients_apart
+from stretto.training.stepping.fitting import (
+    FoundMaximum,
+    find_fitting,
+    keeps_gradients_apart,
+    largest_share,
+    with_found_maximum,
+)
+from stretto.training.stepping.stepper import Stepper
 
 if TYPE_CHECKING:
     from stretto.memory import Answer
 
 MicroBatchSize: TypeAlias = int | Literal["auto"] | None
 """None: the whole share of a rank; `"auto"`: what fits into memory."""
+_EVALUATION_BATCH = 64
+"""Samples of a forward pass in evaluation if there is no micro-batch size."""
 
 
 @final
@@ -155,15 +169,8 @@ class Trainer:
             precision=precision, clip_norm=clip_norm, compile=compile, device=device
         )
         evaluations = read_evaluations(evaluate)
-        check_parts(
-            model,
-            optimizer,
-            loss,
-            computing=computing,
-            stepping=stepping,
-            evaluations=evaluations,
-            callbacks=callbacks,
-        )
+        check_parts(model, optimizer, loss, computing, stepping)
+        check_listeners(model, evaluations, callbacks)
         called = as_loss(loss, stepping.loss_reduction) if callable(loss) else None
         if isinstance(called, CriterionLoss) and called.is_over_targets:
             stepping = stepping.counted(called.count)
@@ -174,18 +181,18 @@ class Trainer:
             checkpoint = read_settings(Checkpointing, checkpoint, "checkpoint")
         log = read_settings(Logging, log, "log")
         check_names(schedules)
-        timed = Timed(
-            max_duration, sizes, schedules, evaluations, checkpoint, log, callbacks
-        ).scaled(scale_schedule)
+        timed = Timed(max_duration, sizes, schedules, evaluations, checkpoint, log, callbacks)
+        if scale_schedule is not None:
+            timed = timed.scaled(scale_schedule)
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
         self.callbacks = tuple(timed.callbacks)
         """The listeners, in the order in which they are called."""
         self._is_training = False
         self.changes: tuple[str, ...] = ()
-        """What is set up otherwise than in the checkpoint that was resumed, a line each."""
-        self._ranks = Ranks.from_environment(device, stepping.longest_wait)
+        """The settings that differ from those of the checkpoint that was resumed, a line each."""
+        self._ranks = ranks = Ranks.from_environment(device, stepping.longest_wait)
         inner = model.model if isinstance(model, TrainStep) else model
-        self._strategy = (strategy or strategy_for(inner, self._ranks)).of(self._ranks)
+        self._strategy = (strategy or strategy_for(inner, ranks)).of(ranks)
         self.step = make_step(
             model,
             optimizer,
@@ -193,7 +200,6 @@ class Trainer:
             computing=computing,
             loss_reduction=stepping.loss_reduction,
             strategy=self._strategy,
-            ranks=self._ranks,
         )
         """Computes gradients and updates the weights."""
         self.model = self.step.model
@@ -203,9 +209,12 @@ class Trainer:
         if any(callback.changes_tokens for callback in self.callbacks):
             spec = replace(spec, tokens_vary=True)
         for one in self.step.optimizers:
-            restore_base_values(one)  # what the schedules of an earlier run have left
+            restore_base_values(one)  # an earlier run may have scheduled other values
         built = BuiltWith(self.optimizer)
-        described = describe(
+        self._settings: dict[str, Plain] = {}
+        """The description of the run, which `_describe` fills."""
+        self._described = partial(
+            describe,
             spec,
             self.step,
             timed,
@@ -213,75 +222,24 @@ class Trainer:
             loading=loading,
             computing=computing,
             stepping=stepping,
-            ranks=self._ranks,
+            ranks=ranks,
             micro_batch_size=micro_batch_size,
             folder=None if folder is None else "given",
         )
-        compare_ranks(described, self.model, self.optimizer, self.callbacks, self._ranks)
-        self.run = self._bound(
-            spec,
-            timed,
-            loading=loading,
-            stepping=stepping,
-            micro_batch_size=micro_batch_size,
-            prepared=prepared,
-        )
-        """What every event of a callback gets."""
-        described["batch_size"] = plain(self.run.prepared.policy)
-        events = Events(self.callbacks, self.run)
-        self._prepare_callbacks(events)
-        self._refusal = self._refused()
-        self.fitting: Answer | None = None
-        """How the micro-batch size was found; None where it was given."""
-        if micro_batch_size == "auto":
-            self.fitting = find_fitting(
-                self.step,
-                ranks=self._ranks,
-                loader=self.loader,
-                most=largest_share(self.plan, self.loader),
-                accumulates=True,
-                measures_noise=keeps_gradients_apart(self.loader.reads, map(type, self.callbacks)),
+        if ranks.world_size > 1:
+            self._settings |= self._described()
+            compare_ranks(self._settings, self.model, self.optimizer, self.callbacks, ranks)
+            for evaluation in timed.evaluations:
+                check_merging(evaluation.metrics)
+        measures = partial(keeps_gradients_apart, callbacks=list(map(type, self.callbacks)))
+        self.found_maximum: FoundMaximum | None = None
+        """The size that was found for `max_batch_size="auto"`, and how; None if it was given."""
+        policy = timed.batch_size
+        if awaits_maximum(policy):
+            find = partial(find_fitting, self.step, ranks=ranks)
+            policy, self.found_maximum = with_found_maximum(
+                policy, spec, timed.max_duration, find, ranks, measures, loading.collate_fn
             )
-            self.run.set_micro_batch_size(self.fitting.size)
-            self._refusal = self._refused()
-        self._loop, self._state = make_loop(
-            self.run,
-            self.step,
-            timed,
-            stepping,
-            strategy=self._strategy,
-            events=events,
-            described=described,
-            built=built,
-            is_found=micro_batch_size == "auto",
-        )
-        self.run.evaluate_with(self.evaluate)
-
-    def _bound(
-        self,
-        spec: DataSpec,
-        timed: Timed,
-        *,
-        loading: Loading,
-        stepping: Stepping,
-        micro_batch_size: MicroBatchSize,
-        prepared: Prepared | None,
-    ) -> Run:
-        """Return the run, bound to its data, optimizers and ranks."""
-        if self._ranks.world_size > 1:
-            for one in timed.evaluations:
-                check_merging(one.metrics)
-        kinds = list(map(type, self.callbacks))
-        policy, self.found_maximum = with_found_maximum(
-            timed.batch_size,
-            spec,
-            timed.max_duration,
-            partial(find_fitting, self.step, ranks=self._ranks),
-            ranks=self._ranks,
-            measures=partial(keeps_gradients_apart, callbacks=kinds),
-            collate_fn=loading.collate_fn,
-        )
-        """What was found for `max_batch_size="auto"`, and how; None where it was given."""
         bound = bind_run(
             spec.horizon(timed.max_duration, loading.last_batch),
             policy,
@@ -290,7 +248,7 @@ class Trainer:
             rule=stepping.rule,
             known=prepared,
         )
-        return Run(
+        self.run = Run(
             spec,
             bound,
             loading,
@@ -299,15 +257,103 @@ class Trainer:
             callbacks=self.callbacks,
             folder=self.folder,
         ).bind(self.step.optimizers, strategy=self._strategy)
-
-    def _prepare_callbacks(self, events: Events) -> None:
-        """Build the callbacks, and refuse state that a checkpoint cannot hold."""
+        """What every event of a callback gets."""
+        events = Events(self.callbacks, self.run)
         events.tell("on_build")  # before a search for what fits: a callback may allocate memory
         check_states(self.callbacks)
         name = f"the state of {type(self.step).__qualname__}"
         packed(self.step.state_dict(), name, TrainingError)
         transforms = events.listeners("transform_batch")
         self.step.transforms = [partial(call, self.run) for call in transforms]
+        self._refusal = self._refused()
+        self.fitting: Answer | None = None
+        """How the micro-batch size was found; None if it was given."""
+        if micro_batch_size == "auto":
+            self.fitting = find_fitting(
+                self.step,
+                ranks=ranks,
+                loader=self.loader,
+                most=largest_share(self.plan, self.loader),
+                accumulates=True,
+                measures_noise=measures(self.loader.reads),
+            )
+            self.run.set_micro_batch_size(self.fitting.size)
+            self._refusal = self._refused()
+        self._make_loop(timed, stepping, events, built)
+        self.run.evaluate_with(self.evaluate)
+
+    def _make_loop(
+        self, timed: Timed, stepping: Stepping, events: Events, built: BuiltWith
+    ) -> None:
+        """Build what trains the run, and what of it a checkpoint keeps."""
+        run, step, ranks, log = self.run, self.step, self._ranks, timed.log
+        run.watch("flush", log.flush_trigger.bind(run.horizon))
+        stepper = Stepper(
+            step,
+            run.spec,
+            settings=stepping,
+            strategy=self._strategy,
+            reads=run.loader.reads,
+            measures_noise=bool(events.listeners("on_noise")),
+            micro_batch_size=run.loader.micro_batch_size,
+            is_found=self.fitting is not None,
+        )
+        evaluators = [
+            Evaluator(
+                settings,
+                self.model,
+                loss=step.loss,
+                loss_is_sum=step.loss_reduction == "sum",
+                count=stepper.count,
+                autocast=step.autocast,
+                batch_size=run.loader.micro_batch_size or _EVALUATION_BATCH,
+                collate_fn=run.loading.collate_fn,
+                strategy=self._strategy,
+            )
+            for settings in timed.evaluations
+        ]
+        best = Best(timed.checkpoint, timed.evaluations)
+        is_shown = has_terminal() if log.console is None else log.console
+        folder = None if self.folder is None else str(self.folder)
+        given = self._settings if log.config is None else dict(log.config)
+        recorder = Recorder(
+            run,
+            log.loggers,
+            console=ConsoleLogger(run.horizon.max_duration)
+            if is_shown and ranks.is_first
+            else None,
+            config=ChainMap({"folder": folder}, given),
+        )
+        self._state = RunState(
+            step,
+            run=run,
+            recorder=recorder,
+            stepper=stepper,
+            callbacks=self.callbacks,
+            evaluators=evaluators,
+            best=best,
+            setup=self._settings,
+            built=built,
+            strategy=self._strategy,
+        )
+        self._loop = Loop(
+            run=run,
+            stepper=stepper,
+            recorder=recorder,
+            saver=Saver(timed.checkpoint, self.folder, ranks=ranks, state=self._state, best=best),
+            evaluators=evaluators,
+            best=best,
+            metric=followed_metric(run.loader.reads, metrics_of(timed.evaluations)),
+            non_finite=stepping.non_finite,
+            events=events,
+            ranks=ranks,
+        )
+
+    def _describe(self) -> None:
+        """Describe the run for checkpoints and loggers, before it changes anything."""
+        if self._ranks.world_size == 1 and not self._settings:
+            self._settings |= self._described()
+        self._settings["batch_size"] = plain(self.run.prepared.policy)
 
     @property
     def loader(self) -> StepLoader:
@@ -415,6 +461,7 @@ class Trainer:
                 why="a callback has called fit()",
                 instead="leave it out: training goes on after the callback returns",
             )
+        self._describe()
         if resume is not None:
             self.resume(resume)
         if self._refusal is not None:
@@ -473,6 +520,7 @@ class Trainer:
             TrainingError: the newest is asked for and the run has no folder, or another live run
                 writes to that.
         """
+        self._describe()
         found = find_checkpoint(path, self.folder, self._ranks, self._loop.saver.store)
         if found is None:
             if not self.timer.batch:
@@ -487,16 +535,21 @@ class Trainer:
         return found
 
     def _refused(self) -> PlanError | None:
-        """Return why there is no plan, on several ranks.
+        """Return why there is no plan.
 
-        A stage that so many ranks cannot share may be over in the checkpoint that is resumed next.
+        One process can train on any plan, unless its data cannot count the tokens that it needs.
+        A stage that several ranks cannot share may be over in the checkpoint that is resumed next.
         """
         try:
-            self.run.plan  # noqa: B018  making it checks it
-        except PlanError as refusal:
             if self._ranks.world_size == 1:
+                check_tokens(self.run.prepared)
+            else:
+                self.run.plan  # noqa: B018  making it checks it
+        except PlanError as refusal:
+            if self._ranks.world_size > 1:
+                return refusal
+            if not self.loader.tracks_tokens:
                 raise
-            return refusal
         return None
 
 
@@ -508,7 +561,6 @@ def make_step(
     computing: Computing,
     loss_reduction: Literal["mean", "sum"],
     strategy: Strategy,
-    ranks: Ranks,
 ) -> TrainStep:
     """Return the step of a run, its model on the device of this rank."""
     if isinstance(model, TrainStep):
@@ -518,7 +570,7 @@ def make_step(
     assert optimizer is not None, "checked"
     assert loss is not None, "checked"
     if isinstance(loss, CriterionLoss):
-        loss.to(ranks.device)
+        loss.to(strategy.ranks.device)
     return SupervisedStep(
         strategy.place(model),
         optimizer,
@@ -527,5 +579,5 @@ def make_step(
         clip_norm=computing.clip_norm,
         loss_reduction=loss_reduction,
         compile=computing.compile,
-        device=ranks.device.type,
+        device=strategy.ranks.device.type,
     )

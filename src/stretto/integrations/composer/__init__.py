@@ -38,7 +38,7 @@ from stretto.integrations.composer.batches import (
     ends_epoch,
     plain,
 )
-from stretto.integrations.shared import StepMeter
+from stretto.noise import NoiseMeter
 from stretto.planning.bind import UNKNOWN, smallest_step
 from stretto.settings import Loading
 from stretto.training.run import Run, prepare
@@ -131,7 +131,7 @@ class Stretto(Callback):
             )
         check_fit(run, state)
         if "noise" in run.loader.reads:
-            self._noise = Noise(StepMeter(state.model, run.loader))
+            self._noise = Noise(NoiseMeter.of(state.model, run.loader.spec))
         assert self._steps is not None, "set with the run"
         self._steps.is_over = int(state.timestamp.batch_in_epoch) > 0 and ends_epoch(run)
         self._read_length(state)

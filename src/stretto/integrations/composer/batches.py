@@ -16,7 +16,8 @@ from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import MicroBatch, Step
 from stretto.data.containers import join_samples
 from stretto.errors import TrainingError
-from stretto.integrations.shared import StepMeter, counted_steps
+from stretto.integrations.shared import counted_steps
+from stretto.noise import NoiseMeter
 from stretto.planning.bind import end_of, steps_between
 from stretto.training.run import Run
 
@@ -109,7 +110,7 @@ def check_size(size: int | None, world_size: int) -> None:
 class Noise:
     """Measures the noise of the gradient over the micro-batches that Composer cuts."""
 
-    def __init__(self, meter: StepMeter) -> None:
+    def __init__(self, meter: NoiseMeter) -> None:
         self.signals = NO_SIGNALS
         self._meter = meter
         self._micros: list[MicroBatch] = []
@@ -120,7 +121,7 @@ class Noise:
         """Begin a step. If it has one micro-batch on one rank, have Composer cut it into two."""
         whole, most = step.micro_batches[0], state.device_train_microbatch_size
         assert most is not None, "Composer has set it"
-        parts, left = self._meter.micro_batches(step), sum(one.num_samples for one in step)
+        parts, left = self._meter.begin(step), sum(one.num_samples for one in step)
         size = max(one.num_samples for one in parts) if len(parts) > 1 else left
         if size < most:
             self._most, state.device_train_microbatch_size = most, size

@@ -23,7 +23,8 @@ from stretto.data import DataSpec, Step, count_target_tokens
 from stretto.data.tokens import IGNORED_LABEL
 from stretto.errors import CheckpointError, TrainingError
 from stretto.integrations.huggingface.losses import Kind, ignored_pixel, measure, units
-from stretto.integrations.shared import ClockScheduler, StepMeter, StreamBatches, is_shuffled
+from stretto.integrations.shared import ClockScheduler, StreamBatches, is_shuffled
+from stretto.noise import NoiseMeter
 from stretto.planning.bind import end_of
 from stretto.settings import Loading
 from stretto.timing import LastBatch
@@ -197,7 +198,7 @@ class Attached:
         """What the loss is a mean over; None: nothing known, so a step is one micro-batch."""
         self.is_measured = False
         self.signals = NO_SIGNALS
-        self._meter: tuple[Any, StepMeter] | None = None
+        self._meter: tuple[Any, NoiseMeter] | None = None
 
     def begin(self, spec: DataSpec, loading: Loading) -> Run:
         """Prepare the run for a call of `trainer.train()`."""
@@ -207,12 +208,12 @@ class Attached:
         self.run = prepare(spec, loading=loading, **settings)
         return self.run
 
-    def meter(self, model: Any) -> StepMeter | None:
+    def meter(self, model: Any) -> NoiseMeter | None:
         """Return what measures noise, if the policy reads it."""
         if "noise" not in self.run.loader.reads:
             return None
         if self._meter is None or self._meter[0] is not model:
-            self._meter = model, StepMeter(model, self.run.loader)
+            self._meter = model, NoiseMeter.of(model, self.run.loader.spec)
         return self._meter[1]
 
 
@@ -412,7 +413,7 @@ class Follows(Trainer):
         """Run the micro-batches of a step; return its loss."""
         own, accelerator, losses = self.stretto, self.accelerator, []
         meter = own.meter(model)
-        micros = inputs.micro_batches if meter is None else meter.micro_batches(inputs)
+        micros = inputs.micro_batches if meter is None else meter.begin(inputs)
         if not own.is_measured:
             own.kind, own.is_measured = measure(self, model, micros, num_items_in_batch), True
             check_loss(self, own.run, own.kind)

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from stretto.batching import NO_SIGNALS
 from stretto.errors import CheckpointError, TrainingError
-from stretto.integrations.shared import StepMeter, counted_steps
+from stretto.integrations.shared import counted_steps
+from stretto.noise import NoiseMeter
 from stretto.planning.bind import UNKNOWN, end_of, planned_micro_batches
 from stretto.training.run import Run
 from stretto.training.weights import Units
@@ -140,7 +141,7 @@ class MicroBatches:
         self.is_first = self.is_last = True
         """Whether a step begins with the present micro-batch, or ends with it."""
         self.units: Units = units
-        self.meter: StepMeter | None = None
+        self.meter: NoiseMeter | None = None
         self.watch: AbstractContextManager[None] = nullcontext()
         """Measures the noise of the present backward pass."""
         self._trainer: Trainer | None = None
@@ -171,7 +172,7 @@ class MicroBatches:
     def __iter__(self) -> Iterator[Any]:
         for step in counted_steps(self.run):
             meter = self.meter
-            micros = step.micro_batches if meter is None else meter.micro_batches(step)
+            micros = step.micro_batches if meter is None else meter.begin(step)
             weights = (
                 self.run.weights(step, self.units)
                 if meter is None
@@ -358,7 +359,7 @@ class FollowRun(Callback):
                     why="it is measured in automatic optimization, without FSDP2, over samples",
                     instead="plan the batch sizes, such as '0ep:32 1ep:64'",
                 )
-            self._batches.meter = StepMeter(trainer.strategy.model, self._run.loader)
+            self._batches.meter = NoiseMeter.of(trainer.strategy.model, self._run.loader.spec)
         if self._run.loader.reads & {"noise", "loss"}:
             self.on_before_backward = self._on_before_backward
             self.on_after_backward = self._on_after_backward

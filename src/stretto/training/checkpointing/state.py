@@ -326,7 +326,7 @@ class RunState:
         with section(path, "retry"):
             self._stepper.load_state_dict(records)
         retry = self._stepper.retry
-        if retry is not None and retry.is_found and retry.largest is not None:
+        if retry.is_found and retry.largest is not None:
             self._run.set_micro_batch_size(retry.largest)
         with section(path, "loader"):
             for name in records["loader"]["clock"]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import nn
 
-from stretto.batching import BatchSizePolicy, awaits_maximum, with_maximum
+from stretto.batching import BatchSizePolicy, with_maximum
+from stretto.batching.following import NOISE
 from stretto.data import DataSpec, StepLoader
 from stretto.data.spec import Collate
 from stretto.distributed.ranks import Ranks
@@ -17,6 +18,7 @@ from stretto.planning import Plan
 from stretto.runtime import TrainStep
 from stretto.runtime.gradients import is_fully_sharded
 from stretto.timing import TimeLike
+from stretto.training.callback import Callback
 
 if TYPE_CHECKING:
     from stretto.memory import Answer
@@ -120,18 +122,16 @@ def with_found_maximum(
     spec: DataSpec,
     max_duration: TimeLike,
     find: Callable[..., Answer],
-    *,
     ranks: Ranks,
     measures: Callable[[frozenset[str]], bool],
     collate_fn: Collate | None = None,
-) -> tuple[BatchSizePolicy, FoundMaximum | None]:
-    """Return the policy with the largest size that ranks can run in one pass each.
+) -> tuple[BatchSizePolicy, FoundMaximum]:
+    """Return the policy with the largest size that ranks can run in one pass each, and that size.
 
-    And that size; None if the policy has a maximum. On one rank, measuring the noise cuts such a
-    pass into halves, which have to fit, too.
+    On one rank, measuring the noise cuts such a pass into halves, which have to fit, too.
 
     Args:
-        policy: the policy; its maximum may be unknown.
+        policy: the policy; its maximum is unknown.
         spec: the data.
         max_duration: the length of the run.
         find: `find_fitting` without the loader and the wanted size.
@@ -143,8 +143,6 @@ def with_found_maximum(
         TrainingError: the data are an iterable.
         FitError: not even one sample fits.
     """
-    if not awaits_maximum(policy):
-        return policy, None
     unlimited = with_maximum(policy, _NO_LIMIT)
     loader = StepLoader(
         spec,
@@ -175,6 +173,18 @@ def largest_share(plan: Plan | None, loader: StepLoader) -> int:
     if bounds is not None:
         return -(-bounds[1] // loader.world_size)
     return max(1, (loader.horizon.dataset_num_samples or 2**20) // loader.world_size)
+
+
+def keeps_gradients_apart(reads: frozenset[str], callbacks: Iterable[type]) -> bool:
+    """Return whether measuring needs memory for one more gradient.
+
+    Args:
+        reads: the signals that the batch size policy reads.
+        callbacks: the types of the callbacks.
+    """
+    return NOISE in reads or any(
+        issubclass(one, Callback) and one.on_noise is not Callback.on_noise for one in callbacks
+    )
 
 
 def _check(loader: StepLoader) -> None:
