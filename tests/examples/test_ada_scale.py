@@ -52,7 +52,7 @@ def test_the_gain_is_not_part_of_the_base_of_another_run() -> None:
     trainer = known(AdaScale(10))
     trainer.fit()
     other = known(model=trainer.model, optimizer=trainer.optimizer)
-    assert other.hyperparameters.base == {"lr": 0.1}
+    assert other.run.hyperparameters.base == {"lr": 0.1}
 
 
 def test_a_skipped_step_has_no_gain() -> None:

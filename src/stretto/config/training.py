@@ -127,7 +127,7 @@ def resolved(config: RunConfig, trainer: Trainer) -> RunConfig:
     }
     optimizer = config.optimizer
     if optimizer is not None and "lr" not in optimizer.arguments:
-        base = trainer.hyperparameters.base.get("lr")
+        base = trainer.run.hyperparameters.base.get("lr")
         if base is not None:
             optimizer = type(optimizer).model_validate({**optimizer.model_dump(), "lr": base})
     folder = None if trainer.folder is None else str(trainer.folder)

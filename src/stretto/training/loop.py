@@ -167,11 +167,7 @@ class Loop:
         timer.start()
         before = timer.timestamp
         while run.stop_reason is None or (several and not self._all_stop):
-            try:
-                step = run.begin()
-            except Exception as error:
-                self._save_despite(error)
-                raise
+            step = run.begin()
             if step is None:
                 break
             gradient, info, shared = self._compute(step)
@@ -408,13 +404,3 @@ class Loop:
     def _announce(self, path: Path | None) -> None:
         if path is not None:
             self.events.tell("on_checkpoint", path)
-
-    def _save_despite(self, error: Exception) -> None:
-        """Save the run when samples cannot be read; possible only with one rank."""
-        if self.ranks.world_size > 1 or not self.run.timer.batch:
-            return
-        try:
-            self._save()
-            self._announce(self.saver.wait())
-        except Exception as another:  # noqa: BLE001  the first error is raised
-            error.add_note(f"and no checkpoint could be written: {another}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -631,8 +630,8 @@ class Run:
         Raises:
             TrainingError: a value has another type, or another rank has ended.
         """
-        texts = self.ranks.gather(_text(value, "gather"), call="run.gather()")
-        return [unpack(json.loads(text)) for text in texts]
+        packed = self.ranks.gather(_packed(value), call="run.gather()")
+        return [unpack(one) for one in packed]
 
     def broadcast(self, value: Any = None) -> Any:
         """Return the first rank's value on every rank. Every rank must call it.
@@ -640,8 +639,8 @@ class Run:
         Raises:
             TrainingError: the value has a type that `gather` refuses, or another rank has ended.
         """
-        text = _text(value if self.ranks.is_first else None, "broadcast")
-        return unpack(json.loads(self.ranks.gather(text, call="run.broadcast()")[0]))
+        packed = _packed(value if self.ranks.is_first else None)
+        return unpack(self.ranks.gather(packed, call="run.broadcast()")[0])
 
     def barrier(self) -> None:
         """Wait until every rank has called it.
@@ -680,12 +679,12 @@ def _missing(what: str, why: str, call: str) -> TrainingError:
     return TrainingError.cannot(what, why=why, instead=f"call {call} first")
 
 
-def _text(value: Any, verb: str) -> str:
+def _packed(value: Any) -> Any:
     try:
-        return json.dumps(pack(value))
+        return pack(value)
     except PackingError as error:
         raise TrainingError.cannot(
-            f"{verb} a {type(value).__name__}",
+            f"send a {type(value).__name__} to other ranks",
             why=str(error),
             instead="pass numbers, texts, bytes, tensors, and lists, tuples and dicts of them",
         ) from None

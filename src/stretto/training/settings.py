@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stretto.batching import BatchSizePolicy, checked_size
 from stretto.data import DataSpec
 from stretto.data.spec import is_one_shot
-from stretto.errors import TrainingError, shown
+from stretto.errors import TrainingError
 from stretto.schedules import as_schedule
 from stretto.settings import Checkpointing
 from stretto.timing import Time, TimeLike, Trigger, parse_trigger
@@ -19,7 +19,7 @@ from stretto.timing.conversion import rounded
 from stretto.timing.grammar import exact
 from stretto.timing.time import Number
 from stretto.training.callback import Callback
-from stretto.training.evaluation.metrics import Metric, Predict, check_metric, is_object
+from stretto.training.evaluation.metrics import Metric, Predict, check_metric
 from stretto.training.logs.loggers import Logger
 
 LossFunction: TypeAlias = Callable[[nn.Module, Any], Tensor]
@@ -40,9 +40,8 @@ class Evaluation:
     Every('0.1dur')
 
     Raises:
-        TrainingError: the data can be read only once, a metric is none or is named `loss`, the
-            batch size is not at least 1, or no metric is an object that takes what `predict`
-            returns.
+        TrainingError: the data can be read only once, a metric is none or is named `loss`.
+        BatchSizeError: the batch size is not at least 1.
     """
 
     data: Any
@@ -67,26 +66,15 @@ class Evaluation:
         if is_one_shot(data):
             raise TrainingError.cannot(
                 f"evaluate on data of type {type(data).__name__}",
-                why="it can be iterated over only once, and every evaluation reads all of it",
-                instead="pass a data set, or DataLoader(batches, batch_size=None), where "
-                "batches is a list of batches or an object whose __iter__ starts anew",
+                why="it can be read only once",
+                instead="pass a data set, or an object whose __iter__ starts anew",
             )
         if "loss" in self.metrics:
-            raise TrainingError.cannot(
-                f"measure a metric named 'loss' in {self.name!r}",
-                why="the loss itself has that name",
-                instead="choose another, or pass it as loss=...",
-            )
+            raise TrainingError.bad("metric", "loss", "the loss has that name", "choose another")
         # A collection of torchmetrics is a mapping as well.
         object.__setattr__(self, "metrics", dict(self.metrics))
         for name, metric in self.metrics.items():
             check_metric(name, metric)
-        if self.predict is not None and not any(map(is_object, self.metrics.values())):
-            raise TrainingError.cannot(
-                f"predict for metrics of {self.name!r}",
-                why="none of them is an object with update, compute and reset",
-                instead="leave predict out; a function gets the model and the batch",
-            )
         if self.batch_size is not None:
             checked_size(self.batch_size, "a batch size")
 
@@ -121,16 +109,9 @@ class Logging:
 
     def __post_init__(self) -> None:
         for one in self.loggers:
-            given: object = one
-            missing = [name for name in _LOGGER if not callable(getattr(given, name, None))]
-            if missing or isinstance(given, type):
-                raise TrainingError.cannot(
-                    f"log to {shown(given)}",
-                    why=f"it has no method {missing[0]!r}"
-                    if missing
-                    else "it is a class and not an object",
-                    instead="pass an object with the methods start(config, sample), "
-                    "log(record) and close(), such as TensorBoardLogger()",
+            if isinstance(one, type) or not hasattr(one, "start"):
+                raise TrainingError.bad(
+                    "loggers", one, "it is not a logger", "pass objects such as TensorBoardLogger()"
                 )
 
     @property
@@ -142,10 +123,6 @@ class Logging:
     def flush_trigger(self) -> Trigger:
         """When what was logged must be on the disk."""
         return parse_trigger(self.flush)
-
-
-_LOGGER = ("start", "log", "close")
-"""The methods of a logger."""
 
 
 @final

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,7 +23,6 @@ from stretto.data import DataSpec, StepLoader
 from stretto.distributed.ranks import Plain, Ranks, plain
 from stretto.distributed.strategy import Strategy, strategy_for
 from stretto.errors import PlanError, TrainingError
-from stretto.optim import Hyperparameters
 from stretto.optim.hyperparameters import check_names, joined, read_schedules, restore_base_values
 from stretto.planning import Plan, Prepared, bind_run
 from stretto.planning.bind import check_tokens
@@ -174,16 +172,15 @@ class Trainer:
         called = as_loss(loss, stepping.loss_reduction) if callable(loss) else None
         if isinstance(called, CriterionLoss) and called.is_over_targets:
             stepping = stepping.counted(called.count)
+        check_names(schedules or {})
         sizes, schedules = paired(
             given_size(batch_size, train_data), schedules or {}, stepping.rule
         )
         if checkpoint is not None:
             checkpoint = read_settings(Checkpointing, checkpoint, "checkpoint")
         log = read_settings(Logging, log, "log")
-        check_names(schedules)
         timed = Timed(max_duration, sizes, schedules, evaluations, checkpoint, log, callbacks)
-        if scale_schedule is not None:
-            timed = timed.scaled(scale_schedule)
+        timed = timed if scale_schedule is None else timed.scaled(scale_schedule)
         self.folder = None if folder is None else local_path(folder, "keep a run in", TrainingError)
         self.callbacks = tuple(timed.callbacks)
         """The listeners, in the order in which they are called."""
@@ -228,17 +225,73 @@ class Trainer:
         )
         if ranks.world_size > 1:
             self._settings |= self._described()
-            compare_ranks(self._settings, self.model, self.optimizer, self.callbacks, ranks)
-            for evaluation in timed.evaluations:
-                check_merging(evaluation.metrics)
-        measures = partial(keeps_gradients_apart, callbacks=list(map(type, self.callbacks)))
+            compare_ranks(self._settings, self.step, self.callbacks, ranks)
+        self.run = self._bound(
+            spec,
+            timed,
+            loading=loading,
+            stepping=stepping,
+            micro_batch_size=micro_batch_size,
+            prepared=prepared,
+        )
+        """What every event of a callback gets."""
+        events = Events(self.callbacks, self.run)
+        self._prepare_callbacks(events)
+        self._refusal = self._refused()
+        self.fitting = self._fitting() if micro_batch_size == "auto" else None
+        """How the micro-batch size was found; None if it was given."""
+        self._make_loop(timed, stepping, events, built)
+        self.run.evaluate_with(self.evaluate)
+
+    def _prepare_callbacks(self, events: Events) -> None:
+        """Build the callbacks, and refuse state that a checkpoint cannot hold."""
+        events.tell("on_build")  # before a search for what fits: a callback may allocate memory
+        check_states(self.callbacks)
+        name = f"the state of {type(self.step).__qualname__}"
+        packed(self.step.state_dict(), name, TrainingError)
+        transforms = events.listeners("transform_batch")
+        self.step.transforms = [partial(call, self.run) for call in transforms]
+
+    def _fitting(self) -> Answer:
+        """Find the micro-batch size."""
+        answer = find_fitting(
+            self.step,
+            ranks=self._ranks,
+            loader=self.loader,
+            most=largest_share(self.plan, self.loader),
+            accumulates=True,
+            measures_noise=self._keeps_gradients_apart(self.loader.reads),
+        )
+        self.run.set_micro_batch_size(answer.size)
+        self._refusal = self._refused()
+        return answer
+
+    def _keeps_gradients_apart(self, reads: frozenset[str]) -> bool:
+        return keeps_gradients_apart(reads, map(type, self.callbacks))
+
+    def _bound(
+        self,
+        spec: DataSpec,
+        timed: Timed,
+        *,
+        loading: Loading,
+        stepping: Stepping,
+        micro_batch_size: MicroBatchSize,
+        prepared: Prepared | None,
+    ) -> Run:
+        """Return the run, bound to its data, optimizers and ranks."""
+        policy = timed.batch_size
         self.found_maximum: FoundMaximum | None = None
         """The size that was found for `max_batch_size="auto"`, and how; None if it was given."""
-        policy = timed.batch_size
         if awaits_maximum(policy):
-            find = partial(find_fitting, self.step, ranks=ranks)
             policy, self.found_maximum = with_found_maximum(
-                policy, spec, timed.max_duration, find, ranks, measures, loading.collate_fn
+                policy,
+                spec,
+                timed.max_duration,
+                partial(find_fitting, self.step, ranks=self._ranks),
+                ranks=self._ranks,
+                measures=self._keeps_gradients_apart,
+                collate_fn=loading.collate_fn,
             )
         bound = bind_run(
             spec.horizon(timed.max_duration, loading.last_batch),
@@ -248,7 +301,7 @@ class Trainer:
             rule=stepping.rule,
             known=prepared,
         )
-        self.run = Run(
+        run = Run(
             spec,
             bound,
             loading,
@@ -256,37 +309,17 @@ class Trainer:
             model=self.model,
             callbacks=self.callbacks,
             folder=self.folder,
-        ).bind(self.step.optimizers, strategy=self._strategy)
-        """What every event of a callback gets."""
-        events = Events(self.callbacks, self.run)
-        events.tell("on_build")  # before a search for what fits: a callback may allocate memory
-        check_states(self.callbacks)
-        name = f"the state of {type(self.step).__qualname__}"
-        packed(self.step.state_dict(), name, TrainingError)
-        transforms = events.listeners("transform_batch")
-        self.step.transforms = [partial(call, self.run) for call in transforms]
-        self._refusal = self._refused()
-        self.fitting: Answer | None = None
-        """How the micro-batch size was found; None if it was given."""
-        if micro_batch_size == "auto":
-            self.fitting = find_fitting(
-                self.step,
-                ranks=ranks,
-                loader=self.loader,
-                most=largest_share(self.plan, self.loader),
-                accumulates=True,
-                measures_noise=measures(self.loader.reads),
-            )
-            self.run.set_micro_batch_size(self.fitting.size)
-            self._refusal = self._refused()
-        self._make_loop(timed, stepping, events, built)
-        self.run.evaluate_with(self.evaluate)
+        )
+        return run.bind(self.step.optimizers, strategy=self._strategy)
 
     def _make_loop(
         self, timed: Timed, stepping: Stepping, events: Events, built: BuiltWith
     ) -> None:
         """Build what trains the run, and what of it a checkpoint keeps."""
         run, step, ranks, log = self.run, self.step, self._ranks, timed.log
+        if ranks.world_size > 1:
+            for one in timed.evaluations:
+                check_merging(one.metrics)
         run.watch("flush", log.flush_trigger.bind(run.horizon))
         stepper = Stepper(
             step,
@@ -313,7 +346,7 @@ class Trainer:
             for settings in timed.evaluations
         ]
         best = Best(timed.checkpoint, timed.evaluations)
-        is_shown = has_terminal() if log.console is None else log.console
+        is_shown = ranks.is_first and (has_terminal() if log.console is None else log.console)
         folder = None if self.folder is None else str(self.folder)
         given = self._settings if log.config is None else dict(log.config)
         recorder = Recorder(
@@ -361,11 +394,6 @@ class Trainer:
         return self.run.loader
 
     @property
-    def hyperparameters(self) -> Hyperparameters:
-        """The base values, the schedules and the learning rate rule."""
-        return self.run.hyperparameters
-
-    @property
     def plan(self) -> Plan | None:
         """The run as it is planned.
 
@@ -386,11 +414,6 @@ class Trainer:
         return self.loader.timer
 
     @property
-    def is_first_rank(self) -> bool:
-        """Whether this process writes and prints for all."""
-        return self._ranks.is_first
-
-    @property
     def stop_reason(self) -> str | None:
         """Why the run stops, or did, before its end; None: it goes on, or reached its end.
 
@@ -403,11 +426,6 @@ class Trainer:
     def skipped_steps(self) -> int:
         """How many steps were left out because something in them was not finite."""
         return self.run.skipped_steps
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """What scales the loss of fp16; None with any other precision."""
-        return self.step.scaler
 
     @property
     def unsaved(self) -> str | None:

@@ -128,7 +128,7 @@ def test_everything_is_handed_over(tmp_path: Path) -> None:
         ),
         folder=tmp_path,
     )
-    assert trainer.hyperparameters.rule == SquareRootRule(8)
+    assert trainer.run.hyperparameters.rule == SquareRootRule(8)
     assert trainer.plan is not None
     assert trainer.plan.micro_batch_size == 3
     trainer.fit()
@@ -223,7 +223,7 @@ def test_a_step_of_yours_gets_model_optimizer_and_loss(tmp_path: Path) -> None:
     trainer.fit()
     assert type(trainer.step).__name__ == "SAMStep"
     assert trainer.step.loss is sys.modules["my_project"].Line.loss
-    assert trainer.hyperparameters.base["lr"] == 0.01
+    assert trainer.run.hyperparameters.base["lr"] == 0.01
     assert compare(build_plan(resolved(described, trainer)), tmp_path).agrees
     again = build_trainer(parse_run_file(dump_run_file(resolved(described, trainer))))
     again.resume()

@@ -46,12 +46,6 @@ class EarlyStopping(Callback):
         self._best = math.inf
         self._since: float | None = None
 
-    def scaled(self, ratio: Any) -> EarlyStopping:
-        """Return the same for a run that is `ratio` times as long."""
-        mode: Literal["min", "max"] = "min" if self._sign == 1 else "max"
-        patience = self._patience * ratio
-        return EarlyStopping(self.monitor, patience=patience, mode=mode, min_delta=self._min_delta)
-
     def on_fit_start(self, run: Run) -> None:
         """Place the patience on the clock of the run.
 

@@ -112,7 +112,9 @@ class Recorder:
         self._paused_nanoseconds = self._paused_after_batch = 0
         if self._folder is not None and self._writes:
             self._open_files(self._folder)
-        self._loggers = [one for one in self._given if one.start(self._config, timestamp.sample)]
+        self._loggers = [
+            one for one in self._given if one.start(dict(self._config), timestamp.sample)
+        ]
         if self.console is not None:
             self.console.show(self._run.clock(timestamp))
 
