@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from stretto.data import DataSpec
+from stretto.data.weights import units_of
 from stretto.noise import NoiseMeter
 from stretto.schedules import Linear
 from stretto.settings import Loading
 from stretto.training import prepare
-from stretto.training.weights import units_of
 
 N = 41
 ROWS = torch.arange(N)

@@ -28,13 +28,13 @@ from torch.utils.data import DataLoader
 
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike, Signals
 from stretto.data import DataSpec, move_batch
+from stretto.data.weights import Units, check_units, units_of
 from stretto.errors import TrainingError
 from stretto.integrations.shared import ClockScheduler
 from stretto.noise import NoiseMeter
+from stretto.run import Run, prepare
 from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
-from stretto.training.run import Run, prepare
-from stretto.training.weights import Units, check_units, units_of
 
 
 def attach(

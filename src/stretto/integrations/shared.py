@@ -12,8 +12,8 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from stretto.data import Step
 from stretto.errors import DataError
+from stretto.run import Run
 from stretto.timing import Timer
-from stretto.training.run import Run
 
 
 @final

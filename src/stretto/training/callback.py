@@ -10,11 +10,11 @@ from typing import Any, Self, final
 
 from stretto.batching import Signals
 from stretto.data import Step
+from stretto.run import Run
 from stretto.schedules import Schedule
 from stretto.schedules.fields import stretched
 from stretto.timing import Time, Trigger
 from stretto.timing.time import Number
-from stretto.training.run import Run
 
 
 class Callback:

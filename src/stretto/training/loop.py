@@ -14,16 +14,16 @@ from typing import Any, Literal, NamedTuple, final
 from stretto.batching import NO_SIGNALS, Signals
 from stretto.batching.following import measured_value
 from stretto.data import Step
+from stretto.distributed.logged import mean_loss
 from stretto.distributed.ranks import Ranks, check_agreement, in_batch
+from stretto.run import Run
 from stretto.runtime.gradients import all_same, marks
 from stretto.runtime.step import Info
 from stretto.timing import Timestamp
 from stretto.training.callback import Events
 from stretto.training.checkpointing.saver import Progress, Saver
 from stretto.training.evaluation.evaluate import Best, Evaluator
-from stretto.training.logs.logged import mean_loss
 from stretto.training.logs.recorder import MOST_PENDING, Finished, Recorder
-from stretto.training.run import Run
 from stretto.training.stepping.finite import Gradient, not_finite, skipped_alone
 from stretto.training.stepping.stepper import Measured, Stepper
 

@@ -26,6 +26,7 @@ from stretto.errors import PlanError, TrainingError
 from stretto.optim.hyperparameters import check_names, joined, read_schedules, restore_base_values
 from stretto.planning import Plan, Prepared, bind_run
 from stretto.planning.bind import check_tokens
+from stretto.run import Run
 from stretto.runtime import SupervisedStep, TrainStep
 from stretto.runtime.packing import packed
 from stretto.schedules import ScheduleLike
@@ -52,7 +53,6 @@ from stretto.training.evaluation.metrics import check_merging
 from stretto.training.logs.console import ConsoleLogger, has_terminal
 from stretto.training.logs.recorder import Recorder
 from stretto.training.loop import Loop, raise_for
-from stretto.training.run import Run
 from stretto.training.settings import Logging, LossFunction, Timed
 from stretto.training.stepping.fitting import (
     FoundMaximum,

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from stretto.errors import ConfigError, TrainingError
+from stretto.run import MOST_IN_A_ROW, SkippedSteps
 from stretto.timing import Timestamp
 from stretto.training import Callback, Checkpointing, Loading, Logging, Stepping, Trainer
-from stretto.training.stepping.finite import MOST_IN_A_ROW, FiniteCheck, SkippedSteps
+from stretto.training.stepping.finite import FiniteCheck
 
 Make = Callable[..., Any]
 BAD = float("nan"), float("inf"), -float("inf")

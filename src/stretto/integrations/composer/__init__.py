@@ -40,8 +40,8 @@ from stretto.integrations.composer.batches import (
 )
 from stretto.noise import NoiseMeter
 from stretto.planning.bind import UNKNOWN, smallest_step
+from stretto.run import Run, prepare
 from stretto.settings import Loading
-from stretto.training.run import Run, prepare
 
 __all__ = ["Stretto"]
 

@@ -19,7 +19,7 @@ from stretto.errors import TrainingError
 from stretto.integrations.shared import counted_steps
 from stretto.noise import NoiseMeter
 from stretto.planning.bind import end_of, steps_between
-from stretto.training.run import Run
+from stretto.run import Run
 
 
 @final

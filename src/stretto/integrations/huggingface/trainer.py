@@ -21,15 +21,15 @@ from transformers.trainer_callback import ExportableState
 from stretto.batching import NO_SIGNALS, split
 from stretto.data import DataSpec, Step, count_target_tokens
 from stretto.data.tokens import IGNORED_LABEL
+from stretto.data.weights import units_of
 from stretto.errors import CheckpointError, TrainingError
 from stretto.integrations.huggingface.losses import Kind, ignored_pixel, measure, units
 from stretto.integrations.shared import ClockScheduler, StreamBatches, is_shuffled
 from stretto.noise import NoiseMeter
 from stretto.planning.bind import end_of
+from stretto.run import Run, prepare
 from stretto.settings import Loading
 from stretto.timing import LastBatch
-from stretto.training.run import Run, prepare
-from stretto.training.weights import units_of
 
 EVENTS = ("evaluate", "save", "log")
 """What a trainer can do now and then."""

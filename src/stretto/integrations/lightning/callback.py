@@ -22,12 +22,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from stretto.batching import NO_SIGNALS
+from stretto.data.weights import Units
 from stretto.errors import CheckpointError, TrainingError
 from stretto.integrations.shared import counted_steps
 from stretto.noise import NoiseMeter
 from stretto.planning.bind import UNKNOWN, end_of, planned_micro_batches
-from stretto.training.run import Run
-from stretto.training.weights import Units
+from stretto.run import Run
 
 _REFUSED = (BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging)
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any, Literal, final
 
 from stretto.batching.following import measured_value
+from stretto.run import Run
 from stretto.settings import one_of
 from stretto.timing import Time, TimeLike
 from stretto.training.callback import Callback
-from stretto.training.run import Run
 
 
 @final

@@ -8,8 +8,8 @@ from typing import Any, final
 from stretto.batching import Signals
 from stretto.data import Step
 from stretto.noise import NoiseEstimator, NoiseTerms
+from stretto.run import Run
 from stretto.training.callback import Callback
-from stretto.training.run import Run
 
 
 @final

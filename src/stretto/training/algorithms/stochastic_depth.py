@@ -10,9 +10,9 @@ from torch import nn
 
 from stretto.data import Step
 from stretto.errors import TrainingError
+from stretto.run import Run
 from stretto.timing import Horizon, Time, TimeLike, Timestamp
 from stretto.training.callback import Callback
-from stretto.training.run import Run
 
 _SHOWN = 8
 """Names listed in a message."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from stretto.errors import CheckpointError, StrettoError, TrainingError, shown
+from stretto.errors import CheckpointError, StrettoError, TrainingError
 from stretto.training.logs.loggers import check_appendable
 
 LOCK = "run.lock"
@@ -105,7 +105,6 @@ def unwritable(folder: Path, error: OSError) -> TrainingError:
 
 UNFIT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """Exceptions that Python raises for an invalid record."""
-_MOST = 2**63
 
 
 @contextmanager
@@ -136,36 +135,3 @@ def unfit(path: Path, name: str, error: Exception) -> CheckpointError:
         why=f"it cannot compute with its state from {path} ({type(error).__name__}: {error})",
         instead=f"resume with {name} built as it was then, or from another checkpoint",
     )
-
-
-def number(record: Mapping[str, Any], key: str) -> float:
-    """Return a number of a record; nan and inf are allowed.
-
-    >>> number({"sum": 0.5}, "sum")
-    0.5
-
-    Raises:
-        LookupError: it is missing.
-        ValueError: it is not a number.
-    """
-    value = record[key]
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or (isinstance(value, int) and abs(value) >= _MOST):
-        raise ValueError(f"{key!r} is {shown(value)}, and not a number")
-    return float(value)
-
-
-def count(record: Mapping[str, Any], key: str, *, least: int = 0) -> int:
-    """Return a count of a record.
-
-    >>> count({"splits": 2}, "splits")
-    2
-
-    Raises:
-        LookupError: it is missing.
-        ValueError: it is not an integer, or less than `least`.
-    """
-    value = record[key]
-    if type(value) is not int or not least <= value < _MOST:
-        raise ValueError(f"{key!r} is {shown(value)}, and not a count")
-    return value

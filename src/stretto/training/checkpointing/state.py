@@ -26,15 +26,15 @@ from stretto.checkpoint.parts import check_tensor
 from stretto.checkpoint.sharding import Tensors, replicas
 from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, StrettoError, TrainingError
+from stretto.run import Run
 from stretto.runtime import TrainStep
-from stretto.runtime.packing import packed, unpack
+from stretto.runtime.packing import count, packed, unpack
 from stretto.runtime.random_state import RandomState
 from stretto.training.callback import Callback
-from stretto.training.checkpointing.records import count, section
+from stretto.training.checkpointing.records import section
 from stretto.training.describe import BuiltWith, changes, gone, samples_mark
 from stretto.training.evaluation.evaluate import Best, Evaluator
 from stretto.training.logs.recorder import Recorder
-from stretto.training.run import Run
 from stretto.training.stepping.stepper import Stepper
 
 GROUP = "callbacks"

@@ -21,9 +21,9 @@ from stretto.errors import TrainingError
 from stretto.ordering import evenly
 from stretto.runtime.gradients import all_same, marks
 from stretto.runtime.out_of_memory import attempt
+from stretto.runtime.packing import count, number
 from stretto.runtime.random_state import RandomState
 from stretto.settings import Checkpointing
-from stretto.training.checkpointing.records import count, number
 from stretto.training.criterion import CriterionLoss
 from stretto.training.evaluation.metrics import MetricObjects, check_predictable, is_object
 from stretto.training.settings import Evaluation, LossFunction

@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+from stretto.distributed.logged import MicroLoss, Sums
 from stretto.errors import CheckpointError, TrainingError
+from stretto.run import Run
+from stretto.runtime.packing import count, number
 from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
-from stretto.training.checkpointing.records import count, number, set_aside, unwritable
+from stretto.training.checkpointing.records import set_aside, unwritable
 from stretto.training.logs.console import ConsoleLogger
-from stretto.training.logs.logged import Sums
 from stretto.training.logs.loggers import (
     Appender,
     Guarded,
@@ -23,8 +25,6 @@ from stretto.training.logs.loggers import (
     cut_with_note,
     json_line,
 )
-from stretto.training.run import Run
-from stretto.training.stepping.finite import MicroLoss
 
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.csv"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple, final
@@ -10,19 +10,11 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from stretto.distributed.logged import MicroLoss
 from stretto.errors import Argument, TrainingError
 from stretto.timing import Timestamp
-from stretto.training.checkpointing.records import count
 
 _GRADIENT, _IS_GIVEN = attrgetter("grad"), partial(is_not, None)
-
-
-class MicroLoss(NamedTuple):
-    """The loss of one micro-batch: its sum over units is `loss * factor`, its units `weight`."""
-
-    loss: Tensor
-    factor: float
-    weight: float
 
 
 class Gradient(NamedTuple):
@@ -35,10 +27,6 @@ class Gradient(NamedTuple):
     """Tokens of this rank if a callback changed the batches; None: the loader has counted them."""
     num_micro_batches: int
     """Micro-batches of this rank; more than the loader made if memory ran out."""
-
-
-MOST_IN_A_ROW = 20
-"""Skipped steps in a row after which the run ends with an error."""
 
 
 class _Flag(NamedTuple):
@@ -134,52 +122,6 @@ class FiniteCheck:
             except NotImplementedError:
                 pass  # one of them is sparse
         _mark_infinite([_local(tensor) for tensor in tensors], flag.value, flag.one)
-
-
-@final
-class SkippedSteps:
-    """Counts skipped steps.
-
-    >>> skipped = SkippedSteps()
-    >>> skipped.add(Timestamp())
-    >>> skipped.count
-    1
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.in_a_row = 0
-        """Those since the last step that was not skipped."""
-
-    def add(self, at: Timestamp) -> None:
-        """Count the step that begins at `at`.
-
-        Raises:
-            TrainingError: too many steps in a row were skipped.
-        """
-        self.count += 1
-        self.in_a_row += 1
-        if self.in_a_row >= MOST_IN_A_ROW:
-            self.in_a_row = 0
-            raise TrainingError.cannot(
-                f"continue after {at.get('sp')}",
-                why=f"{MOST_IN_A_ROW} steps in a row had a loss or gradient that is nan or "
-                "infinite",
-                instead="resume from an earlier checkpoint with a lower learning rate or "
-                "clip_norm=1.0",
-            )
-
-    def end_row(self) -> None:
-        """Note that a step was not skipped."""
-        self.in_a_row = 0
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the counts."""
-        return {"count": self.count, "in_a_row": self.in_a_row}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from saved counts."""
-        self.count, self.in_a_row = count(state, "count"), count(state, "in_a_row")
 
 
 def not_finite(at: Timestamp, *, is_late: bool = False) -> TrainingError:

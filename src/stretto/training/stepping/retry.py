@@ -21,8 +21,8 @@ from stretto.distributed.ranks import Ranks
 from stretto.errors import DataError, TrainingError
 from stretto.ordering import evenly
 from stretto.runtime.out_of_memory import release_memory
+from stretto.runtime.packing import count
 from stretto.runtime.random_state import device_states, restore_devices
-from stretto.training.checkpointing.records import count
 
 _ALWAYS_COPIED_BYTES = 1 << 20
 """Up to this size a buffer is copied without asking whether it has changed."""

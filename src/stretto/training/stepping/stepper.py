@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from stretto.batching import Signals
 from stretto.batching.following import LOSS, NOISE
 from stretto.data import DataSpec, MicroBatch, Step, move_batch
+from stretto.data.weights import nothing_to_learn, unit_counter
+from stretto.distributed.logged import MicroLoss
 from stretto.distributed.strategy import Strategy
 from stretto.errors import StrettoError, TrainingError, first_line
 from stretto.noise import NoiseMeter, NoiseSums
@@ -32,9 +34,8 @@ from stretto.runtime.step import Info
 from stretto.settings import Stepping
 from stretto.training.checkpointing.records import UNFIT, unfit
 from stretto.training.criterion import HINT
-from stretto.training.stepping.finite import FiniteCheck, Gradient, MicroLoss
+from stretto.training.stepping.finite import FiniteCheck, Gradient
 from stretto.training.stepping.retry import Retry
-from stretto.training.weights import nothing_to_learn, unit_counter
 
 
 class Measured(NamedTuple):

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypeAlias, cast, final
+from typing import Literal, NamedTuple, TypeAlias, cast, final
 
 import torch
 from torch import Tensor
 
 from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError, shown
+from stretto.runtime.packing import number
 from stretto.settings import one_of
-from stretto.training.checkpointing.records import number
-from stretto.training.stepping.finite import MicroLoss
 
 Reduce: TypeAlias = Literal["mean", "sum", "last"]
 
 _FOLD = 256
 """Number of tensors kept before a read, which waits for the device."""
+
+
+class MicroLoss(NamedTuple):
+    """The loss of one micro-batch: its sum over units is `loss * factor`, its units `weight`."""
+
+    loss: Tensor
+    factor: float
+    weight: float
 
 
 @final

@@ -15,6 +15,8 @@ from stretto._foreign import knows_foreign
 from stretto.batching import NO_SIGNALS, NoRule, PolicyLike, RuleLike, Signals
 from stretto.batching.seesaw import Coupling, paired
 from stretto.data import DataSpec, Step, StepLoader
+from stretto.data.weights import MicroBatchView, Units, weights_of
+from stretto.distributed.logged import Logged, Reduce
 from stretto.distributed.ranks import Ranks
 from stretto.distributed.strategy import Strategy
 from stretto.errors import CheckpointError, TrainingError
@@ -30,17 +32,18 @@ from stretto.optim.hyperparameters import (
 from stretto.planning import Plan, Prepared, bind_run
 from stretto.planning.bind import Count, micro_batches_of_epoch, steps_left, steps_of_epoch
 from stretto.planning.plan import plan_prepared
-from stretto.runtime.packing import PackingError, pack, unpack
+from stretto.runtime.packing import PackingError, count, pack, unpack
 from stretto.settings import Loading, one_of, read_settings
 from stretto.timing import BoundTrigger, Horizon, TimeLike, Timer, Timestamp, Trigger
 from stretto.timing.timestamp import NANOSECONDS
-from stretto.training.logs.logged import Logged, Reduce
-from stretto.training.stepping.finite import SkippedSteps
-from stretto.training.weights import MicroBatchView, Units, weights_of
 
 _VERSION = 1
 _NOTHING: frozenset[str] = frozenset()
 _NAN = float("nan")
+MOST_IN_A_ROW = 20
+"""Skipped steps in a row after which the run ends with an error."""
+
+
 _T = TypeVar("_T", float, Tensor)
 
 
@@ -673,6 +676,52 @@ class Run:
     def evaluate_with(self, evaluate: Callable[[], dict[str, float]]) -> None:
         """Set the function that `evaluate` calls; for the loop."""
         self._evaluate = evaluate
+
+
+@final
+class SkippedSteps:
+    """Counts skipped steps.
+
+    >>> skipped = SkippedSteps()
+    >>> skipped.add(Timestamp())
+    >>> skipped.count
+    1
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.in_a_row = 0
+        """Those since the last step that was not skipped."""
+
+    def add(self, at: Timestamp) -> None:
+        """Count the step that begins at `at`.
+
+        Raises:
+            TrainingError: too many steps in a row were skipped.
+        """
+        self.count += 1
+        self.in_a_row += 1
+        if self.in_a_row >= MOST_IN_A_ROW:
+            self.in_a_row = 0
+            raise TrainingError.cannot(
+                f"continue after {at.get('sp')}",
+                why=f"{MOST_IN_A_ROW} steps in a row had a loss or gradient that is nan or "
+                "infinite",
+                instead="resume from an earlier checkpoint with a lower learning rate or "
+                "clip_norm=1.0",
+            )
+
+    def end_row(self) -> None:
+        """Note that a step was not skipped."""
+        self.in_a_row = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counts."""
+        return {"count": self.count, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from saved counts."""
+        self.count, self.in_a_row = count(state, "count"), count(state, "in_a_row")
 
 
 def _missing(what: str, why: str, call: str) -> TrainingError:
