@@ -209,13 +209,15 @@ def strategy_for(model: nn.Module, ranks: Ranks) -> Strategy:
     """
     if is_fully_sharded(model):
         return FullyShard()
+    if ranks.world_size == 1:
+        return Single()
     if is_sharded(model) or any(map(is_fully_sharded, model.modules())):
         raise _refused(
             model,
             "parts of it are spread over ranks and the model itself is not",
             "call fully_shard(model) on the whole after its parts",
         )
-    return Ddp() if ranks.world_size > 1 else Single()
+    return Ddp()
 
 
 def shard_blocks(model: nn.Module, *, device: str | None = None) -> nn.Module:

@@ -95,7 +95,6 @@ def as_loss(loss: Any, reduction: Literal["mean", "sum"]) -> Any:
             with parameters.
     """
     names = _names(loss)
-    own = _setting(loss, "reduction") or "mean"
     why, instead = None, _EXAMPLE
     if isinstance(loss, type) or (names is not None and len(names) != 2):
         why = "a loss takes (model, batch), or (output, target)"
@@ -104,7 +103,7 @@ def as_loss(loss: Any, reduction: Literal["mean", "sum"]) -> Any:
         and (names is None or names[0] not in _OUTPUTS or names[1] not in _TARGETS)
     ):
         return loss
-    elif own.removeprefix("batch") != reduction:
+    elif (own := _setting(loss, "reduction") or "mean").removeprefix("batch") != reduction:
         why = f"it has reduction={own!r}, and not {reduction!r}"
         instead = "leave reduction out, or set loss_reduction as well"
     elif isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:

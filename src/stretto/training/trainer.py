@@ -247,8 +247,6 @@ class Trainer:
         """Build the callbacks, and refuse state that a checkpoint cannot hold."""
         events.tell("on_build")  # before a search for what fits: a callback may allocate memory
         check_states(self.callbacks)
-        name = f"the state of {type(self.step).__qualname__}"
-        packed(self.step.state_dict(), name, TrainingError)
         transforms = events.listeners("transform_batch")
         self.step.transforms = [partial(call, self.run) for call in transforms]
 
@@ -582,6 +580,7 @@ def make_step(
 ) -> TrainStep:
     """Return the step of a run, its model on the device of this rank."""
     if isinstance(model, TrainStep):
+        packed(model.state_dict(), f"the state of {type(model).__qualname__}", TrainingError)
         model.model = strategy.place(model.model)
         model.transforms = ()  # those of another run
         return model

@@ -66,15 +66,16 @@ class FiniteCheck:
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, is_late: bool = False) -> None:
         groups: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
-        for parameter in parameters:
-            groups.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        self._is_plain = True
+        """Whether gradients are dense and real, as far as known before the first pass."""
+        for one in parameters:
+            groups.setdefault((one.device, one.dtype), []).append(one)
+            self._is_plain &= not (one.is_complex() or hasattr(one, "to_local"))
         self._groups = list(groups.items())
         self._flags: dict[torch.device, _Flag] = {}
         self.is_late = is_late
         self._waits = False
         """Whether the host has to wait for a device: results are needed in each step."""
-        everything = [parameter for group in groups.values() for parameter in group]
-        self._is_plain = not any(p.is_complex() or hasattr(p, "to_local") for p in everything)
 
     def passes(self, losses: list[Tensor], *, is_gradient_known: bool = False) -> bool:
         """Return whether every loss and every element of the gradient is finite.
@@ -126,19 +127,12 @@ class FiniteCheck:
 
 def not_finite(at: Timestamp, *, is_late: bool = False) -> TrainingError:
     """Return the error for a step that is not finite, or for one before `at`."""
-    what, why = f"take the step at {at.get('sp')}", "its loss or gradient is nan or infinite; "
-    if is_late:
-        what, why = (
-            f"train beyond {at.get('sp')}",
-            "a loss or gradient before was nan or infinite; ",
-        )
+    where = "have changed" if is_late else "are still those before it"
     return TrainingError.cannot(
-        what,
-        why=why
-        + ("the weights have changed" if is_late else "the weights are still those before it"),
+        f"train {'beyond' if is_late else 'the step at'} {at.get('sp')}",
+        why=f"its loss or gradient is nan or infinite; the weights {where}",
         instead=(
-            "resume from the last checkpoint, and " if is_late else "",
-            "lower the learning rate, clip with ",
+            "resume from the last checkpoint, and lower the learning rate, clip with ",
             Argument("clip_norm", 1.0),
             ", or skip such steps with ",
             Argument("non_finite", "skip"),
@@ -150,8 +144,7 @@ def skipped_alone(at: Timestamp, ranks: Sequence[int]) -> TrainingError:
     """Return the error for a step that only some ranks have skipped."""
     return TrainingError.cannot(
         f"continue after {at.get('sp')}",
-        why=f"update() returned SKIPPED on rank {', '.join(map(str, ranks))} alone, so the weights "
-        "of the ranks differ",
+        why=f"update() returned SKIPPED on rank {', '.join(map(str, ranks))} alone",
         instead="decide on all ranks together, and resume from the last checkpoint",
     )
 

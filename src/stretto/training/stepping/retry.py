@@ -159,7 +159,7 @@ class Rewind:
         self._model = model
         self._has_device = torch.accelerator.is_available()
         self._random = torch.default_generator.get_state()
-        self._devices = device_states()
+        self._devices: dict[str, dict[int, Tensor]] = {}
         self._searches = 0
         self._owners: list[nn.Module] = []
         self._buffers: list[_Buffer] = []
