@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import Any, Literal, TypeAlias, TypeVar, final
 
 from stretto._foreign import check_foreign
-from stretto.batching import RuleLike, as_rule
 from stretto.errors import ConfigError, TrainingError, nearest, shown
 from stretto.schedules import fields
 from stretto.timing import LastBatch, Time, TimeLike, Trigger, parse_trigger, read_wall_clock
@@ -97,12 +96,8 @@ class Stepping:
     Raises:
         ConfigError: a value is not one of those that exist, or `measure_noise` no number of steps.
         TimeError: `rank_timeout` is not a wall-clock time.
-        BatchSizeError: the learning rate rule cannot be read.
     """
 
-    rule: RuleLike | None = None
-    """How the learning rate follows the batch size: `{"sqrt": 256}`, `LinearRule(256)`, a function
-    `size -> factor`; None: not at all."""
     loss_weight: Literal["samples", "tokens"] | Callable[[Any], int] = "samples"
     """What the loss is a mean over: samples, target tokens, or what a function counts."""
     shifts_labels: bool | None = None
@@ -125,8 +120,6 @@ class Stepping:
     with NCCL, 30 with gloo)."""
 
     def __post_init__(self) -> None:
-        if self.rule is not None:
-            object.__setattr__(self, "rule", as_rule(self.rule))
         if not callable(self.loss_weight):
             _choice("loss_weight", self.loss_weight, ("samples", "tokens"))
         if self.shifts_labels is not None and self.loss_weight != "tokens":

@@ -75,7 +75,7 @@ CASES: list[tuple[str, Callable[[], object]]] = [
         lambda: follows(
             PAIR.policy,
             schedules={"lr": PAIR.schedule},
-            stepping=Stepping(rule=LinearRule(8)),
+            rule=LinearRule(8),
         ),
     ),
     ("seesaw-noise", lambda: follows(NoiseScale(8, 64), schedules={"lr": PAIR.schedule})),

@@ -94,7 +94,7 @@ def test_a_resumed_run_ends_equal(tmp_path: Path) -> None:
 def test_other_things_that_scale_the_learning_rate_are_refused(case: str) -> None:
     pair = Seesaw(Cosine(), 8, maximum=32)
     cases: dict[str, dict[str, Any]] = {
-        "rule": {"stepping": Stepping(rule=LinearRule(10))},
+        "rule": {"rule": LinearRule(10)},
         "seesaw": {"batch_size": pair.policy, "schedules": {"lr": pair.schedule}},
         "twice": {},
     }

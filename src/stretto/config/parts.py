@@ -151,10 +151,9 @@ def make_checkpointing(config: RunConfig, run: TimesAndSizes) -> Checkpointing |
     return make_settings(config, Checkpointing, config.checkpoint, ("checkpoint",), every=every)
 
 
-def make_stepping(config: RunConfig, run: TimesAndSizes) -> Stepping:
+def make_stepping(config: RunConfig) -> Stepping:
     """Return how a step is computed."""
-    rule = run.rule
-    return make_settings(config, Stepping, config.stepping, ("stepping",), rule=rule)
+    return make_settings(config, Stepping, config.stepping, ("stepping",))
 
 
 def make_evaluation(config: RunConfig, section: Evaluate, run: TimesAndSizes) -> Evaluation:

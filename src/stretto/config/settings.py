@@ -237,7 +237,6 @@ else:
     )
     SteppingSection = _derived(
         Stepping,
-        "rule",
         types={
             "measure_noise": CountOrAuto,
             "loss_weight": LossWeight,

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from stretto import __version__
+from stretto.batching import LearningRateRule
 from stretto.data import DataSpec
 from stretto.data.chunks import fingerprint
 from stretto.data.indices import seed_generators
@@ -36,6 +37,7 @@ def describe(
     optimizer: Optimizer,
     loading: Loading,
     computing: Computing,
+    rule: LearningRateRule | None,
     stepping: Stepping,
     ranks: Ranks,
     **given: Any,
@@ -49,6 +51,7 @@ def describe(
         optimizer: the optimizers as one, before anything is scheduled or loaded.
         loading: how samples are fetched.
         computing: how the model computes.
+        rule: how learning rates follow the batch size.
         stepping: how a step is computed.
         ranks: the processes of the run.
         given: further settings.
@@ -75,6 +78,7 @@ def describe(
         "loss": step.loss,
         **_fields(computing),
         "device": ranks.device.type,
+        "rule": rule,
         **_fields(stepping),
         "model": type(step.model),
         "model.parameters": sum(p.numel() for p in parameters.values() if not _is_lazy(p)),

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
 from stretto._location import local_path
-from stretto.batching import PolicyLike, awaits_maximum
+from stretto.batching import PolicyLike, RuleLike, as_rule, awaits_maximum
 from stretto.batching.following import followed_metric, metrics_of
 from stretto.batching.seesaw import Coupling, paired
 from stretto.checkpoint import checkpoint_path
@@ -109,6 +109,8 @@ class Trainer:
             that runs out of memory is repeated with smaller micro-batches.
         schedules: by hyper-parameter (`"lr"`, `"weight_decay"`, `"lr@group"`), a schedule or
             several that multiply.
+        rule: how learning rates follow the batch size: `{"sqrt": 256}`, `LinearRule(256)`, a
+            function `size -> factor`; None: not at all.
         precision: what autocast computes in: `"fp32"`, `"bf16"` or `"fp16"`.
         clip_norm: the largest norm of the whole step's gradient.
         compile: whether the model runs through `torch.compile`.
@@ -146,6 +148,7 @@ class Trainer:
         batch_size: PolicyLike | Coupling | None = None,
         micro_batch_size: MicroBatchSize = None,
         schedules: Mapping[str, ScheduleLike | Sequence[ScheduleLike]] | None = None,
+        rule: RuleLike | None = None,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
         compile: bool = False,  # noqa: A002  as torch calls it
@@ -173,9 +176,7 @@ class Trainer:
         if isinstance(called, CriterionLoss) and called.is_over_targets:
             stepping = stepping.counted(called.count)
         check_names(schedules or {})
-        sizes, schedules = paired(
-            given_size(batch_size, train_data), schedules or {}, stepping.rule
-        )
+        sizes, schedules = paired(given_size(batch_size, train_data), schedules or {}, rule)
         if checkpoint is not None:
             checkpoint = read_settings(Checkpointing, checkpoint, "checkpoint")
         log = read_settings(Logging, log, "log")
@@ -188,8 +189,9 @@ class Trainer:
         self.changes: tuple[str, ...] = ()
         """The settings that differ from those of the checkpoint that was resumed, a line each."""
         self._ranks = ranks = Ranks.from_environment(device, stepping.longest_wait)
-        inner = model.model if isinstance(model, TrainStep) else model
-        self._strategy = (strategy or strategy_for(inner, ranks)).of(ranks)
+        if strategy is None:
+            strategy = strategy_for(model.model if isinstance(model, TrainStep) else model, ranks)
+        self._strategy = strategy.of(ranks)
         self.step = make_step(
             model,
             optimizer,
@@ -218,6 +220,7 @@ class Trainer:
             optimizer=self.optimizer,
             loading=loading,
             computing=computing,
+            rule=None if rule is None else as_rule(rule),
             stepping=stepping,
             ranks=ranks,
             micro_batch_size=micro_batch_size,
@@ -230,7 +233,7 @@ class Trainer:
             spec,
             timed,
             loading=loading,
-            stepping=stepping,
+            rule=rule,
             micro_batch_size=micro_batch_size,
             prepared=prepared,
         )
@@ -273,7 +276,7 @@ class Trainer:
         timed: Timed,
         *,
         loading: Loading,
-        stepping: Stepping,
+        rule: RuleLike | None,
         micro_batch_size: MicroBatchSize,
         prepared: Prepared | None,
     ) -> Run:
@@ -296,7 +299,7 @@ class Trainer:
             policy,
             schedules=read_schedules(self.optimizer, timed.schedules),
             triggers=timed.triggers,
-            rule=stepping.rule,
+            rule=rule,
             known=prepared,
         )
         run = Run(
