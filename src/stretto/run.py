@@ -705,15 +705,9 @@ class SkippedSteps:
             self.in_a_row = 0
             raise TrainingError.cannot(
                 f"continue after {at.get('sp')}",
-                why=f"{MOST_IN_A_ROW} steps in a row had a loss or gradient that is nan or "
-                "infinite",
-                instead="resume from an earlier checkpoint with a lower learning rate or "
-                "clip_norm=1.0",
+                why=f"{MOST_IN_A_ROW} steps in a row were not finite",
+                instead="resume from an earlier checkpoint with a lower learning rate",
             )
-
-    def end_row(self) -> None:
-        """Note that a step was not skipped."""
-        self.in_a_row = 0
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts."""

@@ -251,22 +251,19 @@ class Loop:
             shared = self._agree(step, gradient)
         elif not self.stepper.is_finite(gradient):
             shared = _NOT_FINITE
-        info = self._update(step) if shared.is_finite else None
+        info: Info | None = None
+        if shared.is_finite:
+            if self._shows:
+                self.stepper.show(partial(self.events.tell, "on_gradient", step))
+            info = self.stepper.update()
         self._has_skipped = info is None
         if info is None:
             self._skip(step, is_finite=shared.is_finite)
-        return gradient, info, shared
-
-    def _update(self, step: Step) -> Info | None:
-        if self._shows:
-            self.stepper.show(partial(self.events.tell, "on_gradient", step))
-        info = self.stepper.update()
-        if info is not None:
-            if self.run.skipped.in_a_row:
-                self.run.skipped.end_row()
+        else:
+            run.skipped.in_a_row = 0
             for name, value in info.items():
-                self.run.log(name, value)
-        return info
+                run.log(name, value)
+        return gradient, info, shared
 
     def _show_and_save(self, now: Timestamp, saving: Progress) -> None:
         """Show the progress of the run and write more of an unfinished checkpoint."""

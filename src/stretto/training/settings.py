@@ -67,7 +67,7 @@ class Evaluation:
             raise TrainingError.cannot(
                 f"evaluate on data of type {type(data).__name__}",
                 why="it can be read only once",
-                instead="pass a data set, or an object whose __iter__ starts anew",
+                instead="pass a data set, or DataLoader(batches, batch_size=None)",
             )
         if "loss" in self.metrics:
             raise TrainingError.bad("metric", "loss", "the loss has that name", "choose another")

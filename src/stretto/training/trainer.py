@@ -189,9 +189,8 @@ class Trainer:
         self.changes: tuple[str, ...] = ()
         """The settings that differ from those of the checkpoint that was resumed, a line each."""
         self._ranks = ranks = Ranks.from_environment(device, stepping.longest_wait)
-        if strategy is None:
-            strategy = strategy_for(model.model if isinstance(model, TrainStep) else model, ranks)
-        self._strategy = strategy.of(ranks)
+        inner = model.model if isinstance(model, TrainStep) else model
+        self._strategy = (strategy or strategy_for(inner, ranks)).of(ranks)
         self.step = make_step(
             model,
             optimizer,
@@ -416,7 +415,7 @@ class Trainer:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run stops, or did, before its end; None: it goes on, or reached its end.
+        """Why the run stops, or has stopped, before its end; None: it continues or has ended.
 
         `"received SIGINT"` or `"received SIGTERM"` after a signal (with `" on another rank"` on the
         other ranks), else what was passed to `stop`.
@@ -458,7 +457,7 @@ class Trainer:
         """Train until `max_duration` is reached, or the run is stopped.
 
         SIGINT and SIGTERM end it after the batch, with a checkpoint where those are kept; all ranks
-        end alike. A run that was stopped goes on where it is called again.
+        end alike. A run that was stopped continues when you call this again.
 
         Args:
             resume: what to continue from first, as `resume` takes it, such as `"auto"`.
@@ -478,7 +477,7 @@ class Trainer:
             raise TrainingError.cannot(
                 "train inside of training",
                 why="a callback has called fit()",
-                instead="leave it out: training goes on after the callback returns",
+                instead="leave it out: training continues after the callback",
             )
         self._describe()
         if resume is not None:
@@ -526,13 +525,12 @@ class Trainer:
         with a warning.
 
         Args:
-            path: `"auto"`: the newest, or begin anew where there is none (a trainer that has
-                trained goes on); `"latest"`: the newest (of `Checkpointing(upload=)` if the folder
-                has none); else the path of a checkpoint, or of the
-                folder of another run.
+            path: `"auto"`: the newest, or none if there is none; `"latest"`: the newest (of
+                `Checkpointing(upload=)` if the folder has none); else the path of a checkpoint, or
+                of the folder of another run.
 
         Returns:
-            What was resumed from; None where `"auto"` finds nothing.
+            What was resumed from; None if `"auto"` finds nothing.
 
         Raises:
             CheckpointError: there is none, or it is damaged or belongs to another run.

@@ -179,7 +179,7 @@ def test_a_step_that_is_taken_ends_the_row() -> None:
     for _ in range(3):
         for _ in range(MOST_IN_A_ROW - 1):
             skipped.add(Timestamp())
-        skipped.end_row()
+        skipped.in_a_row = 0
     assert skipped.count == 3 * (MOST_IN_A_ROW - 1)
 
 

@@ -85,15 +85,26 @@ class FiniteCheck:
             is_gradient_known: whether the gradient is known to be finite.
         """
         found = torch.stack(losses) if losses else None  # a copy: the kernel multiplies by one
+        checked: list[tuple[torch.device, list[Tensor]]] = []
         for place, parameters in () if is_gradient_known else self._groups:
             tensors = list(filter(_IS_GIVEN, map(_GRADIENT, parameters)))
             if found is not None and (found.device, found.dtype) == place:
                 tensors.append(found)
                 found = None
-            if tensors:
-                self._mark(place[0], tensors)
+            checked.append((place[0], tensors))
         if found is not None:
-            self._mark(found.device, [found])
+            checked.append((found.device, [found]))
+        for device, tensors in checked:
+            if not tensors:
+                continue
+            flag = self._flags.get(device) or self._flag(device)
+            if self._is_plain:
+                try:
+                    _mark_infinite(tensors, flag.value, flag.one)
+                    continue
+                except NotImplementedError:
+                    pass  # one of them is sparse
+            _mark_infinite([_local(tensor) for tensor in tensors], flag.value, flag.one)
         are_finite = True
         for flag in self._flags.values():
             if flag.host is not flag.value:
@@ -111,18 +122,9 @@ class FiniteCheck:
                 are_finite = False
         return are_finite
 
-    def _mark(self, device: torch.device, tensors: list[Tensor]) -> None:
-        flag = self._flags.get(device)
-        if flag is None:
-            flag = self._flags[device] = _Flag.on(device)
-            self._waits |= device.type != "cpu" and not self.is_late
-        if self._is_plain:
-            try:
-                _mark_infinite(tensors, flag.value, flag.one)
-                return
-            except NotImplementedError:
-                pass  # one of them is sparse
-        _mark_infinite([_local(tensor) for tensor in tensors], flag.value, flag.one)
+    def _flag(self, device: torch.device) -> _Flag:
+        self._waits |= device.type != "cpu" and not self.is_late
+        return self._flags.setdefault(device, _Flag.on(device))
 
 
 def not_finite(at: Timestamp, *, is_late: bool = False) -> TrainingError:

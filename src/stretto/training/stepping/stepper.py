@@ -94,8 +94,8 @@ class Stepper:
             step.forward_model = model
         step.averaging = strategy.average
         self._averages_in_passes = strategy.averaging in ("last", "each")
-        self._passes_meet = strategy.world_size > 1 and (
-            self._averages_in_passes or has_meeting_layers(step.model)
+        self._passes_meet = self._averages_in_passes or (
+            strategy.world_size > 1 and has_meeting_layers(step.model)
         )
         self.count = unit_counter(settings)
         self._is_sum = step.loss_reduction == "sum"
