@@ -276,7 +276,7 @@ class Run:
     def loader(self) -> StepLoader:
         """The loader; `bind` makes it."""
         if self._loader is None:
-            raise _missing("take steps of a run", "it has no optimizers", "bind(optimizers)")
+            raise _missing("draw steps", "the run has no optimizers", "bind(optimizers)")
         return self._loader
 
     @property

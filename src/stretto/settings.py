@@ -78,11 +78,7 @@ class Computing:
         _choice("precision", self.precision, ("fp32", "bf16", "fp16"))
         norm: object = self.clip_norm
         if norm is not None and (not isinstance(norm, (int, float)) or not norm > 0):
-            raise ConfigError.cannot(
-                f"clip gradients to a norm of {shown(norm)}",
-                why="it is not a positive number",
-                instead="write a number such as 1.0, or leave clip_norm out",
-            )
+            raise ConfigError.bad("clip_norm", norm, "it is not positive", "write 1.0")
 
 
 @final
@@ -123,11 +119,8 @@ class Stepping:
         if not callable(self.loss_weight):
             _choice("loss_weight", self.loss_weight, ("samples", "tokens"))
         if self.shifts_labels is not None and self.loss_weight != "tokens":
-            raise ConfigError.cannot(
-                f"use shifts_labels={self.shifts_labels!r}",
-                why="the loss is not weighed by target tokens",
-                instead="write loss_weight='tokens', or leave it out",
-            )
+            why = "the loss is not weighed by target tokens"
+            raise ConfigError.bad("shifts_labels", self.shifts_labels, why, "leave it out")
         _choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         _choice("non_finite", self.non_finite, ("stop", "skip", "ignore"))
         steps: object = self.measure_noise

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from stretto.checkpoint.sharding import is_dtensor
 from stretto.distributed.peers import Peers, own_store
-from stretto.errors import StrettoError, TrainingError
+from stretto.errors import StrettoError, TrainingError, first_line
 from stretto.runtime.gradients import all_sum, is_started
 
 if TYPE_CHECKING:
@@ -261,11 +261,7 @@ def _device(name: str | None) -> torch.device:
         device = own if name == "cuda" else device
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise TrainingError.cannot(
-            f"compute on {name!r}",
-            why=str(error).splitlines()[0],
-            instead="write 'cpu', or leave the device out",
-        ) from None
+        raise TrainingError.bad("device", name, first_line(error), "leave device out") from None
     return device
 
 

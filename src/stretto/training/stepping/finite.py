@@ -35,7 +35,7 @@ class _Flag(NamedTuple):
     value: Tensor
     one: Tensor
     host: Tensor
-    """Where the host sees it: itself on a CPU, else a copy that nobody waits for."""
+    """Where the host reads it: itself on a CPU, else a copy that is made without waiting."""
     seen: Any
     """The same memory as a NumPy array, which is read without an operation of torch."""
 

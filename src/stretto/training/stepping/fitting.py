@@ -41,7 +41,7 @@ def find_fitting(
 ) -> Answer:
     """Return the largest micro-batch of a rank, at most `most`; the same on all ranks.
 
-    The longest of a few samples from the whole data set stands for all of them, padded or packed.
+    All samples count as the longest of a few from the whole data set, padded or packed.
     Transforms of callbacks run on fake tensors only.
 
     Args:
