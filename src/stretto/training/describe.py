@@ -168,30 +168,35 @@ def gone(callback: str) -> str:
 
 @final
 class BuiltWith:
-    """What an optimizer was built with, before anything is scheduled or loaded.
+    """The hyperparameters that an optimizer was built with, before anything is loaded.
 
     >>> weight = torch.zeros(2, requires_grad=True)
-    >>> BuiltWith(torch.optim.SGD([weight], lr=0.1)).values["optimizer.lr"]
-    0.1
+    >>> built = BuiltWith(torch.optim.SGD([weight], lr=0.1))
+    >>> built.read()
+    >>> built.values["optimizer.lr"]
+    (0, 'lr', 0.1)
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._places = {
+        self.values: dict[str, tuple[int, str, Any]] = {}
+        """By the name in a description: the number of the group, the key and the value."""
+
+    def read(self) -> None:
+        """Read the hyperparameters, once."""
+        self.values = self.values or {
             name: (number, key, value)
-            for name, number, key, value in _values_of(optimizer)
-            if key in optimizer.defaults
+            for name, number, key, value in _values_of(self._optimizer)
+            if key in self._optimizer.defaults
         }
-        self.values = {name: plain(value) for name, (*_, value) in self._places.items()}
-        """By the name in a description; as JSON."""
 
     def keep_changed(self, saved: Mapping[str, Any]) -> None:
         """Keep hyperparameters that changed since the checkpoint; restore the rest.
 
         Other values stay as loaded: a callback may have changed them during training.
         """
-        for name, (number, key, value) in self._places.items():
-            if name in saved and saved[name] != self.values[name]:
+        for name, (number, key, value) in self.values.items():
+            if name in saved and saved[name] != plain(value):
                 self._optimizer.param_groups[number][key] = value
 
 

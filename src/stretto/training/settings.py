@@ -23,7 +23,7 @@ from stretto.training.evaluation.metrics import Metric, Predict, check_metric
 from stretto.training.logs.loggers import Logger
 
 LossFunction: TypeAlias = Callable[[nn.Module, Any], Tensor]
-"""`loss(model, batch)`: a scalar, the mean over the batch (or its sum; see `Stepping.loss_reduction`)."""
+"""`loss(model, batch)`: a scalar, the mean over the batch (see `Stepping.loss_reduction`)."""
 
 
 @final

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from stretto._foreign import knows_foreign
 from stretto._location import local_path
-from stretto.batching import PolicyLike, RuleLike, as_rule, awaits_maximum
+from stretto.batching import BatchSizePolicy, PolicyLike, RuleLike, as_rule, awaits_maximum
 from stretto.batching.following import followed_metric, metrics_of
 from stretto.batching.seesaw import Coupling, paired
 from stretto.checkpoint import checkpoint_path
@@ -208,7 +208,7 @@ class Trainer:
             spec = replace(spec, tokens_vary=True)
         for one in self.step.optimizers:
             restore_base_values(one)  # an earlier run may have scheduled other values
-        built = BuiltWith(self.optimizer)
+        self._built = BuiltWith(self.optimizer)
         self._settings: dict[str, Plain] = {}
         """The description of the run, which `_describe` fills."""
         self._described = partial(
@@ -226,7 +226,7 @@ class Trainer:
             folder=None if folder is None else "given",
         )
         if ranks.world_size > 1:
-            self._settings |= self._described()
+            self._describe(timed.batch_size)
             compare_ranks(self._settings, self.step, self.callbacks, ranks)
         self.run = self._bound(
             spec,
@@ -242,7 +242,7 @@ class Trainer:
         self._refusal = self._refused()
         self.fitting = self._fitting() if micro_batch_size == "auto" else None
         """How the micro-batch size was found; None if it was given."""
-        self._make_loop(timed, stepping, events, built)
+        self._make_loop(timed, stepping, events)
         self.run.evaluate_with(self.evaluate)
 
     def _prepare_callbacks(self, events: Events) -> None:
@@ -312,9 +312,7 @@ class Trainer:
         )
         return run.bind(self.step.optimizers, strategy=self._strategy)
 
-    def _make_loop(
-        self, timed: Timed, stepping: Stepping, events: Events, built: BuiltWith
-    ) -> None:
+    def _make_loop(self, timed: Timed, stepping: Stepping, events: Events) -> None:
         """Build what trains the run, and what of it a checkpoint keeps."""
         run, step, ranks, log = self.run, self.step, self._ranks, timed.log
         if ranks.world_size > 1:
@@ -366,7 +364,7 @@ class Trainer:
             evaluators=evaluators,
             best=best,
             setup=self._settings,
-            built=built,
+            built=self._built,
             strategy=self._strategy,
         )
         self._loop = Loop(
@@ -382,11 +380,12 @@ class Trainer:
             ranks=ranks,
         )
 
-    def _describe(self) -> None:
-        """Describe the run for checkpoints and loggers, before it changes anything."""
-        if self._ranks.world_size == 1 and not self._settings:
+    def _describe(self, policy: BatchSizePolicy) -> None:
+        """Describe the run for ranks, checkpoints and loggers, before it changes anything."""
+        if not self._settings:
+            self._built.read()
             self._settings |= self._described()
-        self._settings["batch_size"] = plain(self.run.prepared.policy)
+        self._settings["batch_size"] = plain(policy)
 
     @property
     def loader(self) -> StepLoader:
@@ -479,7 +478,7 @@ class Trainer:
                 why="a callback has called fit()",
                 instead="leave it out: training continues after the callback",
             )
-        self._describe()
+        self._describe(self.run.prepared.policy)
         if resume is not None:
             self.resume(resume)
         if self._refusal is not None:
@@ -537,7 +536,7 @@ class Trainer:
             TrainingError: the newest is asked for and the run has no folder, or another live run
                 writes to that.
         """
-        self._describe()
+        self._describe(self.run.prepared.policy)
         found = find_checkpoint(path, self.folder, self._ranks, self._loop.saver.store)
         if found is None:
             if not self.timer.batch:

@@ -80,7 +80,7 @@ def resume(problem: Make, path: Path, records: Any) -> None:
     """Go on with these records for two batches."""
     trainer, reader = trainer_of(problem), open_checkpoint(path, verify=False)
     reader.records = records
-    trainer._describe()
+    trainer._describe(trainer.run.prepared.policy)
     trainer._state.restore(reader, path, is_own=False)
     trainer.fit()
 
