@@ -149,8 +149,6 @@ def test_a_metric_may_be_a_class_of_torchmetrics_and_of_another_project() -> Non
     without_arguments = {"target": "torchmetrics.regression:MeanSquaredError", "root": True}
     with pytest.raises(ConfigError, match="root"):
         build_trainer(config(evaluate={"metrics": {"root": without_arguments}}))
-    with pytest.raises(ConfigError, match="evaluate"):
-        build_trainer(config(evaluate={"predict": predict}))
 
 
 def test_scale_schedule_reaches_callbacks() -> None:
