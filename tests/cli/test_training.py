@@ -112,14 +112,6 @@ def test_a_run_may_begin_whose_largest_batch_could_not_be(stretto: Stretto) -> N
     assert "batches of 4 to 512 samples, decided during the run" in said.out
 
 
-def test_where_a_suggestion_is_written_is_said(stretto: Stretto) -> None:
-    report = "callbacks=[{target: 'stretto.training.algorithms:NoiseReport'}]"
-    said = stretto("train", "run.yaml", report, "max_duration=1ep", "--folder", "a").out
-    assert "\nbatch sizes for a run like this:  a/suggested_batch_size.yaml\n" in said
-    assert Path("a", "suggested_batch_size.yaml").is_file()
-    assert not Path("a", "suggested_batch_size.yaml.tmp").exists()
-
-
 def test_each_run_has_a_folder_of_its_own(stretto: Stretto) -> None:
     for _ in range(2):
         assert stretto("train", "run.yaml", "max_duration=10sp").code == 0

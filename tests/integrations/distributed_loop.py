@@ -15,12 +15,12 @@ from torch import nn
 
 from stretto.batching import BatchSizePolicy, Bound, as_policy
 from stretto.data import DataSpec
+from stretto.data.weights import units_of
 from stretto.integrations import StepMeter
 from stretto.schedules import Linear
 from stretto.settings import Loading
 from stretto.timing import Horizon
 from stretto.training import prepare
-from stretto.training.weights import units_of
 
 N = 41
 ROWS = torch.arange(N)

@@ -226,8 +226,6 @@ def summarise(trainer: Trainer, notes: Notes) -> Iterator[str]:
             ranks = trainer.loader.world_size
             start = f"torchrun --nproc-per-node {ranks} --no-python " if ranks > 1 else ""
             yield f"to resume:  {start}stretto train {folder}/{RUN_FILE} --resume latest"
-    for what, file in filter(None, (one.result_file for one in trainer.callbacks)):
-        yield f"{what}:  {folder}/{file}"
     if trainer.plan is not None and trainer.plan.is_exact:
         yield f"as planned?  stretto plan --against {folder}"
     yield f"to see it:  stretto report {folder} --plot {folder}/run.png"

@@ -40,8 +40,7 @@ from stretto.training import (
     WandbLogger,
 )
 from stretto.training.criterion import as_loss
-from stretto.training.stepping.fitting import FoundMaximum
-from stretto.training.stepping.measuring import keeps_gradients_apart
+from stretto.training.stepping.fitting import FoundMaximum, keeps_gradients_apart
 
 S = TypeVar("S")
 VALIDATION = "validation"
@@ -91,12 +90,13 @@ def build_trainer(
         batch_size=run.policy,
         micro_batch_size=config.micro_batch_size,
         schedules=run.schedules,
+        rule=run.rule,
         precision=config.precision,
         clip_norm=config.clip_norm,
         compile=config.compile,
         device=config.device,
         loading=make_loading(config),
-        stepping=_settings(config, config.stepping, "stepping", rule=run.rule),
+        stepping=_settings(config, config.stepping, "stepping"),
         evaluate=evaluations,
         checkpoint=checkpoint,
         log=make_logging(config, run),

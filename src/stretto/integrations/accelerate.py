@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from stretto.batching import NO_SIGNALS, PolicyLike, RuleLike
 from stretto.data import move_batch
+from stretto.data.weights import Units, check_units, units_of
 from stretto.integrations.shared import (
     BY_SIZE,
     ClockScheduler,
@@ -33,10 +34,9 @@ from stretto.integrations.shared import (
     counted_as_collated,
     refuse,
 )
+from stretto.run import Run, prepare
 from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
-from stretto.training.run import Run, prepare
-from stretto.training.weights import Units, check_units, units_of
 
 
 def attach(

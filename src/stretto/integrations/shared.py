@@ -14,12 +14,10 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from stretto.batching import NO_SIGNALS, Signals
 from stretto.data import DataSpec, MicroBatch, Step
-from stretto.distributed.strategy import adopted
 from stretto.errors import DataError, TrainingError
-from stretto.noise import NoiseSums
+from stretto.noise import NoiseMeter
+from stretto.run import Run
 from stretto.timing import Timer
-from stretto.training.run import Run
-from stretto.training.stepping.noise_meter import NoiseMeter, Pass
 
 BY_SIZE = "the batch size decides how many micro-batches a step has"
 """Why an accumulation of the framework's own is refused."""
@@ -111,9 +109,7 @@ class StepMeter:
         if "noise" in reads:
             refuse((model is None, "measure noise", "the model is not known", "pass model=model"))
             assert model is not None, "refused"
-            parameters = [one for one in model.parameters() if one.requires_grad]
-            strategy = adopted(model, run.ranks)
-            self._noise = NoiseMeter(parameters, spec=run.loader.spec, strategy=strategy, every=1)
+            self._noise = NoiseMeter.of(model, run.loader.spec)
 
     @property
     def averages_each(self) -> bool:
@@ -122,34 +118,11 @@ class StepMeter:
 
     def micro_batches(self, step: Step) -> Sequence[MicroBatch]:
         """Begin a step; return the micro-batches to compute."""
-        return step.micro_batches if self._noise is None else self._noise.begin(step.micro_batches)
+        return step.micro_batches if self._noise is None else self._noise.begin(step)
 
-    def watch(
-        self,
-        micro: MicroBatch,
-        *,
-        is_last: bool,
-        units: int | None = None,
-        divisor: float | None = None,
-    ) -> AbstractContextManager[None]:
-        """Measure the backward pass inside.
-
-        Args:
-            micro: its micro-batch.
-            is_last: whether it is the last of the step. DDP averages in this one.
-            units: the weight of its loss; None: its samples.
-            divisor: the units of the whole step, over all ranks; None: its samples.
-        """
-        if self._noise is None:
-            return nullcontext()
-        units = micro.num_samples if units is None else units
-        divisor = float(self._size if divisor is None else divisor)
-        return self._noise.measure(Pass(micro, units, divisor, is_last))
-
-    @property
-    def _size(self) -> int:
-        assert self._run.step is not None, "begun"
-        return self._run.step.num_samples
+    def watch(self, micro: MicroBatch, **how: Any) -> AbstractContextManager[None]:
+        """Measure the backward pass inside; see `NoiseMeter.watch`."""
+        return nullcontext() if self._noise is None else self._noise.watch(micro, **how)
 
     def signals(self, loss: Tensor | float | None = None, scaler: Any = None) -> Signals:
         """Return what the step measured, from all ranks, which must all call it.
@@ -158,16 +131,8 @@ class StepMeter:
             loss: this rank's loss of the step, times the number of ranks; None: not known.
             scaler: what multiplies the loss of fp16; None: nothing does.
         """
-        found = NO_SIGNALS
-        if self._noise is not None:
-            sums = self._noise.sums(1.0 if scaler is None else scaler.get_scale())
-            terms = NoiseSums(*self._run.ranks.total(sums)).terms(self._size)
-            if terms is not None:
-                found = Signals(
-                    noise_numerator=terms.numerator,
-                    noise_denominator=terms.denominator,
-                    num_samples=self._size,
-                )
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        found = NO_SIGNALS if self._noise is None else self._noise.signals(scale)
         if self._reads_loss and loss is not None:
             found = replace(found, loss=self._run.all_reduce(float(loss), "mean"))
         return found

@@ -16,9 +16,9 @@ from torch._guards import TracingContext
 from torch.optim import Optimizer
 
 from stretto.errors import FitError
-from stretto.noise import MicroGradients
 from stretto.runtime import TrainStep
 from stretto.runtime.gradients import detached
+from stretto.runtime.micro_gradients import MicroGradients
 
 _NOTHING = contextlib.nullcontext()
 _PATCHING = threading.RLock()

@@ -114,7 +114,7 @@ def test_everything_is_handed_over(tmp_path: Path) -> None:
         ),
         folder=tmp_path,
     )
-    assert trainer.hyperparameters.rule == SquareRootRule(8)
+    assert trainer.run.hyperparameters.rule == SquareRootRule(8)
     assert trainer.plan is not None
     assert trainer.plan.micro_batch_size == 3
     trainer.fit()
@@ -135,8 +135,6 @@ def test_a_metric_may_be_a_class_of_torchmetrics_and_of_another_project() -> Non
     without_arguments = {"target": "torchmetrics.regression:MeanSquaredError", "root": True}
     with pytest.raises(ConfigError, match="root"):
         build_trainer(config(evaluate={"metrics": {"root": without_arguments}}))
-    with pytest.raises(ConfigError, match="evaluate"):
-        build_trainer(config(evaluate={"predict": predict}))
 
 
 def test_scale_schedule_reaches_callbacks() -> None:
@@ -209,7 +207,7 @@ def test_a_step_of_yours_gets_model_optimizer_and_loss(tmp_path: Path) -> None:
     trainer.fit()
     assert type(trainer.step).__name__ == "SAMStep"
     assert trainer.step.loss is sys.modules["my_project"].Line.loss
-    assert trainer.hyperparameters.base["lr"] == 0.01
+    assert trainer.run.hyperparameters.base["lr"] == 0.01
     assert compare(build_plan(resolved(described, trainer)), tmp_path).agrees
     again = build_trainer(parse_run_file(dump_run_file(resolved(described, trainer))))
     again.resume()

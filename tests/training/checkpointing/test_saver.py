@@ -284,37 +284,6 @@ def test_a_full_disk_is_reported_and_training_goes_on(
     assert trainer.unsaved is None
 
 
-def test_what_was_trained_before_samples_could_not_be_read_is_kept(
-    problem: Make, tmp_path: Path
-) -> None:
-    class Broken(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return 60
-
-        def __getitem__(self, index: int) -> Any:
-            if index == 30:
-                raise OSError(f"cannot read sample {index}")
-            return tuple(tensor[index] for tensor in plain.tensors)
-
-    run, whole = problem(), problem()
-    whole.trainer(max_duration="1ep", loading=Loading(shuffle=False)).fit()
-    plain, run.data = run.data, Broken()
-    settings: dict[str, Any] = {
-        "folder": tmp_path,
-        "checkpoint": Checkpointing(),
-        "max_duration": "1ep",
-        "loading": Loading(shuffle=False),
-    }
-    with pytest.raises(OSError, match="sample"):
-        run.trainer(**settings).fit()
-    assert names(tmp_path) == ["checkpoint-000000000024"]
-    run.data = plain
-    trainer = run.trainer(**settings)
-    trainer.resume("auto")
-    trainer.fit()
-    assert torch.equal(run.weights(), whole.weights())
-
-
 def test_the_checkpoint_before_a_damaged_one_is_used(problem: Make, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"folder": tmp_path, "checkpoint": Checkpointing("2ba")}
     problem().trainer(max_duration="4ba", **settings).fit()

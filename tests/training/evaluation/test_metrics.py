@@ -235,8 +235,6 @@ def test_what_is_no_metric_is_refused() -> None:
         Evaluation(data(), metrics={"f1": MulticlassF1Score})  # type: ignore[dict-item]
     with pytest.raises(TrainingError, match="compute"):
         Evaluation(data(), metrics={"f1": "f1"})  # type: ignore[dict-item]
-    with pytest.raises(TrainingError, match="predict"):
-        Evaluation(data(), metrics={"right": right}, predict=lambda m, b: (m(b[0]), b[1]))
     classes = Evaluation(data(), metrics={"f1": f1(average="none")})
     with pytest.raises(TrainingError, match="returned"):
         trainer(Classifier(), classes).evaluate()

@@ -39,8 +39,8 @@ from stretto.integrations.composer.batches import (
 )
 from stretto.integrations.shared import StepMeter, refuse
 from stretto.planning.bind import UNKNOWN, smallest_step
+from stretto.run import Run, prepare
 from stretto.settings import Loading
-from stretto.training.run import Run, prepare
 
 __all__ = ["FollowRun", "attach"]
 

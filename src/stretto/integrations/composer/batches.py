@@ -17,7 +17,7 @@ from stretto.data import MicroBatch, Step
 from stretto.data.containers import join_samples
 from stretto.integrations.shared import StepMeter, counted_steps, refuse
 from stretto.planning.bind import end_of, steps_between
-from stretto.training.run import Run
+from stretto.run import Run
 
 _NOISE, _PLAN = "follow the noise of the gradient", "plan the sizes, such as '0ep:32 1ep:64'"
 

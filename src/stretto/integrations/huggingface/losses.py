@@ -18,12 +18,12 @@ from torch import Tensor
 from stretto.data import MicroBatch
 from stretto.data.containers import join_samples, take_samples
 from stretto.data.tokens import IGNORED_LABEL
+from stretto.data.weights import Units
 from stretto.errors import DataError
 from stretto.integrations.shared import refuse
+from stretto.run import Run
 from stretto.runtime.gradients import all_gather_rows, is_started
 from stretto.runtime.random_state import RandomState
-from stretto.training.run import Run
-from stretto.training.weights import Units
 
 Kind: TypeAlias = Literal["divided", "divided on its rank", "targets", "shifted", "samples"]
 """`divided`: by `num_items_in_batch`, times the number of ranks, as transformers does it; `divided

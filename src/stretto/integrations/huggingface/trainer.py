@@ -20,6 +20,7 @@ from transformers.trainer_callback import ExportableState
 from stretto.batching import NO_SIGNALS
 from stretto.data import DataSpec, Step, count_target_tokens
 from stretto.data.tokens import IGNORED_LABEL
+from stretto.data.weights import units_of
 from stretto.errors import CheckpointError
 from stretto.integrations.huggingface.losses import Kind, ignored_pixel, measure, units
 from stretto.integrations.shared import (
@@ -31,9 +32,8 @@ from stretto.integrations.shared import (
     refuse,
 )
 from stretto.planning.bind import end_of
+from stretto.run import Run, prepare
 from stretto.settings import Loading
-from stretto.training.run import Run, prepare
-from stretto.training.weights import units_of
 
 _EVENTS = ("evaluate", "save", "log")
 """What a trainer can do during a run."""

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from stretto.batching import PolicyLike, RuleLike
 from stretto.data import DataSpec
+from stretto.data.weights import Units, check_units
 from stretto.integrations.lightning.callback import (
     FollowRun,
     MicroBatches,
@@ -36,10 +37,9 @@ from stretto.integrations.lightning.callback import (
     own_interval,
     own_length,
 )
+from stretto.run import prepare
 from stretto.settings import Loading
 from stretto.timing import TimeLike, Trigger
-from stretto.training.run import prepare
-from stretto.training.weights import Units, check_units
 
 __all__ = ["MicroBatches", "attach"]
 

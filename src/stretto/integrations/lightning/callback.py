@@ -20,11 +20,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from stretto.batching import NO_SIGNALS
+from stretto.data.weights import Units
 from stretto.errors import CheckpointError
 from stretto.integrations.shared import BY_SIZE, StepMeter, counted_steps, refuse
 from stretto.planning.bind import UNKNOWN, end_of, planned_micro_batches
-from stretto.training.run import Run
-from stretto.training.weights import Units
+from stretto.run import Run
 
 _CHANGE_BATCHES = (BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging)
 

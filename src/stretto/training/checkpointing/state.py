@@ -24,6 +24,7 @@ from stretto.checkpoint.parts import check_tensor
 from stretto.checkpoint.sharding import Tensors, replicas
 from stretto.distributed.ranks import Ranks
 from stretto.errors import CheckpointError, StrettoError, TrainingError
+from stretto.run import Run
 from stretto.runtime import TrainStep
 from stretto.runtime.packing import packed, unpack
 from stretto.runtime.random_state import RandomState
@@ -34,7 +35,6 @@ from stretto.training.describe import BuiltWith, changes, samples_mark
 if TYPE_CHECKING:
     from stretto.training.evaluation.evaluate import Best, Evaluator
     from stretto.training.logs.recorder import Recorder
-    from stretto.training.run import Run
     from stretto.training.stepping.retry import Retry
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from stretto._location import LEDGER, LEDGER_COLUMNS, METRICS
+from stretto.distributed.logged import MicroLoss, Sums
 from stretto.errors import CheckpointError, TrainingError
+from stretto.run import Run
 from stretto.timing import Timestamp
 from stretto.timing.timestamp import NANOSECONDS
 from stretto.training.checkpointing.records import set_aside, unwritable
 from stretto.training.logs.console import ConsoleLogger
-from stretto.training.logs.logged import Sums
 from stretto.training.logs.loggers import (
     Appender,
     Guarded,
@@ -23,8 +24,6 @@ from stretto.training.logs.loggers import (
     cut_back,
     json_line,
 )
-from stretto.training.run import Run
-from stretto.training.stepping.finite import MicroLoss
 
 FILES = (METRICS, LEDGER)
 MOST_PENDING = 256

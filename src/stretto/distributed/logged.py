@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -12,12 +12,19 @@ from torch import Tensor
 from stretto.distributed.ranks import Ranks
 from stretto.errors import TrainingError, shown
 from stretto.settings import one_of
-from stretto.training.stepping.finite import MicroLoss
 
 Reduce: TypeAlias = Literal["mean", "sum", "last"]
 
 _FOLD = 256
 """Number of tensors kept before a read, which waits for the device."""
+
+
+class MicroLoss(NamedTuple):
+    """The loss of one micro-batch: its sum over units is `loss * factor`, its units `weight`."""
+
+    loss: Tensor
+    factor: float
+    weight: float
 
 
 @final
